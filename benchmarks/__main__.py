@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.harness import LOG, ROOT, append_log, end_in_order, shown
 
 NAMES = (
-    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster",
+    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster", "scale",
 )  # fmt: skip
 APART = (
     "recovery",
@@ -30,6 +30,8 @@ APART = (
     "pace",
     "checkpoint",
     "admission",
+    "attach",
+    "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them
 END_S = 60.0  # for one to end its processes and take down its namespaces

@@ -24,7 +24,7 @@ from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
 from dips.protocol.enums import AskOrder
-from dips.protocol.order import Worker, make_lines, slaves_in_order, workers_in_order
+from dips.protocol.order import Worker, make_lines, places_for_slave
 from dips.transport.pipeline import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
@@ -76,10 +76,9 @@ class Ends:
     def _begin(self, name: str, rule: AskOrder) -> None:
         push, cast = (name, self._number), self.cast
         for index, slave in enumerate(self._slaves):
-            slave.ask_program("open", push, workers_in_order(rule, index, cast.ranks, cast.slaves, f"{push}"))
-        for number, rank in enumerate(self._ranks[name]):
-            addresses = [slave.first for slave in self._slaves]
-            rank.send_request("push", self._number, addresses, slaves_in_order(rule, number, cast.slaves, f"{push}"))
+            slave.ask_program("open", push, places_for_slave(rule, index, cast.slaves, 0, cast.ranks, f"{push}"))
+        for rank in self._ranks[name]:
+            rank.send_request("push", self._number, [slave.first for slave in self._slaves], rule)
 
     def _line_up(self, names: Sequence[str]) -> None:
         """As asking.reorder_pushes does it: half of the first, all of the second is left."""

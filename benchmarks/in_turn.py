@@ -6,9 +6,9 @@ CONCURRENT_STREAMS ranks
 at once, whoever came first. Frames, checks and codecs are the real ones, over the same kind of sockets.
 
 python -m benchmarks.in_turn slave CAST NUMBER IP CONCURRENT_STREAMS       says [[address], ""]
-    ["open", push, order]   serve every rank once;  ["end", push] → [processor time, seconds of check and put]
+    ["open", push, places]   serve every rank once;  ["end", push] → [processor time, seconds of check and put]
 python -m benchmarks.in_turn rank CAST CLUSTER RANK
-    ["push", number, slaves, order] → [seconds, processor time, seconds of spelling and checksums]
+    ["push", number, slaves, rule] → [seconds, processor time, seconds of spelling and checksums]
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import zmq
 
 from benchmarks.cast import CHUNK_BYTES, RUN, Cast
 from benchmarks.line_program import print_answer, processor_s, read_requests
+from dips.protocol.enums import AskOrder
+from dips.protocol.order import slaves_in_order
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range
@@ -99,10 +101,10 @@ def rank(cast: Cast, number: int) -> None:
     """Push everything, as often as told."""
     pieces = [piece.array for piece in cast.pieces(number, 1e-3)]
     print_answer("ready")
-    for _, _, slaves, order in read_requests():
+    for _, seq, slaves, rule in read_requests():
         begun, used, made_s = time.perf_counter(), processor_s(), 0.0
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        for index in order:
+        for index in slaves_in_order(AskOrder(rule), number, len(slaves), f"{seq}"):
             dealer = _socket(context, zmq.DEALER)
             dealer.connect(f"tcp://{slaves[index][0][0]}")
             dealer.send(HELLO)

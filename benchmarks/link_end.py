@@ -87,7 +87,7 @@ def rank(addresses: str, mib: int) -> None:
     model = manifest(mib)
     pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
     there = SlaveAddress(SLAVE, SINC, tuple(addresses.split(",")), tuple(range(LAYERS)))
-    grant = Grant(GENESIS, (there,), ((0,),), WAIT_S)
+    grant = Grant(GENESIS, (there,), WAIT_S)
     print_answer("ok")
     for word, number in read_requests():
         begun = time.perf_counter()

@@ -38,7 +38,7 @@ from dips.master.links import SlaveLink
 from dips.outer.pool import BYTES, MemorySum
 from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeatAnswer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.transport import control
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer, add_SlaveServiceServicer_to_server
@@ -77,7 +77,7 @@ class _Master(SlaveServiceServicer):
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
         # As of number 0: nothing that was ever ordered is older, so nothing is dropped.
-        return to_proto(SlaveHeartbeatAnswer(TERM, 60.0, False, 0, (), ()))
+        return to_proto(SlaveHeartbeatAnswer(TERM, 60.0, False, 0, LiveTransfers(1, (), ())))
 
     async def Staged(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.staged[from_proto(request, PushStaged).push].set_result(None)
@@ -146,7 +146,7 @@ class LoneSlave:
     def open_push(self, push: PushId) -> e.Grant:
         """Have a slot reserved; the grant is the one rank's."""
         self._master.staged[push] = Future()
-        self.order(e.OpenPush(push, (0,), WAIT_S))
+        self.order(e.OpenPush(push, 1, WAIT_S))
         return self._grant(GENESIS)
 
     def open_pull(self, pull: PullId, version: VersionId = GENESIS) -> e.Grant:
@@ -193,7 +193,7 @@ class LoneSlave:
 
     def _grant(self, version: VersionId) -> e.Grant:
         layers = tuple(range(len(self.manifest.layers)))
-        return e.Grant(version, (e.SlaveAddress(NAME, SINC, self._lanes, layers),), ((0,),), WAIT_S)
+        return e.Grant(version, (e.SlaveAddress(NAME, SINC, self._lanes, layers),), WAIT_S)
 
     def _start(self, master: str) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

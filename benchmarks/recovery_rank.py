@@ -14,14 +14,20 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from benchmarks.outer_rank import BenchModel
 from dips.client import OuterLoop
 
 
 def main(name: str, layers: int, numel: int, step_s: float, meeting: Path) -> None:
-    with OuterLoop(BenchModel(layers, numel)) as outer, (meeting / f"{name}.jsonl").open("a", buffering=1) as out:
+    model = BenchModel(layers, numel)
+    with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("a", buffering=1) as out:
         while not outer.finished:
             time.sleep(step_s)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1e-6)  # a model that does not move is refused
             waits, begun = _waits(), time.time()
             outer.step(tokens=1)
             call = {"begun": begun, "ended": time.time(), "waits": _waits() - waits, "version": str(outer.version)}

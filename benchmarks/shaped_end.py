@@ -1,10 +1,10 @@
 """The two ends of a push as they are: a slave's data flow and a rank, each a process in its network namespace.
 
 python -m benchmarks.shaped_end slave CAST NUMBER IP CONCURRENT_STREAMS LANES SECRET     says [addresses, public key]
-    ["open", push, order]   a slot for it, its ranks asked in that order;  ["places", push, places]: asked anew
-    ["end", push]           once it is staged: its processor time since "open"
+    ["open", push, places]   a slot for it, its ranks asked by their places;  ["places", push, places]: asked anew
+    ["end", push]            once it is staged: its processor time since "open"
 python -m benchmarks.shaped_end rank CAST CLUSTER RANK
-    ["push", number, slaves, order]   → [seconds, processor time]; slaves as [addresses, public key]
+    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]
 
 CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
 """
@@ -22,8 +22,9 @@ from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
 from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
-from dips.ids import GENESIS, PullId, PushId
+from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.enums import AskOrder
 from dips.slave.flow import ZmqFlow
 from dips.transport import curve
 
@@ -93,11 +94,12 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
     """Push everything, as often as told."""
     pieces = cast.pieces(number, 1e-3)
     print_answer("ready")
-    for _, seq, slaves, order in read_requests():
+    for _, seq, slaves, rule in read_requests():
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
-        grant = Grant(GENESIS, there, (tuple(order),) * cast.ranks, WAIT_S, cast.codec, GENESIS)
+        salt = VersionId(seq, seq)  # of a random order: another one each time
+        grant = Grant(salt, there, WAIT_S, cast.codec, GENESIS, AskOrder(rule))
         begun, used = time.perf_counter(), processor_s()
         transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])

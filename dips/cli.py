@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import demo, drain, export, history, init, readmit, rebalance, recover, status, verify
+from dips.commands import demo, drain, export, history, init, plot, readmit, rebalance, recover, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -19,7 +19,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=exits.HELP_OPTIONS,
     help="""Di-PS: several training clusters, far apart and unequal, train one model through CPU parameter servers.
 
 \b
@@ -33,7 +33,8 @@ A run:
   dips-slave --config dips.yaml --name NAME                 once for each slave
   dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
   dips status --config dips.yaml --watch                    look at it: now,
-  dips history --config dips.yaml                           and round by round
+  dips history --config dips.yaml                           and round by round,
+  dips plot --config dips.yaml                              and as a curve
   dips export --config dips.yaml --output model.safetensors take the model out
 
 \b
@@ -78,6 +79,7 @@ for word in (
     init.init,
     status.status,
     history.history,
+    plot.plot,
     verify.verify,
     export.export,
     readmit.readmit,

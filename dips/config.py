@@ -17,7 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dips.errors import ConfigError
 from dips.ids import check_name
-from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, PullCodec, PushCodec, RequeuePolicy
+from dips.protocol.enums import (
+    AskOrder,
+    DivergencePolicy,
+    DurabilityMode,
+    PersistFailurePolicy,
+    PullCodec,
+    PushCodec,
+    RequeuePolicy,
+)
 from dips.protocol.options import (
     DataOptions,
     Options,
@@ -31,6 +39,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 MIB = 1 << 20
 MOST_LANES = 16
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
+TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
 
@@ -80,6 +89,23 @@ class JournalSection(Section):
     segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
 
 
+class OnVersionSection(Section):
+    """What the master has done for every n-th version, in a process of its own (master/on_version.py)."""
+
+    every: Annotated[int, Field(ge=1)]  # versions
+    command: tuple[str, ...] = ()  # run in the run file's directory; DIPS_MODEL and DIPS_VERSION say of what
+    call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then it is killed with its process group
+
+    @model_validator(mode="after")
+    def _require_one(self) -> OnVersionSection:
+        if bool(self.command) == (self.call is not None):
+            raise ValueError("expected one of command and call")
+        if self.call is not None and not all(self.call.partition(":")):
+            raise ValueError(f"call: expected MODULE:FUNCTION, got {self.call!r}")
+        return self
+
+
 class MasterSection(Section):
     """The one that decides."""
 
@@ -89,12 +115,24 @@ class MasterSection(Section):
     timing: TimingOptions = TimingOptions()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
+    keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
+    keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
+    on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
     mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
     requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
     order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
+
+    @model_validator(mode="after")
+    def _require_kept(self) -> MasterSection:
+        if self.on_version and (not self.keep_every or self.on_version.every % self.keep_every):
+            raise ValueError(
+                f"keep_every: expected {self.on_version.every}, or what divides it, since on_version needs every "
+                f"{self.on_version.every}th version's snapshot until its process has begun; got {self.keep_every}"
+            )
+        return self
 
 
 class SlaveSection(Section):
@@ -155,6 +193,7 @@ class RunFile(Section):
         return Options(
             s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+            keep_every=m.keep_every, keep_most=m.keep_most,
         )  # fmt: skip
 
     def slave_section(self, name: str) -> SlaveSection:
@@ -196,6 +235,10 @@ class ClusterFile(Section):
     master: str  # host:port
     pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
     overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
+    # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
+    # stop: the job ends.
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET
     rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
@@ -209,10 +252,11 @@ class ClusterFile(Section):
     poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
+    restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
-    max_transfer_ranks: Annotated[int, Field(ge=1)] = 256
+    max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
     # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.

@@ -5,6 +5,7 @@ A message says what was expected, what came, and from whom. A lost round is a va
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -14,6 +15,10 @@ class DipsError(Exception):
 
 class ConfigError(DipsError):
     """The configuration is wrong: refuse to start; the message names file and key."""
+
+
+class DifferentModel(ConfigError):
+    """A cluster's model is not the run's."""
 
 
 class ProtocolError(DipsError):
@@ -93,7 +98,11 @@ class CorruptSnapshot(Corrupt):
 
 
 class CorruptManifest(Corrupt):
-    """A manifest that does not match the run's."""
+    """A manifest that cannot be read, or that is not the one of its ledger."""
+
+
+class Diverged(DipsError):
+    """The model trained into numbers that are not finite, and this job does not mend that by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class Treatment:
 
 # The first row whose class matches is used, so the special stand before the general.
 TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
+    (DifferentModel, Treatment("INVALID_ARGUMENT", 78, "config", "train the model that `dips init` made the run of")),
     (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "correct the named key and start again")),
     (LocalProtocolError, Treatment("INTERNAL", 70, "local_protocol", "report this: it is a bug of Di-PS")),
     (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
@@ -124,6 +134,16 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 def treatment_of(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
+
+
+# "dips.yaml: shared.outer.lr: …" names a key, "dips.yaml: cannot be read" and "--model x: …" name none.
+_KEY = re.compile(r"(?:^|: |; )(?!\S+\.(?:yaml|yml|json|safetensors|sqlite): )[a-z_][a-z0-9_]*(?:\.[\w-]+)*: ")
+
+
+def advice_for(error: DipsError) -> str:
+    """What to do about `error`; empty if its message must say that itself, since no key of a file is to blame."""
+    advice = treatment_of(error).advice
+    return "" if type(error) is ConfigError and not _KEY.search(str(error)) else advice
 
 
 def class_named(name: str) -> type[DipsError] | None:

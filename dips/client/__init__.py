@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dips.distribution import refuse_other_dips
+
 if TYPE_CHECKING:
     from dips.client.learning_rate import cosine, schedule
     from dips.client.rank.outer_loop import OuterLoop
@@ -22,5 +24,6 @@ _HOMES = {"OuterLoop": "rank.outer_loop", "cosine": "learning_rate", "schedule":
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_other_dips()
     home = import_module(f"dips.client.{_HOMES[name]}")
     return getattr(home, name)

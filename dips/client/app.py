@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -32,12 +33,14 @@ from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
-from dips.config import ClusterFile, host_port, load_cluster
+from dips.config import AUTO_LANES, ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
+from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
+MASTER_CONNECTIONS = 2
 SCRAPE_S = 5.0  # Prometheus waits for 10
 # Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
 # and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
@@ -46,13 +49,14 @@ RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@command_line.command(context_settings={"allow_interspersed_args": False})
+@command_line.command(context_settings={"allow_interspersed_args": False, **exits.HELP_OPTIONS})
 def dips_client(
-    config: Annotated[Path, typer.Option(help="The cluster file (cluster.yaml).")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
     command: Annotated[
         list[str] | None,
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
     ] = None,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Replace an agent of this name that lives.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
@@ -61,7 +65,8 @@ def dips_client(
 
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
-    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over.
+    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over; 77: the name
+    is taken by an agent that lives (--take-over replaces it).
 
     A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
     DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
@@ -76,8 +81,10 @@ def dips_client(
             "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
     with closing(_lock_directory(file.directory)):
-        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level)))
+        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level, take_over)))
 
 
 # Subcommands; each is a command line of its own.
@@ -102,15 +109,23 @@ def _lock_directory(directory: Path) -> PidLock:
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
+async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str, take_over: bool) -> int:
     log = logs.configure_log("client", config.cluster, log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
+    _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    master = MasterLink(config.master)
+    master = MasterLink(config.master, config.shared.model_dump(mode="json"))
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
-        identity, config.heartbeat_s, config.retry_s, config.overlap == "full", config.max_restarts
+        identity,
+        config.heartbeat_s,
+        config.retry_s,
+        config.overlap == "full",
+        config.max_restarts,
+        restart_window_s=config.restart_window_s,
+        take_over=take_over,
+        on_divergence=config.on_divergence,
     )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())
@@ -131,6 +146,16 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
             await asyncio.to_thread(relay.close)
         await master.close()
         timeline.close()
+
+
+def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
+    """One for each rank of other hosts; with a relay one to the rank and one to the slave for each lane."""
+    ranks = config.max_transfer_ranks
+    remote = ranks if over_network(config) is not None else 0
+    relayed = 2 * ranks * AUTO_LANES if config.relay else 0
+    peers = f"{ranks} ranks{f', relayed to {AUTO_LANES} lanes' if relayed else ''}"
+    if warning := raise_open_files(MASTER_CONNECTIONS + remote + relayed, peers):
+        log.warning("open_files", problem=warning)
 
 
 def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, log: logs.Log) -> Callable[[], None]:

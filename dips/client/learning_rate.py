@@ -11,6 +11,7 @@ noisy directions. Its rate therefore rises over `rejoin_warmup_steps` inner step
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import cos, pi
 
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dips.client.rank.outer_loop import OuterLoop
+
+NO_TARGET = "schedule() follows outer.progress, which stays 0 without `shared.stop.tokens`: set it"
 
 
 def cosine(progress: float, floor: float = 0.1) -> float:
@@ -30,4 +33,7 @@ def schedule(optimizer: Optimizer, outer: OuterLoop, curve: Callable[[float], fl
 
     curve   progress of the run, 0 to 1 → a factor of the optimizer's own learning rate
     """
+    if not outer.shared.stop.tokens:
+        warnings.warn(NO_TARGET, stacklevel=2)
+        outer.remark(NO_TARGET)
     return LambdaLR(optimizer, lambda _: curve(outer.progress) * outer.lr_scale)

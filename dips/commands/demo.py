@@ -17,6 +17,9 @@ def demo(
     mirror: Annotated[
         bool, typer.Option("--mirror", help="Halfway, remove the directories of a slave and of the master, too.")
     ] = False,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Halfway, remove the directory of a slave, too; no mirror has it.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
 ) -> None:
@@ -30,6 +33,8 @@ def demo(
 
     With --mirror, slaves and master copy what they have to a directory that stands for another disk. Halfway the slave
     and the master are killed and their directories removed, as if their machines were lost: both come back from there.
+    With --recover nothing is copied, and the directory of the slave is removed: `dips recover` goes on from the last
+    model that was exported.
 
     Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install '.[demo]' in a checkout.
 
@@ -37,10 +42,14 @@ def demo(
     Example:
       dips demo                       (about four minutes)
       dips demo --seconds 60 --no-kill
-      dips demo --mirror              (two machines are lost)
+      dips demo --mirror              (two machines are lost; about six minutes)
+      dips demo --recover             (one machine is lost, and nothing has mirrored it)
     """
+    if (mirror and recover) or (no_kill and (mirror or recover)):
+        raise ConfigError("--mirror, --recover and --no-kill: expected at most one of them")
     run = _of_the_demo("run").run_demo
-    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, mirror=mirror))
+    way = "mirrored" if mirror else "unmirrored" if recover else "kept"
+    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, way=way))
 
 
 def _of_the_demo(module: str) -> Any:

@@ -6,42 +6,82 @@ import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from dips.commands.options import CONFIG
+from dips.commands.options import MASTER, WHOSE, address_of
 from dips.config import load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 
+SAFETENSORS, HF = "safetensors", "hf"
+
 
 def export(
-    config: CONFIG,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; with --format hf a directory.")],
+    config: WHOSE = None,
+    master: MASTER = None,
     version: Annotated[str | None, typer.Option(metavar="vN@rM", help="Which version; default the head.")] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
+    ] = SAFETENSORS,
+    factory: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="hf: makes the PreTrainedModel.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="hf: a directory with config.json; its tokenizer is copied.")
+    ] = None,
 ) -> None:
-    """Write one version as a safetensors file.
+    """Write one version as a safetensors file, or as a directory of transformers.
 
-    Parameters have the model's own names. Reads the slaves' snapshots, so it works while the run goes on and after it
-    has ended; the directories of all slaves must be readable from here.
+    Parameters have the model's own names; `dips.load(model, file)` reads the file into a plain module. With
+    --config it reads the slaves' snapshots, so it works while the run goes on and after it has ended; the directories
+    of all slaves must be readable from here. With --master it pulls the head over the lanes, as a cluster does, from
+    any host that reaches them; master and slaves must be up.
 
     \b
     Example:
       dips export --config dips.yaml --output model.safetensors
       dips export --config dips.yaml --output early.safetensors --version v12@r17
+      dips export --master 127.0.0.1:7800 --output model.safetensors
+      dips export --config dips.yaml --output my-model --format hf --factory mymodel:build
     """
+    if form not in (SAFETENSORS, HF):
+        raise ConfigError(f"--format: expected {SAFETENSORS} or {HF}, got {form!r}")
+    if form == SAFETENSORS:
+        written = _write_file(config, master, version, output)
+        print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
+        return
+    from dips.commands.export_hf import write_hf_directory
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=".unfinished-") as aside:
+        written = _write_file(config, master, version, file := Path(aside) / "model.safetensors")
+        write_hf_directory(file, output, factory, like)
+    print(f"wrote {written} to {output}: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+
+
+def _write_file(config: Path | None, master: str | None, version: str | None, output: Path) -> VersionId:
+    address = address_of(config, master)
+    wanted = _parse_version(version) if version else None
+    if config is not None:
+        return _write_from_disks(config, wanted or _committed_head(config), output)
+    from dips.commands.export_lanes import export_over_lanes
+
+    return export_over_lanes(address, wanted, output)
+
+
+def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:
     from dips.master.genesis import INITIAL_MODEL
-    from dips.slave.export import export_snapshot as write
+    from dips.slave.export import export_snapshot
 
     run_file = load_run(config)
-    wanted = _parse_version(version) if version else _committed_head(config)
     if wanted == GENESIS:  # no slave writes it down
         shutil.copyfile(run_file.master.directory / INITIAL_MODEL, output)
-        written = GENESIS
-    else:
-        written = write([s.directory for s in run_file.slaves], wanted, output)
-    print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
+        return GENESIS
+    return export_snapshot([s.directory for s in run_file.slaves], wanted, output)
 
 
 def _parse_version(version: str) -> VersionId:

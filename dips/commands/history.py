@@ -14,13 +14,13 @@ from rich.console import Console
 
 from dips.commands.options import CONFIG
 from dips.config import load_run
+from dips.ids import VersionId
 from dips.telemetry import status as picture
 from dips.telemetry.listing import Column, Listing, ListingRow
 
 COLUMNS = (
-    *(Column(name, left=True) for name in ("round", "ended", "version", "parent")),
-    Column("tokens"),
-    Column("‖δ‖"),
+    *(Column(name, left=True) for name in ("round", "ended", "version")),
+    *(Column(name) for name in ("loss", "tokens", "s", "stale", "‖δ‖")),
 )
 MOST_RANGES = 20  # shown of a round's data ranges, as first-last runs
 
@@ -30,7 +30,9 @@ def history(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with everything.")] = False,
     last: Annotated[int, typer.Option(min=1, help="So many of the newest rounds.")] = 20,
 ) -> None:
-    """List the rounds and what they made: versions with parents, tokens, data ranges, gates.
+    """List the rounds and what they made: versions with loss, tokens, seconds since the round before, data, gates.
+
+    The loss is the mean of the pushes by tokens; stale is how many versions behind the oldest base of a push was.
 
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
     gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
@@ -85,10 +87,11 @@ def rebalance_as_data(row: Any) -> dict[str, Any]:
 
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
     """Draw the rounds, who contributed to each and why it ended so under it."""
-    return Listing("rounds", COLUMNS, [_round_row(r) for r in rounds])
+    before: list[Mapping[str, Any] | None] = [None, *rounds]
+    return Listing("rounds", COLUMNS, [_round_row(r, b) for r, b in zip(rounds, before, strict=False)])
 
 
-def _round_row(r: Mapping[str, Any]) -> ListingRow:
+def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> ListingRow:
     if r["kind"] == "rebalanced":
         return _rebalanced_row(r)
     undone = r["undone"]
@@ -98,24 +101,60 @@ def _round_row(r: Mapping[str, Any]) -> ListingRow:
         f"r{r['round']}",
         ended,
         r["version"] or picture.NONE,
-        r["parent"] or picture.NONE,
+        _format_loss(r),
         picture.format_count(r["tokens"]),
+        _format_seconds(r, before),
+        _format_staleness(r),
         _format_norm(r),
     )
     why = undone or recovered or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
     numbers = [n for outcome in r["outcomes"] for n in outcome["ranges"]]
     notes = (
+        f"parent: {r['parent']}" if _has_another_parent(r, before) else "",
         f"from: {_list_contributions(r)}" if r["outcomes"] else "",
         f"ranges: {shorten_ranges(numbers)}" if numbers else "",
         f"{ended}: {why}" if why else "",
+        _describe_result(r.get("result")),
     )
     return ListingRow(cells, notes, "dim" if undone else "")
+
+
+def _describe_result(result: Mapping[str, Any] | None) -> str:
+    """What `master.on_version` said of the version, or why it failed."""
+    if result is None:
+        return ""
+    told = ", ".join(f"{name} {value:.6g}" for name, value in result["numbers"].items())
+    return f"on_version: {(told or 'done') if result['ok'] else result['reason']}"
 
 
 def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:
     none = picture.NONE
     told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
-    return ListingRow((none, r["kind"], r["version"], none, none, none), (f"from {', '.join(r['before'])} to {told}",))
+    return ListingRow((none, r["kind"], r["version"], *[none] * 5), (f"from {', '.join(r['before'])} to {told}",))
+
+
+def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    """Another than the version of the row above; where that made none, the parent is worth a word, too."""
+    return bool(r["parent"]) and (before is None or before.get("version") != r["parent"])
+
+
+def _format_loss(r: Mapping[str, Any]) -> str:
+    told = [(f["tokens"], f["loss"]) for f in r.get("folds", ()) if f["loss"] is not None and f["tokens"]]
+    tokens = sum(weight for weight, _ in told)
+    return f"{sum(weight * loss for weight, loss in told) / tokens:.3f}" if tokens else picture.NONE
+
+
+def _format_seconds(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """Since the end of the row above."""
+    ended, since = r.get("ended"), (before or {}).get("ended")
+    return f"{ended - since:.0f}" if ended is not None and since is not None else picture.NONE
+
+
+def _format_staleness(r: Mapping[str, Any]) -> str:
+    folds = r.get("folds", ())
+    if not folds or not r["parent"]:
+        return picture.NONE
+    return str(VersionId.parse(r["parent"]).version - min(f["base"]["version"] for f in folds))
 
 
 def _format_norm(r: Mapping[str, Any]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,13 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.commands.options import CONFIG
-from dips.config import load_run
+from dips.commands import templates
+from dips.commands.factory import make_module
+from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 
 
 def init(
-    config: CONFIG,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")
+    ] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="Write dips.yaml, shared.yaml and cluster.yaml with every key, and end.")
+    ] = False,
     model: Annotated[Path | None, typer.Option(help="Take θ from a safetensors file, fp32.")] = None,
     factory: Annotated[
         str | None,
@@ -32,7 +36,8 @@ def init(
 ) -> None:
     """Make a run: its first model and its ledger.
 
-    Writes v0@r0 and the ledger under master.directory of the run file.
+    Writes v0@r0 and the ledger under master.directory of the run file. With --template it writes commented files to
+    begin with instead: beside --config, or here.
 
     The model comes from here, never from a cluster. Parameters must be fp32; buffers are not part of the model, nor are
     frozen parameters: what the factory's module gives requires_grad, or what --trainable names, is what the clusters
@@ -44,12 +49,18 @@ def init(
 
     \b
     Example:
+      dips init --template
       dips init --config dips.yaml --factory dips.demo.model:build --seed 1
       dips init --config dips.yaml --model llama.safetensors --factory mymodel:build
       dips init --config dips.yaml --model adapters.safetensors --trainable '*.lora_*'
     """
     from dips.master.genesis import make_run
 
+    if template:
+        templates.write_templates(config or Path("dips.yaml"))
+        return
+    if config is None:
+        raise typer.BadParameter("which run? name its run file, or write one with --template", param_hint="--config")
     run_file = load_run(config)
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
@@ -65,27 +76,26 @@ def init(
     print(f"made run {row.run}: {len(tensors)} parameters, {numel / 1e6:.2f} M elements, {4 * numel / 1e6:.1f} MB")
     for slave, layers in row.placement:
         print(f"  {slave}: {len(layers)} layers")
+    if used := _used_directories(run_file):
+        print(f"empty these first, they hold snapshots of a former run: {', '.join(map(str, used))}")
     print(f"next: dips-master --config {config}, and dips-slave --config {config} --name NAME for each slave")
+
+
+def _used_directories(run_file: RunFile) -> list[Path]:
+    """Directories of slaves with snapshots in them, as far as they can be seen from here."""
+    from dips.slave.snapshot_files import version_of
+
+    found = (s.directory for s in run_file.slaves if s.directory.is_dir())
+    return [directory for directory in found if any(version_of(path) for path in directory.iterdir())]
 
 
 def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
     """Call MODULE:FUNCTION under a seed; return its trainable parameters by name, and the names of the frozen ones."""
-    module_name, colon, function_name = spec.partition(":")
-    if not colon:
-        raise ConfigError(f"--factory: expected MODULE:FUNCTION, got {spec!r}")
-    sys.path.insert(0, "")  # a factory beside the run file is the usual case
-    try:
-        import torch
+    made = make_module(spec, seed)
+    import torch
 
-        from dips.client.parallel import full_parameters
+    from dips.client.parallel import full_parameters
 
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--factory {spec}: {error}") from error
-    torch.manual_seed(seed)
-    made = function()
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
     try:
         parameters, frozen = full_parameters(made)
     except ConfigError as error:

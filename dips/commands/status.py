@@ -87,7 +87,7 @@ async def _watch_status(address: str, as_json: bool) -> None:
                     if as_json:
                         print(json.dumps(answer))
                     else:
-                        live.update(picture.render_status(answer), refresh=True)
+                        live.update(picture.FittedStatus(answer), refresh=True)
                 await asyncio.sleep(1.0)
     finally:
         await channel.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import yaml
 
 from dips.errors import ConfigError
 
+RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
 FULL_S = 150.0  # what is shorter is a glance
@@ -25,6 +27,8 @@ SHARED: dict[str, Any] = {
     # Most versions here have one contribution, so momentum adds up fast: in an emulation 0.5 ended 0.07 nats below 0.8.
     "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}},
 }
+EVALUATE_EVERY = 10  # versions: half a minute
+EVALUATE_S = 120.0  # at most, on cores that train meanwhile
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
     "heartbeat_s": 1.0,  # the picture moves once a second
@@ -59,8 +63,15 @@ class DemoLayout:
     def exported_file(self) -> Path:
         return self.directory / "model.safetensors"
 
+    @property
+    def saved_file(self) -> Path:
+        return self.directory / "saved.safetensors"
+
     def slave_directory(self, name: str) -> Path:
         return self.directory / name
+
+    def slave_mirror(self, name: str) -> Path:
+        return self.directory / MIRROR / RUN / name
 
     def cluster_directory(self, name: str) -> Path:
         return self.directory / name
@@ -84,19 +95,22 @@ def make_layout(out: Path | None) -> DemoLayout:
     return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 
-def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False) -> str:
+def write_configs(
+    layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False, seed: int = 0
+) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
+    seed    of the corpus, for those who evaluate versions
     mirror  master and slaves copy what they have into `mirror/`, which stands for another disk
     tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
-    shared = {"run": "demo", **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
+    shared = {"run": RUN, **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
     _dump_yaml(layout.directory / "shared.yaml", shared)
-    mirrored = {"mirror": "mirror"} if mirror else {}
+    mirrored = {"mirror": MIRROR} if mirror else {}
     if mirror:
-        (layout.directory / "mirror").mkdir()
+        (layout.directory / MIRROR).mkdir()
     slaves = [
         {
             **mirrored,
@@ -109,7 +123,15 @@ def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, m
         }
         for name in SLAVES
     ]
-    master = {"listen": address, "directory": "master", "timing": TIMING, **mirrored}
+    evaluate = {"every": EVALUATE_EVERY, "command": [sys.executable, "-m", "dips.demo.evaluate", str(seed)]}
+    master = {
+        "listen": address,
+        "directory": "master",
+        "timing": TIMING,
+        "keep_every": EVALUATE_EVERY,
+        "on_version": {**evaluate, "timeout_s": EVALUATE_S},
+        **mirrored,
+    }
     run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, "insecure": True}
     _dump_yaml(layout.run_file, run_file)
     for name in CLUSTERS:

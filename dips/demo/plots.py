@@ -1,4 +1,4 @@
-"""Two pictures of a run, drawn from its timelines: how the loss fell, and who did what when."""
+"""Who did what when in a run, drawn from its timelines; `dips plot` draws the loss."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dips.demo.verdict import Losses
-
 mpl.use("Agg")  # files only: there need not be a screen
 
 Mark = Mapping[str, Any]  # a line of a timeline
 Span = tuple[str, float, float]  # what, from, to; Unix seconds
 
-SMOOTH = 0.85  # weight of the past in the drawn loss
-COLORS = {"fast": "#1f77b4", "slow": "#d95f02"}
 SPANS = {
     "inner": ("inner steps", "#cfd8dc"),
     "push": ("push", "#1f77b4"),
@@ -34,65 +30,13 @@ CLOSE_UP_S = 24.0
 ONE_ROUND_S = 2.0
 
 
-def draw_plots(lines: Mapping[str, Sequence[Mark]], losses: Losses, head: str, directory: Path) -> list[Path]:
-    """Write loss.png and timeline.png into `directory`; `lines` are the timelines of `master` and of every cluster."""
+def draw_timeline(lines: Mapping[str, Sequence[Mark]], directory: Path) -> Path:
+    """Write timeline.png into `directory`; `lines` are the timelines of `master` and of every cluster."""
     clusters = [name for name in lines if name != "master"]
     zero = min((marks[0]["at"] for marks in lines.values() if marks), default=0.0)
-    pictures = {
-        "loss.png": _draw_loss(lines, clusters, losses, head, zero),
-        "timeline.png": _draw_timeline(lines, clusters, zero),
-    }
-    for name, figure in pictures.items():
-        figure.savefig(directory / name, dpi=130)
-    return [directory / name for name in pictures]
-
-
-# ---- the loss -------------------------------------------------------------------------------------------------------
-
-
-def _draw_loss(
-    lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], losses: Losses, head: str, zero: float
-) -> Figure:
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for name in clusters:
-        inner = [m for m in lines[name] if m["kind"] == "inner" and m["loss"] is not None]
-        smooth = _smooth_losses([m["loss"] for m in inner])
-        for axes, xs in ((left, [m["tokens"] / 1e6 for m in inner]), (right, [m["at"] - zero for m in inner])):
-            axes.plot(xs, smooth, color=COLORS.get(name), lw=1.4, label=f"{name}, training")
-        installed = [_last_before(inner, smooth, m["at"]) for m in lines[name] if _is_install(m)]
-        found = [(m, y) for m, y in installed if m is not None]
-        for axes, xs in ((left, [m["tokens"] / 1e6 for m, _ in found]), (right, [m["at"] - zero for m, _ in found])):
-            axes.plot(xs, [y for _, y in found], ".", color=COLORS.get(name), ms=5, label=f"{name} installs a version")
-    for mark in lines["master"]:
-        if mark["kind"] == "version_committed":
-            right.axvline(mark["at"] - zero, ymax=0.03, color="#7b3fa0", lw=0.8)
-    for axes, label in ((left, "tokens of the cluster, millions"), (right, "seconds (violet ticks: versions)")):
-        axes.axhline(losses.bigrams, color="black", ls="--", lw=1, label=f"bigram entropy {losses.bigrams:.3f}")
-        axes.axhline(losses.head, color="#7b3fa0", lw=1, label=f"validation of {head}: {losses.head:.3f}")
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.25)
-    left.set_ylabel("nats per byte")
-    left.legend(fontsize=8)
-    figure.suptitle("Loss of both clusters")
-    return figure
-
-
-def _smooth_losses(values: Sequence[float]) -> list[float]:
-    out: list[float] = []
-    for value in values:
-        out.append(value if not out else SMOOTH * out[-1] + (1 - SMOOTH) * value)
-    return out
-
-
-def _is_install(mark: Mark) -> bool:
-    return bool(mark["kind"] == "pull_end" and mark["installed"])
-
-
-def _last_before(inner: Sequence[Mark], smooth: Sequence[float], at: float) -> tuple[Mark | None, float]:
-    """The inner step that a cluster had taken last at a time, and its loss."""
-    index = next((i for i in range(len(inner) - 1, -1, -1) if inner[i]["at"] <= at), None)
-    return (None, 0.0) if index is None else (inner[index], smooth[index])
+    path = directory / "timeline.png"
+    _draw_timeline(lines, clusters, zero).savefig(path, dpi=130)
+    return path
 
 
 # ---- who did what when ----------------------------------------------------------------------------------------------

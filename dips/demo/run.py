@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,23 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dips.commands.status import ask_status
+from dips.commands.plot import plot_run
 from dips.config import load_run
-from dips.demo import data, layout, plots, train, verdict
+from dips.demo import daemons, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
+from dips.demo.lost_machines import DemoRun, Way, head_of
 from dips.demo.model import build
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
-from dips.errors import Unavailable
-from dips.ids import VersionId
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
 from dips.telemetry import timeline
 
-RANKS = {"fast": 2, "slow": 1}
-SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
 KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
 BETWEEN_KILLS_S = 5.0
-MIRRORED_AT = 3  # versions, before machines are lost: so the mirrors have something to bring back
-RESTART_SLAVE_S = 6.0  # longer than a lease: the master sees it lost
 LOOK_EVERY_S = 1.0
 START_S = 60.0  # for the master to answer
 END_S = 60.0  # for the run to finish, after its time
@@ -47,17 +40,17 @@ CALIBRATION_STEPS = 6
 EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
 
 
-def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool = False) -> int:
+def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int, way: Way = "kept") -> int:
     """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
 
-    mirror  master and slaves have mirrors, and of whom is killed the directory is removed, too, and the master's
+    way  "mirrored", "unmirrored": the directory of the slave that is killed is removed, too (lost_machines.py)
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     files = layout.make_layout(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed = _train_and_kill(files, seconds, kill, seed, mirror)
+        status, killed = _train_and_kill(files, seconds, kill, seed, way)
         return _report_results(files, status, killed, seconds, seed, console)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
@@ -74,22 +67,26 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _train_and_kill(
-    files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool
+    files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way
 ) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
     with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=mirror)
-        _run_word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
+        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed)
+        daemons.run_word(
+            "init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed)
+        )
         _start_processes(running, files, seed)
         watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
-        killed = _watch_training(running, files, watch, address, seconds, kill, mirror)
+        killed = _watch_training(DemoRun(running, files, watch, address), seconds, kill, way)
         for name in layout.CLUSTERS:
             running.processes[name].wait(END_S)
         running.check_alive()
-        status = asyncio.run(ask_status(address))
+        status = daemons.read_status(address)
+        if status is None:
+            raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         watch.show_status(status)
         watch.print_event(f"the run is finished at {status['finished']}")
     _check_codes(running)
@@ -107,134 +104,77 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
     for batch in batches:
         train.inner_step(model, optimizer, batch, train.LR)
     per_second = len(batches) * batches[0][:, 1:].size / (time.monotonic() - begun)
-    busy = min(os.cpu_count() or 1, sum(RANKS[name] / SLOWDOWN[name] for name in layout.CLUSTERS))
+    busy = min(os.cpu_count() or 1, sum(daemons.RANKS[n] / daemons.SLOWDOWN[n] for n in layout.CLUSTERS))
     return int(per_second * busy * EXPECTED_SHARE * seconds)
 
 
 def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> None:
-    _start_master(running, files)
+    daemons.start_master(running, files)
     for name in layout.SLAVES:
-        _start_slave(running, files, name)
+        daemons.start_slave(running, files, name)
     for name in layout.CLUSTERS:
-        trainer = _module_command(
-            *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
-            *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
-        )
-        agent = _module_command("dips.client.app", "--config", str(files.cluster_file(name)), "--", *trainer)
-        running.start(name, agent, files.log_file(name), may_end=True)
+        daemons.start_cluster(running, files, name, seed)
 
 
-def _start_master(running: DemoProcesses, files: DemoLayout) -> None:
-    running.start(
-        "master", _module_command("dips.master.app", "--config", str(files.run_file)), files.log_file("master")
-    )
-
-
-def _start_slave(running: DemoProcesses, files: DemoLayout, name: str) -> None:
-    command = _module_command("dips.slave.app", "--config", str(files.run_file), "--name", name)
-    running.start(name, command, files.log_file(name))
-
-
-def _watch_training(
-    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool, mirror: bool
-) -> Kill:
+def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
+    master = demo.running.processes["master"]
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
-        status = _read_status(address)
+        status = daemons.read_status(demo.address)
         answered = answered or status is not None
-        watch.show_status(status)
-        running.check_alive()
+        demo.watch.show_status(status)
+        demo.running.check_alive()
         if status and status.get("finished"):
             return killed
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
-            raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
+            raise ProcessEnded(f"the master does not answer; {master.log_tail()}")
         if elapsed > ends_s:
-            raise ProcessEnded(
-                f"the run is not finished {END_S:.0f} s after its time; {running.processes['master'].log_tail()}"
-            )
+            raise ProcessEnded(f"the run is not finished {END_S:.0f} s after its time; {master.log_tail()}")
         halfway = status is not None and max(elapsed / seconds, _run_progress(status)) >= KILL_AT
-        if status and halfway and kill and not killed.slave and (not mirror or _head_version(status) >= MIRRORED_AT):
-            killed = _kill_cluster_and_slave(running, files, watch, address, mirror)
-            ends_s += elapsed if mirror else 0.0  # a new master counts the run's time from its own start
+        if status and halfway and kill and not killed.slave and _may_be_lost(demo.files, status, way):
+            killed = _kill_cluster_and_slave(demo, way)
+            if way != "kept":  # a new master counts the run's time from its own start
+                ends_s = time.monotonic() - begun + seconds + END_S
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill_cluster_and_slave(
-    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool
-) -> Kill:
-    """Kill slow's torchrun and, while it comes back, a slave; start the slave again.
+def _may_be_lost(files: DemoLayout, status: Mapping[str, Any], way: Way) -> bool:
+    """Whether there is something to go on from."""
+    enough = head_of(status).version >= lost_machines.LEAST_VERSION[way]
+    return enough and (way != "mirrored" or lost_machines.newest_mirrored(files, KILLED_SLAVE).version > 0)
 
-    With mirrors the slave's directory is removed, and the master is killed and its directory removed.
-    """
-    processes = running.processes[KILLED_CLUSTER].kill_children()
-    watch.print_event(
+
+def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
+    """Kill slow's torchrun and, while it comes back, a slave, perhaps with its machine; have all of them back."""
+    processes = demo.running.processes[KILLED_CLUSTER].kill_children()
+    demo.watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
     )
-    until = time.monotonic() + BETWEEN_KILLS_S
-    status = None
-    while status is None or time.monotonic() < until:
-        time.sleep(LOOK_EVERY_S)
-        status = _read_status(address)
-        watch.show_status(status)
-        running.check_alive()
-    running.processes[KILLED_SLAVE].kill()
-    head = VersionId.parse(status["head"])
-    watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
-    after = _after_kill(address, head)  # a version between the look and the kill is passed over: the next one counts
-    if mirror:
-        _lose_machines(running, files, watch)
-    time.sleep(RESTART_SLAVE_S)
-    if mirror:
-        _start_master(running, files)
-    _start_slave(running, files, KILLED_SLAVE)
-    watch.print_event(f"started {KILLED_SLAVE} again")
-    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], after, lost=mirror)
-
-
-def _lose_machines(running: DemoProcesses, files: DemoLayout, watch: Watch) -> None:
-    """As if two machines had burned: the slave's, which is dead already, and the master's."""
-    running.processes["master"].kill()
-    for directory in (files.slave_directory(KILLED_SLAVE), files.master_directory):
-        shutil.rmtree(directory)
-    watch.print_event(
-        f"killed the master; removed the directories of {KILLED_SLAVE} and of the master: mirrors are left"
-    )
-
-
-def _after_kill(address: str, head: VersionId) -> VersionId:
-    """The head now, that the slave is dead: nothing newer was made before its death."""
-    status = _read_status(address)
-    return VersionId.parse(status["head"]) if status else head
-
-
-def _head_version(status: Mapping[str, Any]) -> int:
-    return VersionId.parse(status["head"]).version
+    back = time.monotonic() + BETWEEN_KILLS_S
+    demo.wait_for(lambda status: time.monotonic() > back, "the master answers")
+    exported = lost_machines.export_head(demo) if way == "unmirrored" else None
+    status = demo.wait_for(lambda status: True, "the master answers")
+    demo.running.processes[KILLED_SLAVE].kill()
+    after = daemons.read_status(demo.address)  # what was made between the look and the kill is passed over
+    head = head_of(after or status)
+    demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
+    if exported is not None:
+        return replace(kill, lost=lost_machines.lose_unmirrored(demo, KILLED_SLAVE, head, exported))
+    if way == "mirrored":
+        return replace(kill, lost=lost_machines.lose_mirrored(demo, KILLED_SLAVE, head))
+    time.sleep(lost_machines.AWAY_S)
+    daemons.start_slave(demo.running, demo.files, KILLED_SLAVE)
+    demo.watch.print_event(f"started {KILLED_SLAVE} again")
+    return kill
 
 
 def _run_progress(status: Mapping[str, Any]) -> float:
     progress = status["progress"]
     return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
-
-
-def _read_status(address: str) -> dict[str, Any] | None:
-    try:
-        return asyncio.run(ask_status(address, deadline_s=2.0))
-    except Unavailable:
-        return None
-
-
-def _module_command(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, *arguments]
-
-
-def _run_word(*arguments: str) -> None:
-    """Run a word of `dips` to its end; raise ProcessEnded with what it said if it fails."""
-    done = subprocess.run(_module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
 
 
 def _check_codes(running: DemoProcesses) -> None:
@@ -256,17 +196,20 @@ def _report_results(
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     head = str(status["head"])
     with console.status("exporting and evaluating"):
-        _run_word("export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head)
+        daemons.run_word(
+            "export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head
+        )
         snapshots = [files.slave_directory(name) / head for name in layout.SLAVES]
-        losses = verdict.evaluate_losses(files.initial_model, snapshots, files.exported_file, sample)
+        left = killed.lost.models if killed.lost else ()
+        losses = verdict.evaluate_losses(files.initial_model, snapshots, files.exported_file, sample, left)
     with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
         rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):
-        drawn = plots.draw_plots(lines, losses, head, files.directory)
+        drawn = [*plot_run(files.run_file, files.directory), plots.draw_timeline(lines, files.directory)]
     clusters = {name: lines[name] for name in layout.CLUSTERS}
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
-    _print_results(console, losses, head, rounds, tokens, listed)
+    _print_results(console, losses, head, killed, rounds, tokens, listed)
     for path in (*drawn, files.exported_file):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     failed = [check for check in listed if not check.holds]
@@ -278,12 +221,15 @@ def _print_results(
     console: Console,
     losses: Losses,
     head: str,
+    killed: Kill,
     rounds: list[RoundHistory],
     tokens: Mapping[str, Mapping[str, int]],
     listed: list[Check],
 ) -> None:
     numbers = Table("validation loss", "nats per byte", title="the global model", title_justify="left")
     numbers.add_row("version 0", f"{losses.first:.4f}")
+    if killed.lost and losses.left is not None:
+        numbers.add_row(f"{killed.lost.left}, all that was left", f"{losses.left:.4f}")
     numbers.add_row(f"head, {head}", f"{losses.head:.4f}")
     numbers.add_row("exported file", f"{losses.exported:.4f}")
     numbers.add_row("entropy of bigrams", f"{losses.bigrams:.4f}")

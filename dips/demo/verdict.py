@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from dips.demo.data import Text, bigram_entropy
-from dips.demo.layout import CLUSTERS, FULL_S
+from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
+from dips.demo.lost_machines import LostMachines
 from dips.demo.model import build, loss_of
 from dips.ids import VersionId
 from dips.master.ledger_history import RoundHistory
-from dips.slave.snapshot_manifest import MODEL_FILE, THETA
+from dips.slave.snapshot_manifest import MODEL_FILE, MOMENTUM, THETA
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256
 BATCH = 32
@@ -34,6 +35,7 @@ class Losses:
     head: float  # the last version, as the slaves' snapshots hold it
     exported: float  # the file that `dips export` wrote, in a plain module
     bigrams: float  # entropy of a byte given the one before it
+    left: float | None = None  # the version from which the run went on when machines were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Kill:
     slave: str | None = None
     slave_sinc: int = 0
     head: VersionId = VersionId(0, 0)  # when the slave was killed
-    lost: bool = False  # its directory and the master's were removed
+    lost: LostMachines | None = None  # directories were removed, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,24 @@ class Check:
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
-def evaluate_losses(initial: Path, snapshots: Sequence[Path], exported: Path, sample: Text) -> Losses:
-    """Evaluate version 0, the head and the exported file; `snapshots` are the directories of the head, one a slave."""
-    theta = {
-        name.removeprefix(THETA): tensor
-        for path in snapshots
-        for name, tensor in load_file(path / MODEL_FILE).items()
-        if name.startswith(THETA)
-    }
-    models = (load_file(initial), theta, load_file(exported))
+def evaluate_losses(
+    initial: Path, snapshots: Sequence[Path], exported: Path, sample: Text, left: Sequence[Path] = ()
+) -> Losses:
+    """Evaluate version 0, the head and the exported file.
+
+    snapshots  directories of the head, one a slave
+    left       files of the version from which the run went on when machines were lost, if it did
+    """
+    models = (load_file(initial), _join_files([path / MODEL_FILE for path in snapshots]), load_file(exported))
     first, head, plain = (validation_loss(model, sample) for model in models)
-    return Losses(first, head, plain, bigram_entropy(sample))
+    before = validation_loss(_join_files(left), sample) if left else None
+    return Losses(first, head, plain, bigram_entropy(sample), before)
+
+
+def _join_files(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """θ of a model that lies in several snapshots' files, or in one exported file under the parameters' own names."""
+    tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    return {name.removeprefix(THETA): tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)}
 
 
 def validation_loss(theta: Mapping[str, torch.Tensor], sample: Text) -> float:
@@ -97,13 +106,14 @@ def check_claims(
     timelines  of each cluster's agent
     seconds    of the run; a short one is not held to the bigram entropy
     """
-    made = [_about_losses(found, seconds), _about_export(found), _about_pace(rounds), _about_end(status)]
-    listed = [check for part in made for check in part]
+    parts = [_about_losses(found, seconds), _about_export(found), _about_pace(rounds), _about_end(status)]
+    listed = [check for part in parts for check in part] + [_about_evaluations(rounds)]
     if kill.slave and kill.cluster:
         listed.append(_about_killed_cluster(kill.cluster, rounds, timelines[kill.cluster]))
         listed.append(_about_killed_slave(kill, status, timelines))
-    if kill.lost:
-        listed.append(_about_lost_machines(kill, rounds))
+    if kill.lost is not None:
+        made = _about_mirrors if kill.lost.way == "mirrored" else _about_recovery
+        listed += [made(kill.lost, rounds), *_about_loss_since(kill.lost, found)]
     return listed
 
 
@@ -130,6 +140,15 @@ def _about_pace(rounds: Sequence[RoundHistory]) -> list[Check]:
     fast, slow = (sum(_was_accepted(name, r) for r in rounds) for name in CLUSTERS)
     claim = "fast took part in more outer steps than slow, and slow in some"
     return [Check(claim, fast > slow > 0, f"{fast} and {slow}")]
+
+
+def _about_evaluations(rounds: Sequence[RoundHistory]) -> Check:
+    """The last one's process may have been under way when the run ended."""
+    due = [r for r in rounds if r.version and not r.undone and r.version.version % EVALUATE_EVERY == 0]
+    losses = [r.result.numbers.get("validation_loss") for r in due if r.result and r.result.ok]
+    found = ", ".join(f"{loss:.3f}" for loss in losses if loss is not None)
+    claim = f"every {EVALUATE_EVERY}th version was evaluated while the run went on"
+    return Check(claim, len(losses) >= len(due) - 1, f"{len(losses)} of {len(due)}: {found or 'none'}")
 
 
 def _about_end(status: Mapping[str, Any]) -> list[Check]:
@@ -164,14 +183,36 @@ def _about_killed_slave(kill: Kill, status: Mapping[str, Any], timelines: Mappin
     return Check(claim, bool(pulled) and reborn and sent > 0, text)
 
 
-def _about_lost_machines(kill: Kill, rounds: Sequence[RoundHistory]) -> Check:
-    """The ledger is the run's, with what was before; undone is what a mirror did not hold yet."""
-    before = [r for r in rounds if r.version is not None and r.version <= kill.head]
-    undone = [str(r.version) for r in before if r.undone]
-    after = [r for r in rounds if r.version is not None and r.version > kill.head]
-    went_on = len(before) > len(undone) and bool(after)
-    text = f"{len(before)} versions until then, {len(undone)} undone, {len(after)} after"
-    return Check("the run went on at the mirrored head, with its history", went_on, text)
+def _about_mirrors(lost: LostMachines, rounds: Sequence[RoundHistory]) -> Check:
+    """What was lost is what the slave's mirror lagged behind, and the ledger has all that was before."""
+    lag = lost.head.version - lost.left.version
+    claim = f"the run went on at {lost.left}, which {lost.owners[0]}'s mirror held: {lag} outer steps are lost"
+    lineage = [r for r in rounds if r.version is not None and not r.undone]
+    after = next((r for r in lineage if r.version is not None and r.version.round > lost.head.round), None)
+    before = [r for r in lineage if r.version is not None and r.version.round <= lost.left.round]
+    if after is None or after.parent is None:
+        return Check(claim, False, "no version was made after that")
+    text = f"{after.version} follows {after.parent}, and {len(before)} versions before it are in the ledger"
+    return Check(claim, after.parent == lost.left and len(before) == lost.left.version, text)
+
+
+def _about_recovery(lost: LostMachines, rounds: Sequence[RoundHistory]) -> Check:
+    claim = f"the run went on from {lost.left}, which was exported before, by dips recover"
+    made = next((r for r in rounds if r.recovered), None)
+    after = [r for r in rounds if made is not None and r.version is not None and r.round > made.round]
+    if made is None or not after:
+        return Check(claim, False, "no version was made of the file" if made is None else "none was made after it")
+    text = (
+        f"{made.version} was made of the file, then {len(after)} outer steps; {(made.recovered or '').split(': ')[-1]}"
+    )
+    return Check(claim, after[0].parent == made.version, text)
+
+
+def _about_loss_since(lost: LostMachines, found: Losses) -> list[Check]:
+    if found.left is None:
+        return []
+    claim = f"the loss went on falling from there: {found.left:.4f} at {lost.left}"
+    return [Check(claim, found.head < found.left, f"{found.head:.4f}")]
 
 
 def _was_accepted(cluster: str, round_: RoundHistory) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -22,17 +21,17 @@ from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
-from dips.master.ledger_mirror import LedgerMirror
-from dips.master.links import SlaveLinks
+from dips.master.outside import MasterOutside
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
+from dips.open_files import raise_open_files
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Effect, Order
-from dips.protocol.events import Event, OrderAnswered, OrderFailed
+from dips.protocol.effects import Effect
+from dips.protocol.events import Event
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import Record, RunRow
+from dips.protocol.records import RunRow
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -44,9 +43,11 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
 SCRAPE_S = 5.0  # Prometheus waits for 10
+# At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
+CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
-cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 cli.command("replay")(operate.replay_command)
 cli.command("recover")(operate.recover_command)
 
@@ -55,7 +56,8 @@ cli.command("recover")(operate.recover_command)
 def serve_command(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")
+        Path | None,
+        typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
 ) -> None:
@@ -71,7 +73,10 @@ def serve_command(
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
 
-    Example:  dips init --config dips.yaml --seed 1 && dips-master --config dips.yaml
+    \b
+    Example:
+      dips init --config dips.yaml --factory dips.demo.model:build --seed 1
+      dips-master --config dips.yaml
     """
     if context.invoked_subcommand is not None:
         return
@@ -99,13 +104,14 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
+        _raise_open_files(config, log)
         restore.restore_if_lost(config, log)
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
-        outside = _Outside(ledger)
+        outside = MasterOutside(ledger)
         stack.push_async_callback(outside.close)
         server = control.make_server(lambda method, error: log.error("call failed", method=method, exc_info=error))
         stack.push_async_callback(server.stop, GRACE_S)
@@ -116,6 +122,7 @@ async def serve(
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
         supervisor = _make_supervisor(config, file, runtime, log)
+        outside.begin_on_version(config, file, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
@@ -127,58 +134,15 @@ async def serve(
     return code
 
 
-class _Outside:
-    """The ledger's thread and its mirror, and the links to the slaves, as the runtime needs them."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._links = ledger, SlaveLinks()
-        self._thread = ThreadPoolExecutor(1, "ledger")
-        self._written = 0  # transactions of this term, counted on the ledger's thread
-        self._mirror: LedgerMirror | None = None
-        self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
-
-    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
-        """Mirror the ledger from now on; waits for the first base as long as for a transaction."""
-        store = restore.mirror_of(config)
-        if store is None:
-            return
-        self._mirror = LedgerMirror(
-            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
-            config.master.mirror_s, time.monotonic, log,
-        )  # fmt: skip
-        self._mirror.start()
-
-    def view(self) -> dict[str, Any]:
-        """What status says of it: the mirror of the ledger, null if there is none."""
-        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None}
-
-    async def write_records(self, records: Sequence[Record]) -> None:
-        """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
-        wall = time.time()
-        number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
-        if self._mirror is not None:
-            await self._mirror.follow(number, records, wall)
-
-    def _write(self, records: Sequence[Record], wall: float) -> int:
-        self._ledger.write_records(records, wall)
-        self._written += 1
-        return self._written
-
-    def _take_base(self) -> tuple[int, bytes]:
-        return self._written, self._ledger.serialize()
-
-    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
-        return await self._links.execute_order(order)
-
-    async def close(self) -> None:
-        await self._links.close()
-        if self._mirror is not None:
-            self._mirror.close()
-        self._thread.shutdown()
+def _raise_open_files(config: RunFile, log: logs.Log) -> None:
+    slaves = len(config.slaves)
+    connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
+    if warning := raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves"):
+        log.warning("open_files", problem=warning)
 
 
 def _build_runtime(
-    config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
+    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
 ) -> Runtime:
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
@@ -217,6 +181,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
         lambda: runtime.build_view()["slaves"], log,
     )  # fmt: skip
     if ours:
+        runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat
         supervisor.start()
     return supervisor
 

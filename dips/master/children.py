@@ -18,20 +18,25 @@ from pathlib import Path
 class Child:
     """A process that is alive, or whose death was seen. Must be created inside the event loop."""
 
-    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None) -> None:
-        """Raise ProcessLookupError if no process has this pid."""
-        self.pid, self.adopted, self._popen = pid, popen is None, popen
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None, *, whole_group: bool = False) -> None:
+        """`whole_group`: what it leaves running in its process group is killed when it dies, before its number is free.
+
+        Raise ProcessLookupError if no process has this pid.
+        """
+        self.pid, self.adopted, self._popen, self._whole_group = pid, popen is None, popen, whole_group
         self._fd = os.pidfd_open(pid)
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_death)
 
     @classmethod
-    def start(cls, command: Sequence[str], log: Path) -> Child:
+    def start(cls, command: Sequence[str], log: Path, cwd: Path | None = None, *, whole_group: bool = False) -> Child:
         """Start a process in a session of its own that appends to `log`; raise OSError if it cannot be started."""
         with log.open("ab") as out:  # its own descriptor: the process outlives us
-            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-        return cls(popen.pid, popen)
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, start_new_session=True
+            )
+        return cls(popen.pid, popen, whole_group=whole_group)
 
     @property
     def alive(self) -> bool:
@@ -47,6 +52,12 @@ class Child:
         if self.alive:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
+
+    def kill_group(self) -> None:
+        """Kill it and all of its process group, which it must lead; nothing if it has ended."""
+        if self.alive:  # not reaped yet: the number is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its death; return whether it came within `timeout_s`."""
@@ -64,6 +75,8 @@ class Child:
     def _on_death(self) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
+        if self._whole_group:
+            self.kill_group()
         if self._popen is not None:
             self._popen.wait()
         self._ended.set()

@@ -13,6 +13,7 @@ had arrived meanwhile is read before anybody is judged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
 from dips.errors import StaleTerm
@@ -161,7 +162,7 @@ class MasterCore:
         coordinator = self._coordinator
         for event in self._judge.on_slave_heartbeat(heartbeat, now):
             self._step_event(event, now)
-        register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
+        register, as_of, live = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
         before = self.heartbeats.get(("slave", heartbeat.slave))
         if before is not None and _has_worked(before[0], heartbeat):
@@ -169,7 +170,8 @@ class MasterCore:
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
         mirror = coordinator.mirror_wanted() if heartbeat.mirror is not None else ()
-        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls, mirror)
+        told = None if register or heartbeat.live == live.number else live
+        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, told, mirror)
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
@@ -178,6 +180,7 @@ class MasterCore:
         event = question.event
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
+            event = replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
         elif isinstance(event, PushFinished):  # what it brings is held against them
             self._report_tokens(event.push.cluster, now)
         self._step_event(event, now, question)

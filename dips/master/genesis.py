@@ -6,6 +6,7 @@ run whose making was interrupted does not exist.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +17,13 @@ import xxhash
 from safetensors.numpy import save_file
 
 from dips.config import RunFile
+from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
 from dips.fsync import sync_path
+from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
-from dips.protocol.manifest import Layer, Manifest
+from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -29,6 +32,8 @@ Tensor = npt.NDArray[np.float32]
 LEDGER = "ledger.sqlite"
 INITIAL_MODEL = Path("initial") / "model.safetensors"
 INITIAL_MANIFEST = Path("initial") / "manifest.json"
+INITIAL_SHARED = Path("initial") / "shared.json"  # the ledger has only their digest; this names what differs from it
+INITIAL_FILES = (INITIAL_MODEL, INITIAL_MANIFEST, INITIAL_SHARED)
 
 
 def ledger_path(config: RunFile) -> Path:
@@ -44,9 +49,20 @@ def check_is_of_run(config: RunFile, row: RunRow) -> None:
         )
     if row.config_digest != config.shared.digest:
         raise ConfigError(
-            f"{path} was made with shared options of digest {row.config_digest[:12]}, the run file's have "
-            f"{config.shared.digest[:12]}: put the options back as they were, or make a new run with `dips init`"
+            f"{_describe_differences(config, row)}: put the options back as they were, or make a new run "
+            "with `dips init`"
         )
+
+
+def _describe_differences(config: RunFile, row: RunRow) -> str:
+    """Name the keys, if what `dips init` wrote down beside the model is there."""
+    try:
+        made_with = json.loads((config.master.directory / INITIAL_SHARED).read_text())
+        lines = differing_options(config.shared.model_dump(mode="json"), made_with)
+    except (OSError, ValueError, AttributeError):  # lost, or damaged: the digests still differ
+        lines = []
+    digests = f"digest {row.config_digest[:12]}, this file's have {config.shared.digest[:12]}"
+    return "; ".join(lines) or f"shared: {ledger_path(config)} was made with options of {digests}"
 
 
 def make_run(
@@ -81,7 +97,7 @@ def make_run(
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
-    _write_initial(config.master.directory, tensors, manifest)
+    _write_initial(config, tensors, manifest)
     if config.master.mirror is not None:
         _mirror_initial(MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory)
     Ledger.create(ledger, row, wall).close()
@@ -90,7 +106,7 @@ def make_run(
 
 def fetch_initial(store: MirrorStore, directory: Path) -> None:
     """Bring the initial model and its manifest back from the mirror, where they are missing; v0@r0 is read from it."""
-    for name in (INITIAL_MODEL, INITIAL_MANIFEST):
+    for name in INITIAL_FILES:
         path, there = directory / name, store.file_size(str(name))
         if path.exists() or there is None:
             continue
@@ -105,7 +121,7 @@ def fetch_initial(store: MirrorStore, directory: Path) -> None:
 
 def _mirror_initial(store: MirrorStore, directory: Path) -> None:
     """Whoever reads it back has the digests of the ledger."""
-    for name in (INITIAL_MODEL, INITIAL_MANIFEST):
+    for name in INITIAL_FILES:
         with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
 
@@ -146,7 +162,13 @@ def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
         raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
-    return Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+    manifest = Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+    if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
+        raise ConfigError(
+            f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "
+            f"{len(tensors)} parameters: some 150,000 fit"
+        )
+    return manifest
 
 
 def _shorten_lines(lines: list[str], most: int = 5) -> str:
@@ -174,16 +196,23 @@ def _throw_away(ledger: Path) -> None:
     shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
 
 
-def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
-    model, listing = directory / INITIAL_MODEL, directory / INITIAL_MANIFEST
+def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+    directory = config.master.directory
+    model = directory / INITIAL_MODEL
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
+    metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
-    aside = listing.with_suffix(".tmp")
-    aside.write_text(manifest.to_json())
-    sync_path(aside)
-    aside.replace(listing)
+    for name, text in (
+        (INITIAL_MANIFEST, manifest.to_json()),
+        (INITIAL_SHARED, json.dumps(config.shared.model_dump(mode="json"), indent=1)),
+    ):
+        listing = directory / name
+        aside = listing.with_suffix(".tmp")
+        aside.write_text(text)
+        sync_path(aside)
+        aside.replace(listing)
     for folder in (model.parent, directory):
         sync_path(folder)

@@ -2,8 +2,9 @@
 (docs/rationale.md#30).
 
     journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
-    {"journal": 1, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
-    [12.25, ["Ticked"], "0f3a…", ["Note", "Order"]]  when (master's clock), the event, digest and kinds of the effects
+    {"journal": 2, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
+    [12.25, ["Ticked"], "0f3a…", ["Note", "2 Order"]]
+                                                     when (master's clock), the event, digest and kinds of the effects
     [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
 
 The event loop hands over what it stepped through and goes on: a thread encodes and writes. A disk that is full, or
@@ -15,15 +16,15 @@ in it, the Judge's verdicts are. `dips-master replay` reads it.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import dips.protocol
 from dips.config import JournalSection
@@ -34,7 +35,7 @@ from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
 
-FORMAT = 1
+FORMAT = 2  # 1 listed each effect's kind by itself
 RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
@@ -42,6 +43,7 @@ MOST_WAITING = (
 AT_ONCE = 256  # steps spelled into one write
 RETRY_S = 60.0  # after it stopped, before a new segment is tried
 CLOSE_S = 2.0  # a graceful end waits so long for the disk
+_OF_NOTHING = codec.value_digest(())  # most events have no effect
 _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 
 
@@ -52,8 +54,9 @@ class _Head:
     state: Any  # spelled
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class JournalStep(NamedTuple):
+    """One event, and what came of it."""
+
     now: float
     event: Event
     effects: Sequence[Effect] | Exception  # effects are frozen, so another thread may read them
@@ -63,7 +66,7 @@ class Journal:
     """Called by the event loop only; the thread inside owns the files."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
-        self._queue: SimpleQueue[_Head | _Step | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Head | JournalStep | None] = SimpleQueue()
         self._log = log
         self._stopped_at: float | None = None
         self._writer = _JournalWriter(directory, run, term, options, log)
@@ -112,7 +115,7 @@ class Journal:
         if self._writer.failed or self._queue.qsize() >= MOST_WAITING:
             self._stop_writer()
             return
-        self._queue.put(_Step(now, event, effects))
+        self._queue.put(JournalStep(now, event, effects))
 
     def read_status(self) -> dict[str, Any]:
         """For the status: whether it is writing, how much it wrote, and how much is waiting."""
@@ -163,7 +166,7 @@ class _JournalWriter:
         self.full = self.failed = False
         self.why = ""
 
-    def write_batch(self, batch: Sequence[_Head | _Step]) -> None:
+    def write_batch(self, batch: Sequence[_Head | JournalStep]) -> None:
         lines = bytearray()
         try:
             for item in batch:
@@ -172,7 +175,7 @@ class _JournalWriter:
                     lines.clear()
                     self._open_segment(item)
                 elif self._file is not None:
-                    lines += _step_line(item)
+                    lines += spell_step(item)
             self._append_lines(lines)
         except (OSError, DipsError) as error:
             self._on_failure(error)
@@ -197,7 +200,7 @@ class _JournalWriter:
             "shapes": codec.field_names(head.state),
             "state": head.state,
         }
-        self._append_lines(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self._append_lines(codec.spell_json(about).encode() + b"\n")
         self._size = 0  # a state as large as a segment must not begin the next one at once
         for old in list_segments(self._directory)[: -self._options.segments]:
             old.unlink(missing_ok=True)
@@ -219,13 +222,21 @@ class _JournalWriter:
             self._file = None  # it said what it had to say
 
 
-def _step_line(step: _Step) -> bytes:
+def spell_step(step: JournalStep) -> bytes:
+    """The line of one step."""
     event = codec.encode_value(step.event)
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        line = [step.now, event, codec.value_digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        digest = codec.value_digest(tuple(step.effects)) if step.effects else _OF_NOTHING
+        line = [step.now, event, digest, count_kinds(step.effects)]
+    return codec.spell_json(line).encode() + b"\n"
+
+
+def count_kinds(effects: Sequence[Effect]) -> list[str]:
+    """The kinds of effects in their order, those that follow each other counted: an order to every slave is one."""
+    runs = [(kind, len(list(same))) for kind, same in groupby(type(effect).__name__ for effect in effects)]
+    return [kind if count == 1 else f"{count} {kind}" for kind, count in runs]
 
 
 def list_segments(directory: Path) -> list[Path]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
-from dips.master.ledger_history import RoundHistory, read_history
+from dips.ids import VersionId
+from dips.master.ledger_history import RoundHistory, find_unprocessed, read_history
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
@@ -116,6 +117,10 @@ class Ledger:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         with _one_moment(self._db):
             return read_history(self._db, limit)
+
+    def find_unprocessed(self, every: int) -> VersionId | None:
+        """Return the next version for `master.on_version`: each `every`-th one gets a VersionResult."""
+        return find_unprocessed(self._db, every)
 
     def read_digests(self) -> dict[tuple[int, str], str]:
         """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from dips.ids import VersionId
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_fold, read_outcome, read_real
 from dips.protocol.records import FoldRow, OutcomeRow
+
+
+@dataclass(frozen=True, slots=True)
+class ResultHistory:
+    """What the process of `master.on_version` said of a version."""
+
+    ok: bool
+    reason: str
+    numbers: dict[str, float]
+    seconds: float
+    wall: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +44,71 @@ class RoundHistory:
     durable: bool = False  # applied: it lay complete on every disk
     undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
     recovered: str | None = None  # applied: of what an operator made it (`dips recover`); None if it was made by pushes
+    result: ResultHistory | None = None  # applied: of its process (`master.on_version`); None if it had none
 
 
 def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     """Return the newest `limit` rounds, oldest first."""
     rows = db.execute(
         """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers
+                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers,
+                  p.ok, p.reason, p.numbers, p.seconds, p.wall
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
            LEFT JOIN durable d USING (round) LEFT JOIN recoveries c USING (round)
+           LEFT JOIN version_results p USING (round)
            LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
     ).fetchall()
-    return [_read_round(db, row) for row in reversed(rows)]
+    if not rows:
+        return []
+    folds, outcomes = _read_pushes(db, rows[-1][0], rows[0][0])
+    return [_read_round(row, folds[row[0]], outcomes[row[0]]) for row in reversed(rows)]
 
 
-def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
+def _read_pushes(
+    db: sqlite3.Connection, first: int, last: int
+) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
+    """Folds and outcomes by their rounds; each table is walked once, a query for every round would do so as often."""
+    folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
+    for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
+        folds[row[0]].append(read_fold(row))
+    query = f"SELECT o.round, {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
+    for number, *outcome in db.execute(query, (first, last)):
+        outcomes[number].append(read_outcome(outcome))
+    return folds, outcomes
+
+
+def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
+    """The oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
+    row = db.execute(
+        """SELECT v.version, v.round FROM versions v LEFT JOIN durable d USING (round)
+           LEFT JOIN undone u USING (round) LEFT JOIN retired t USING (round)
+           WHERE v.round > (SELECT coalesce(max(round), 0) FROM version_results) AND v.version % ? = 0
+             AND (v.durable OR d.round IS NOT NULL) AND u.round IS NULL AND t.round IS NULL
+           ORDER BY v.round LIMIT 1""",
+        (every,),
+    ).fetchone()
+    return VersionId(*row) if row else None
+
+
+def _read_round(row: tuple[Any, ...], folds: list[FoldRow], outcomes: list[OutcomeRow]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
-    scale, delta, clipped, durable, undone, source, lost = step
-    folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
-    query = f"SELECT {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
-    outcomes = db.execute(query, (number,))
+    scale, delta, clipped, durable, undone, source, lost, *result = step
     made = version is not None
     return RoundHistory(
         number, kind or "unfinished", reason or "", opened, ended,
         VersionId(version, number) if made else None,
         VersionId(parent_version, parent_round) if made else None,
         tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
-        tuple(read_fold(f) for f in folds), tuple(read_outcome(o) for o in outcomes), bool(durable), undone,
+        tuple(folds), tuple(outcomes), bool(durable), undone,
         _describe_recovery(source, lost) if source is not None else None,
+        _read_result(*result) if result[0] is not None else None,
     )  # fmt: skip
+
+
+def _read_result(ok: int, reason: str, numbers: str, seconds: float, wall: float) -> ResultHistory:
+    return ResultHistory(bool(ok), reason, json.loads(numbers), seconds, wall)
 
 
 def _describe_recovery(source: str, lost: str) -> str:

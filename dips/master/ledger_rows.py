@@ -14,6 +14,7 @@ from typing import Any
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
+    ClusterDiverged,
     ClusterEnded,
     ClusterReadmitted,
     FoldRow,
@@ -32,6 +33,7 @@ from dips.protocol.records import (
     VersionCommitted,
     VersionDurable,
     VersionRecovered,
+    VersionResult,
     VersionsRetired,
 )
 
@@ -110,7 +112,7 @@ def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None
         _insert_row(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
 
 
-def _cluster_readmitted(db: sqlite3.Connection, r: ClusterReadmitted, _wall: float) -> None:
+def _write_statistics(db: sqlite3.Connection, r: ClusterReadmitted | ClusterDiverged, _wall: float) -> None:
     _write_penalty(db, r.round, (r.penalty,))
 
 
@@ -141,6 +143,11 @@ def _write_recovery(db: sqlite3.Connection, r: VersionRecovered, wall: float) ->
     _insert_row(db, "recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
 
 
+def _write_result(db: sqlite3.Connection, r: VersionResult, wall: float) -> None:
+    row = (r.version.round, r.ok, r.reason, json.dumps(dict(r.numbers)), r.seconds, wall)
+    db.execute("INSERT OR REPLACE INTO version_results VALUES (?, ?, ?, ?, ?, ?)", row)  # of a master that died since
+
+
 _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
     IncarnationGiven: _write_incarnation,
     RoundReserved: _round_reserved,
@@ -150,12 +157,14 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     RoundEnded: _round_ended,
     RangesLeased: _ranges_leased,
     ClusterEnded: _cluster_ended,
-    ClusterReadmitted: _cluster_readmitted,
+    ClusterReadmitted: _write_statistics,
+    ClusterDiverged: _write_statistics,
     VersionsRetired: _versions_retired,
     Rebalanced: _rebalanced,
     RunFinished: _run_finished,
     LedgerRestored: _write_restore,
     VersionRecovered: _write_recovery,
+    VersionResult: _write_result,
 }
 
 
@@ -183,9 +192,9 @@ OUTCOME_COLUMNS = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_
 
 def read_fold(row: Any) -> FoldRow:
     _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
-    reals = (read_real(weight), read_real(norm), read_real(score), read_real(loss))
+    reals = (read_real(weight), read_real(norm), read_real(score))
     push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
-    return FoldRow(push, base, tokens, inner_steps, *reals, read_ints(ranges))
+    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges))
 
 
 def read_outcome(row: Any) -> OutcomeRow:

@@ -219,7 +219,7 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
     row = db.execute("SELECT scores, delta_norms FROM score_history").fetchone()
     if row is None:
         return ScoreHistory((), ())
-    return ScoreHistory(tuple(tuple(scores) for scores in json.loads(row[0])), tuple(json.loads(row[1])))
+    return ScoreHistory(tuple(json.loads(row[0])), tuple(json.loads(row[1])))
 
 
 def _settled_ranges(db: sqlite3.Connection) -> set[int]:

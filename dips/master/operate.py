@@ -63,7 +63,7 @@ def _show_step(line: int, now: float, event: Event, effects: list[Effect]) -> No
 
 
 def recover_command(
-    config: Annotated[Path, typer.Option(help="The run file of the run whose ledger was restored.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file of the run whose ledger was restored.")],
     term_above: Annotated[int, typer.Option(help="A term that was in use: from `dips status` or a slave's log.")] = 0,
     round_above: Annotated[int, typer.Option(help="A round that was in use: the number after @r of any version.")] = 0,
     adopt: Annotated[

@@ -103,7 +103,7 @@ def _raise_again(machine: Coordinator, event: Event, now: float, how: str) -> tu
 def _describe_difference(
     path: Path, number: int, now: float, event: Event, kinds: list[str], ordered: list[Effect]
 ) -> str:
-    now_kinds = [type(effect).__name__ for effect in ordered]
+    now_kinds = journal.count_kinds(ordered)
     same = " (of the same kinds, with other contents)" if kinds == now_kinds else ""
     listed = "\n".join(f"    {effect}" for effect in ordered) or "    nothing"
     return (

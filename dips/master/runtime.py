@@ -26,6 +26,13 @@ from dips.telemetry.timeline import Timeline
 EXIT_BUG = 70  # EX_SOFTWARE
 FLUSH_S = 5.0  # a graceful stop waits so long for what is being written
 
+# Notes of every round that goes well: an outer step is one line, version_committed. The timeline has them all.
+ROUTINE = frozenset(
+    {
+        *("push_granted", "push_committed", "round_opened", "round_applying", "round_persisting", "version_durable"),
+    }
+)
+
 
 class Runtime:
     """One term of a master. `clock` is monotonic seconds."""
@@ -48,6 +55,7 @@ class Runtime:
         self._last_req = 0
         self._writing: asyncio.Task[None] | None = None
         self._orders: set[asyncio.Task[None]] = set()
+        self.on_slave_heartbeat: Callable[[SlaveHeartbeat], None] = lambda heartbeat: None  # told of each, at once
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     # ---- for servicers and app -------------------------------------------------------------------------------------
@@ -70,6 +78,8 @@ class Runtime:
 
     async def take_heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
         """Take a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
+        if isinstance(heartbeat, SlaveHeartbeat):
+            self.on_slave_heartbeat(heartbeat)
         req, answer = self._new_answer()
         self._put_arrived(lambda now: self._core.on_heartbeat(req, heartbeat, now))
         try:
@@ -162,7 +172,7 @@ class Runtime:
                 case SlaveProgress():
                     self._outside.on_progress(action.slave)
                 case Note():
-                    self._log.info(action.kind, **dict(action.fields))
+                    (self._log.debug if action.kind in ROUTINE else self._log.info)(action.kind, **dict(action.fields))
                     self._timeline.record_mark(action.kind, **dict(action.fields))
                 case Exit():
                     self._log.error("exit", code=action.code, reason=action.reason)

@@ -2,13 +2,14 @@
 `finished`, which a run reaches again after a rollback. A version is undone if `undone` names its round.
 
 `at` is the master's monotonic clock, as decided upon; `wall` is Unix seconds, for people and plots. NaN is stored as
-NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
+NULL, which is what SQLite makes of it, so no column of reals says NOT NULL; a loss that nobody
+gave is NULL, too.
 """
 
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 5  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 6  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -109,6 +110,11 @@ CREATE TABLE restores (
 -- a version that an operator made of a file (`dips recover`); `layers` lost their momentum
 CREATE TABLE recoveries (
     round INTEGER PRIMARY KEY REFERENCES versions, source TEXT NOT NULL, layers TEXT NOT NULL, wall REAL
+) STRICT;
+-- what the process of `master.on_version` said of a version; `numbers` is a JSON object
+CREATE TABLE version_results (
+    round INTEGER PRIMARY KEY REFERENCES versions, ok INTEGER NOT NULL, reason TEXT NOT NULL, numbers TEXT NOT NULL,
+    seconds REAL, wall REAL
 ) STRICT;
 -- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (

@@ -41,6 +41,8 @@ def to_json(merged: Mapping[str, Any]) -> str:
 
 def _fields_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
     fields = {f.name: getattr(heartbeat, f.name) for f in dataclasses.fields(heartbeat) if f.name not in _IN_THE_VIEW}
+    if isinstance(heartbeat, ClusterHeartbeat) and not isfinite(heartbeat.loss):
+        fields["loss"] = None
     if isinstance(heartbeat, SlaveHeartbeat):
         fields["staged"] = [str(push) for push in heartbeat.staged]
         fields["transfers"] = [dataclasses.asdict(t) for t in heartbeat.transfers]

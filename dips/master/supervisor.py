@@ -1,9 +1,11 @@
 """Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
 
 A slave that dies is started again after a pause that doubles. One that the Coordinator has lost while its process is
-alive (stopped, hung, unresponsive) is killed through its pidfd. There are never two processes for one slave: a new one
-is started only when the old one is known to be dead, and the lock of the snapshot directory names the old one, also to
-a master that was started later. A master that was killed therefore finds its slaves alive, with θ still in memory.
+alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers nor
+works for `compute_s`: it may be loading a snapshot for a former master, and its heartbeats tell how far it is. There
+are never two processes for one slave: a new one is started only when the old one is known to be dead, and the lock of
+the snapshot directory names the old one, also to a master that was started later. A master that was killed therefore
+finds its slaves alive, with θ still in memory.
 A slave's output goes to <master.directory>/slaves/.
 
 A master that is stopped by SIGTERM stops its slaves. One that ends for another reason (74: its ledger; 75: a later
@@ -23,6 +25,7 @@ from typing import Any
 from dips.config import SlaveSection
 from dips.master.children import Child, truncate_log
 from dips.pidlock import lock_holder
+from dips.protocol.heartbeats import SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
@@ -53,8 +56,16 @@ class Supervisor:
         self._directory = directory / "slaves"
         self._seen: Seen = {}
         self._children: dict[str, Child] = {}
+        self._worked: dict[str, tuple[int, float]] = {}  # of our slaves: bytes worked through, when they last rose
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = asyncio.get_running_loop().time
+
+    def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat) -> None:
+        """A slave says how much it has worked through; also one that has not registered with this master yet."""
+        before = self._worked.get(heartbeat.slave)
+        ours = any(slave.name == heartbeat.slave for slave in self._slaves)
+        if ours and (before is None or heartbeat.work_bytes != before[0]):
+            self._worked[heartbeat.slave] = heartbeat.work_bytes, self._clock()
 
     def start(self) -> None:
         """Start or adopt every slave, and keep them running."""
@@ -132,8 +143,10 @@ class Supervisor:
                 await self._kill_child(
                     slave, child, f"lost for {self._clock() - lost_since:.1f} s while its process lives"
                 )
-            elif child.adopted and state == "starting" and self._clock() - begun >= self._timing.compute_s:
-                await self._kill_child(slave, child, "it did not register with this master")
+            elif child.adopted and state == "starting":
+                _, worked_at = self._worked.get(slave.name, (0, begun))
+                if self._clock() - max(begun, worked_at) >= self._timing.compute_s:
+                    await self._kill_child(slave, child, "it did not register with this master, and does no work")
 
     async def _kill_child(self, slave: SlaveSection, child: Child, why: str) -> None:
         self._log.error("slave hangs: killed", slave=slave.name, pid=child.pid, why=why)

@@ -13,7 +13,7 @@ last of them frees the bank; until then, or if there is no file, `prepare_versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
@@ -21,8 +21,6 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
 from dips.outer.updates import Fields, Update, Updates, returned_share
-
-Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or raises and leaves nothing to use
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class Theta:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """θ′ and m′, prepared and not committed."""
+    """θ′ and m′, prepared and not committed; or θ and m that are being loaded."""
 
     version: VersionId
     theta: Bank
@@ -45,7 +43,7 @@ class Next:
 
 
 class Versions:
-    """The memory of one slave; empty until `allocate_banks`, without a version until `load_version`."""
+    """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
     def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32") -> None:
         """`pull_codec` is the run's: of the updates that clusters pull, and so of what every θ′ is made of."""
@@ -61,6 +59,7 @@ class Versions:
         self._acc: Bank | None = None
         self._next: Next | None = None
         self._abandoned: Next | None = None  # aborted while it was being written
+        self._loading: Next | None = None
         self._open: dict[PushId, Bank] = {}
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
@@ -93,6 +92,11 @@ class Versions:
     def prepared(self) -> VersionId | None:
         """The version that waits beside it for its commit."""
         return self._next.version if self._next else None
+
+    @property
+    def loading(self) -> VersionId | None:
+        """The version that is being loaded; what was served before is served on."""
+        return self._loading.version if self._loading else None
 
     @property
     def numel(self) -> int:
@@ -246,10 +250,11 @@ class Versions:
             self._pool.give_back(self._abandoned.momentum)
             self._abandoned = None
 
-    def load_version(self, version: VersionId, fill: Fill) -> None:
-        """Serve what `fill` writes; legal without slots in use. If it raises, what was served is served on.
+    def begin_load(self, version: VersionId) -> tuple[Arrays, Arrays]:
+        """Return what θ and m of `version` are to be read into, on any thread; `end_load` must follow.
 
-        Raises Busy, with nothing changed, if readers of older versions hold the banks that it needs.
+        Legal without slots in use; none may be opened until the load has ended. Raises Busy, with nothing changed, if
+        readers of older versions hold the banks that it needs.
         """
         if self._open:
             raise LocalProtocolError(
@@ -259,16 +264,21 @@ class Versions:
             raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
         self.abort_round()
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
-        try:
-            fill(theta.arrays, momentum.arrays)
-        except BaseException:
-            self._pool.give_back(theta)
-            self._pool.give_back(momentum)
-            raise
+        self._loading = Next(version, theta, momentum)
+        return theta.arrays, momentum.arrays
+
+    def end_load(self, filled: bool) -> None:
+        """Serve what was loaded; if it could not be, what was served is served on."""
+        loaded, self._loading = self._loading, None
+        assert loaded is not None, "a load has begun"
+        if not filled:
+            self._pool.give_back(loaded.theta)
+            self._pool.give_back(loaded.momentum)
+            return
         if self._momentum is not None:
             self._pool.give_back(self._momentum)
         self._leave_served()
-        self._serve_version(version, theta, momentum)
+        self._serve_version(loaded.version, loaded.theta, loaded.momentum)
 
     # ---- readers --------------------------------------------------------------------------------
 

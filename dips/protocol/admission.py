@@ -22,14 +22,18 @@ All of it is memory of one master: nothing is in the ledger. After a restart, pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from heapq import nsmallest
+
+from dips.protocol.timers import Timers
 
 MOST_LEAD = 4  # numbers: of so many earlier ones may the heaviest push go ahead; a usual one has half of it
 LATE = 1.5  # times what is expected until its next ask; steps vary, and messages travel
 LENT = 1.5  # times what the push that a slot is lent to should take
 NEWEST_SHARE = 0.1  # of the newest push in the mean of tokens
+
+
+Place = tuple[float, int, str]  # (number less lead, number, cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class SlotAnswer:
 class Waiter:
     """A cluster that waits for a slot."""
 
-    place: tuple[float, int]  # (number less lead, number): the smallest is first
+    place: Place  # the smallest is first
     asked_at: float
     step_s: float
     gap_s: float = 0.0  # the longest time from one of its asks to the next
@@ -69,6 +73,8 @@ class SlotQueue:
     """The clusters that wait, each in one place."""
 
     waiters: dict[str, Waiter] = field(default_factory=dict)
+    expected: list[Place] = field(default_factory=list)  # of those that are not late, ascending
+    lateness: Timers = field(default_factory=Timers)  # until when each of these is expected
     last_number: int = 0
     usual_tokens: float = 0.0  # of a push that was admitted, as a running mean; 0 before the first
 
@@ -78,40 +84,50 @@ class SlotQueue:
         retry_s      who is refused asks at the first boundary after so many seconds
         most_kept_s  a slot is kept for no longer
         """
+        self._pass_over_late(now)
         waiter = self._find_or_enter(ask, now)
-        ahead = [w for w in self._expected(now) if w.place < waiter.place]
-        admitted = free > len(ahead) or self._borrow(ask, ahead, free, now)
-        answer = SlotAnswer(admitted, len(ahead), 1 + sum(1 for w in self._expected(now) if w is not waiter))
+        self._unexpect(ask.cluster)
+        ahead = bisect_left(self.expected, waiter.place)
+        admitted = free > ahead or self._borrow(ask, self.expected[: min(free, ahead)], now)
+        answer = SlotAnswer(admitted, ahead, 1 + len(self.expected))
         if admitted:
             self._weigh(ask.tokens)
             del self.waiters[ask.cluster]
         else:
             waiter.kept_s = min(most_kept_s, LATE * max(waiter.gap_s, waiter.step_s + retry_s))
             waiter.asked_at, waiter.lends, waiter.lent = now, waiter.lends and not waiter.lent, False
+            insort(self.expected, waiter.place)
+            self.lateness.set_timer(ask.cluster, waiter.asked_at + waiter.kept_s)
         return answer
 
     def count_waiting(self, now: float) -> int:
         """How many wait, without those that are late."""
-        return sum(1 for _ in self._expected(now))
+        self._pass_over_late(now)
+        return len(self.expected)
 
     def leave_queue(self, cluster: str) -> None:
         """It does not want a slot any more, or may have none."""
+        self._unexpect(cluster)
         self.waiters.pop(cluster, None)
 
     def clear_queue(self) -> None:
         """No slot is given any more."""
         self.waiters.clear()
+        self.expected.clear()
+        self.lateness.clear_timers()
 
     def shift_times(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: nobody is late by that."""
         for waiter in self.waiters.values():
             waiter.asked_at += gap_s
+        expected = [self.waiters[name] for *_, name in self.expected]
+        self.lateness.replace_times({w.place[2]: w.asked_at + w.kept_s for w in expected})
 
     def _find_or_enter(self, ask: SlotAsk, now: float) -> Waiter:
         waiter = self.waiters.get(ask.cluster)
         if waiter is None:
             self.last_number += 1
-            place = (self.last_number - self._lead(ask.tokens), self.last_number)
+            place = (self.last_number - self._lead(ask.tokens), self.last_number, ask.cluster)
             waiter = self.waiters[ask.cluster] = Waiter(place, now, ask.step_s)
         waiter.gap_s, waiter.step_s = max(waiter.gap_s, now - waiter.asked_at), ask.step_s
         return waiter
@@ -124,13 +140,24 @@ class SlotQueue:
         share = NEWEST_SHARE if self.usual_tokens else 1.0
         self.usual_tokens += share * (tokens - self.usual_tokens)
 
-    def _expected(self, now: float) -> Iterator[Waiter]:
-        """Those that are not late."""
-        return (w for w in self.waiters.values() if now <= w.asked_at + w.kept_s)
+    def _pass_over_late(self, now: float) -> None:
+        """Who should have asked again before now is not waited for until it does."""
+        while self.lateness.first_at() < now:
+            self._unexpect(self.lateness.take_first())
 
-    def _borrow(self, ask: SlotAsk, ahead: list[Waiter], free: int, now: float) -> bool:
-        """Take a slot that is kept for another, if that one should not notice."""
-        lenders = nsmallest(free, ahead, key=lambda w: w.place)
+    def _unexpect(self, cluster: str) -> None:
+        """Others go before it."""
+        waiter = self.waiters.get(cluster)
+        if waiter is None:
+            return
+        self.lateness.drop_timer(cluster)
+        i = bisect_left(self.expected, waiter.place)
+        if self.expected[i : i + 1] == [waiter.place]:
+            del self.expected[i]
+
+    def _borrow(self, ask: SlotAsk, first: list[Place], now: float) -> bool:
+        """Take a slot that is kept for one of the first, if that one should not notice."""
+        lenders = [self.waiters[name] for *_, name in first]
         until = now + LENT * ask.push_s
         if not lenders or not ask.push_s or any(not w.lends or w.asked_at + w.step_s < until for w in lenders):
             return False

@@ -15,8 +15,10 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from heapq import heapreplace
+from math import ceil, inf
 from statistics import median
 
 from dips.protocol.enums import TrainerState
@@ -27,6 +29,8 @@ MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measur
 LATE_SHARE = 0.25  # of the period: who is later than that goes to the next window
 LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
 NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
+MOST_AT_ONCE = 64  # members whose pushes are planned anew when one of them changes; those of more, once in PLAN_S
+PLAN_S = 1.0
 WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
 MOST_PERIODS = 2  # of work since its last push: who has missed so many windows waits for none
 
@@ -51,6 +55,10 @@ class _Member:
     def period_s(self) -> float:
         return min(self.wanted * self.step_s, NEVER_S)
 
+    def duration_s(self, timing: WindowTiming) -> float:
+        """How long its push moves; 0 while its bandwidth is unknown."""
+        return timing.model_bytes / self.bytes_per_s if self.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
+
 
 class Alignment:
     """The grid of windows, and which clusters keep to it."""
@@ -60,20 +68,27 @@ class Alignment:
         self._anchor: float | None = None  # a time on the grid
         self._opened_at: float | None = None  # the window from which the grid was taken
         self.period_s = 0.0  # 0: no speed is known yet
+        self._leads = dict[str, float]()  # as last planned
+        self._planned_for: WindowTiming | None = None
+        self._changed = False  # a member or its link, since then
+        self._plan_again_at = -inf
 
     def record_heartbeat(self, heartbeat: ClusterHeartbeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
         trains = heartbeat.trainer is TrainerState.TRAINING
         if trains and heartbeat.aligned_steps > 0 and heartbeat.step_s >= LEAST_STEP_S:
+            before = self._members.get(heartbeat.cluster)
             self._members[heartbeat.cluster] = _Member(
                 heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s
             )
+            self._changed = self._changed or before is None or before.bytes_per_s != heartbeat.bytes_per_s
         else:
             self.forget_cluster(heartbeat.cluster)
 
     def forget_cluster(self, cluster: str) -> None:
         """It is gone, or stands still: the grid does not depend on it."""
-        self._members.pop(cluster, None)
+        if self._members.pop(cluster, None) is not None:
+            self._changed = True
 
     def skip_gap(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: the grid stays where the clusters, who kept working, are."""
@@ -96,7 +111,7 @@ class Alignment:
             earliest = now - LATE_SHARE * self.period_s
         else:
             earliest = now
-        begin = self._anchor - self._lead_s(cluster, timing)
+        begin = self._anchor - self._lead_s(cluster, timing, now)
         periods = max(0, ceil((earliest - begin) / self.period_s))
         return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
@@ -124,18 +139,23 @@ class Alignment:
             self._anchor = self._opened_at = timing.opened_at
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
 
-    def _lead_s(self, cluster: str, timing: WindowTiming) -> float:
+    def _lead_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
         """How long before the window its push begins: its own duration, and of those that follow it in its slot."""
-        durations = {
-            name: timing.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
-            for name, m in self._members.items()
-        }
-        longest_first = sorted(durations, key=lambda name: (-durations[name], name))
-        slots = max(1, min(timing.slots, len(durations)))
-        ends = [0.0] * slots  # seconds before the window at which each slot is taken, from behind
-        for name in longest_first:
-            slot = ends.index(min(ends))
-            ends[slot] += durations[name]
-            if name == cluster:
-                return ends[slot]
-        raise AssertionError(f"{cluster} is a member")
+        may_plan = len(self._members) <= MOST_AT_ONCE or now >= self._plan_again_at
+        if (self._changed and may_plan) or timing != self._planned_for:
+            self._changed, self._planned_for, self._plan_again_at = False, timing, now + PLAN_S
+            self._leads = plan_leads({name: m.duration_s(timing) for name, m in self._members.items()}, timing.slots)
+        lead_s = self._leads.get(cluster)
+        return self._members[cluster].duration_s(timing) if lead_s is None else lead_s
+
+
+def plan_leads(durations: Mapping[str, float], slots: int) -> dict[str, float]:
+    """How long before the window each push begins: from behind, the longest first, each in the slot that is free."""
+    leads = dict[str, float]()
+    longest_first = sorted(durations, key=lambda name: (-durations[name], name))
+    ends = [(0.0, slot) for slot in range(max(1, min(slots, len(durations))))]  # seconds before the window
+    for name in longest_first:
+        end, slot = ends[0]
+        leads[name] = end + durations[name]
+        heapreplace(ends, (leads[name], slot))
+    return leads

@@ -11,7 +11,7 @@ from dips.protocol.effects import Reorder
 from dips.protocol.entities import Cluster, Push
 from dips.protocol.enums import AskOrder, FanoutKind
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import Worker, make_lines
+from dips.protocol.order import MOST_PAIRS, Worker, make_lines
 from dips.protocol.run_state import RunState
 
 LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
@@ -19,9 +19,10 @@ LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
 
 def reorder_pushes(run: RunState) -> None:
     """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
-    moving = [(c, c.push) for c in run.clusters.values() if c.push and c.push.opened and not c.push.committed]
-    if len(moving) < 2 or run.options.order is AskOrder.RANDOM:
-        return
+    moving = [(run.clusters[p.id.cluster], p) for p in run.transfers.uncommitted_pushes() if p.opened]
+    pairs = sum(push.ranks for _, push in moving) * len(run.slaves)
+    if len(moving) < 2 or run.options.order is AskOrder.RANDOM or pairs > MOST_PAIRS:
+        return  # of more pairs, each keeps its place in the rotation that came with its OpenPush
     slaves = list(run.slaves.values())
     nbytes = [BYTES_PER_PARAMETER * sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
     link = _slave_link(moving, len(slaves))

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
+from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
 from dips.protocol import pulls, pushes
 from dips.protocol.claims import ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
-from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
+from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
@@ -26,6 +26,8 @@ from dips.protocol.run_state import RunState
 
 MAX_CLUSTERS = 10_000  # names ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
+SILENT_HEARTBEATS = 2  # missed by an incarnation that may be dead already
+REASON_CHARS = 300  # of why a cluster left
 
 
 def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
@@ -38,6 +40,9 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
         return
     cluster = run.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
+        if taken := _find_rival(run, cluster, event):
+            run.reply_to(event.req, taken)
+            return
         cluster = _begin_incarnation(run, event, cluster)
     ranges = run.ranges.held_by(cluster.name, cluster.inc)
     run.reply_to(
@@ -49,18 +54,30 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
             run.read_progress(),
             ranges,
             cluster.accounted,
-            _settled_pushes(run, cluster),
+            _settled_pushes(cluster),
         ),
     )
 
 
-def _settled_pushes(run: RunState, cluster: Cluster) -> int:
+def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) -> Refused | Pending | None:
+    """Whether another agent bears the name: refused while it is heard; waited for until its lease ends once it is not.
+
+    An agent that starts again in its directory, or joins again, names the incarnation that it was.
+    """
+    if cluster is None or not cluster.live or event.former == cluster.inc or event.take_over:
+        return None
+    heartbeat_s, name = run.options.timing.heartbeat_s, f"{cluster.name}/{cluster.inc}"
+    if event.rival_heard_s < SILENT_HEARTBEATS * heartbeat_s:
+        return Refused(heartbeat_s, f"the name {cluster.name} is taken: another agent bears it as {name} and lives")
+    return Pending(f"{name} bears the name {cluster.name} and is silent: waits until its lease ends")
+
+
+def _settled_pushes(cluster: Cluster) -> int:
     """Pushes of this cluster whose work is in the run or refused for good; one in a window is about to be."""
-    in_window = [p for p in (*(run.round.pushes if run.round else ()), *run.waiting) if p.id.cluster == cluster.name]
-    return cluster.counts["accepted"] + cluster.counts["gated"] + len(in_window)
+    return cluster.counts["accepted"] + cluster.counts["gated"] + cluster.in_window
 
 
-def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
+def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWanted | None:
     if mismatch := find_protocol_mismatch(event):
         return mismatch
     if event.run != run.row.run:
@@ -73,15 +90,25 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
             f"shared: digest {event.config_digest[:12]} differs from the run's {run.row.config_digest[:12]}; "
             "copy the section `shared` of the run file",
         )
-    try:
-        differences = run.manifest.describe_differences(Manifest.from_json(event.manifest))
-    except CorruptManifest as error:
-        return Failed(CorruptManifest, str(error))
-    if differences:
-        return Failed(CorruptManifest, "this model is not the run's: " + "; ".join(differences))
+    if event.manifest_digest != run.manifest.digest:
+        return _compare_models(run.manifest, event) if event.manifest else ManifestWanted(run.manifest.digest)
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
         return Failed(Busy, f"this run has had {MAX_CLUSTERS} cluster names, its limit")
     return None
+
+
+def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
+    """Say where a model with another digest than the run's differs from it."""
+    try:
+        theirs = Manifest.from_json(event.manifest)
+    except CorruptManifest as error:
+        return Failed(CorruptManifest, str(error))
+    if theirs.digest != event.manifest_digest:
+        return Failed(
+            CorruptManifest,
+            f"expected a manifest of digest {event.manifest_digest[:12]}, as announced, got {theirs.digest[:12]}",
+        )
+    return Failed(DifferentModel, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
@@ -90,6 +117,7 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
         if old.live:
             end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce)
+        run.follow_cluster(old)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     cluster.works_since = run.now
     run.clusters[event.cluster] = cluster
@@ -118,7 +146,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
-    cluster.set_state(ClusterState.GONE, reason)
+    run.set_cluster_state(cluster, ClusterState.GONE, reason)
     run.emit_record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
     run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
 
@@ -135,9 +163,10 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
-        cluster.set_state(ClusterState.IDLE, event.reason)
+        run.set_cluster_state(cluster, ClusterState.IDLE, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
-        cluster.set_state(ClusterState.TRAINING, event.reason)
+        run.set_cluster_state(cluster, ClusterState.TRAINING, event.reason)
+    run.follow_cluster(cluster)
 
 
 def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
@@ -145,6 +174,7 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.bytes_per_s, cluster.measured_at = event.bytes_per_s, run.now
+        run.follow_cluster(cluster)
 
 
 def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
@@ -174,7 +204,8 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End gracefully; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
-        end_incarnation(run, run.clusters[event.cluster], "left", event.tokens_consumed)
+        reason = event.reason[:REASON_CHARS] or "left"
+        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed)
     run.reply_to(event.req, Acknowledged())
 
 

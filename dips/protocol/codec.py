@@ -1,10 +1,10 @@
 """Spells what this package holds as text, and reads it back: events, effects, and the Coordinator's whole state.
 
 One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, RunState,
-Penalty and RangeBook by their attributes, and what the walk does not know is an error. Objects that change keep their
-identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are spelled in
-ascending order, so the same state gives the same text in every process. No pickle: text that names another class is
-refused.
+Penalty, LastNorms and RangeBook by their attributes, and what the walk does not know is an error. Objects that change
+keep their identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are
+spelled in ascending order, so the same state gives the same text in every process. No pickle: text that names another
+class is refused.
 
     scalar                         as JSON has it (Infinity and NaN as Python spells them)
     ["t", …] ["l", …]              tuple, list
@@ -14,7 +14,7 @@ refused.
     ["r", 3]                       the fourth object that changes, again
     ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
     ["e", "StaleTerm"]             a class of dips.errors
-    ["RunState", {"head": …, …}]   one of the three classes that are no dataclasses
+    ["RunState", {"head": …, …}]   one of the four classes that are no dataclasses
 """
 
 from __future__ import annotations
@@ -39,15 +39,21 @@ from dips.protocol import (
     entities,
     enums,
     events,
+    intervals,
+    last_norms,
     manifest,
     moves,
     options,
+    order_book,
     penalty,
     records,
+    roster,
     run_state,
+    timers,
+    transfer_book,
 )
 
-FORMAT = 3  # 2 knew no claims of a cluster
+FORMAT = 4  # 3 had no indexes, no versions that stay for people, no pushes that diverged
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,
@@ -57,15 +63,28 @@ MODULES: tuple[ModuleType, ...] = (
     entities,
     enums,
     events,
+    intervals,
+    last_norms,
     manifest,
     moves,
     options,
+    order_book,
     penalty,
     records,
+    roster,
     run_state,
+    timers,
+    transfer_book,
 )
-PLAIN: tuple[type, ...] = (run_state.RunState, penalty.Penalty, data.RangeBook)  # spelled by their attributes
+PLAIN: tuple[type, ...] = (
+    run_state.RunState,
+    penalty.Penalty,
+    last_norms.LastNorms,
+    data.RangeBook,
+)  # spelled by their attributes
 SCALARS = (bool, int, float, str, type(None))
+
+spell_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # on one line
 
 Encoder = Callable[["_StateWriter", Any], Any]
 
@@ -77,7 +96,7 @@ def encode_value(value: object) -> Any:
 
 def encode_text(value: object) -> str:
     """Spell a value on one line; equal values give equal text in every process."""
-    return json.dumps(encode_value(value), separators=(",", ":"), ensure_ascii=False)
+    return spell_json(encode_value(value))
 
 
 def value_digest(value: object) -> str:
@@ -140,8 +159,8 @@ CLASSES: dict[str, type] = _known_classes()
 
 @cache
 def _fields_of(cls: Hashable) -> list[str]:
-    """Names of a dataclass's fields in their order."""
-    return [f.name for f in fields(cast(Any, cls))]
+    """Names of a dataclass's fields in their order, but for those that are made of the others (`derived`)."""
+    return [f.name for f in fields(cast(Any, cls)) if "derived" not in f.metadata]
 
 
 def _is_mutable(cls: type) -> bool:
@@ -213,7 +232,7 @@ def _frozen_encoder(cls: type) -> Encoder:
 
 
 def _mutable_encoder(cls: type) -> Encoder:
-    plain_write, names = _frozen_encoder(cls), set(_fields_of(cls))
+    plain_write, names = _frozen_encoder(cls), {f.name for f in fields(cast(Any, cls))}
 
     def encode_mutable(w: _StateWriter, value: Any) -> Any:
         extra = vars(value).keys() - names
@@ -301,6 +320,8 @@ class _StateReader:
         items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
         for name, item in items:
             object.__setattr__(made, name, self.read_value(item))  # frozen ones take it only so
+        if hasattr(made, "build_derived"):
+            made.build_derived()
         return made
 
 

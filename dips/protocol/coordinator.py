@@ -62,6 +62,7 @@ from dips.protocol.events import (
     TrainerChanged,
     TransferAwaited,
 )
+from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options
@@ -108,12 +109,11 @@ def _on_blind(run: RunState, event: Blind) -> None:
     run.durability.again_at += event.gap_s
     if run.round is not None:
         run.round.closes += event.gap_s
+    run.transfers.shift_times(event.gap_s)
     for cluster in run.clusters.values():
-        for transfer in (cluster.push, cluster.pull):
-            if transfer is not None:
-                transfer.deadline += event.gap_s
         if cluster.requested_at is not None:
             cluster.requested_at += event.gap_s
+            run.follow_cluster(cluster)
     run.emit_note("blind", gap_s=f"{event.gap_s:.3f}")
 
 
@@ -151,10 +151,10 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 
 def _next_deadline(run: RunState) -> float:
-    due = [push.deadline for push in run.uncommitted_pushes()] + [pull.deadline for pull in run.open_pulls()]
+    due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
     if run.options.stop.wall_s and not run.finished and run.round is None:
-        due.append(run.started + run.options.stop.wall_s)
-    return min((*due, *window.window_deadlines(run), *durability.retry_deadlines(run)), default=inf)
+        due = min(due, run.started + run.options.stop.wall_s)
+    return min(due, min(window.window_deadlines(run), default=inf))
 
 
 class Coordinator:
@@ -163,6 +163,7 @@ class Coordinator:
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
         self._run = RunState(state, manifest, options, now)
         self._due: float | None = None  # the next deadline, once somebody has asked for it; every step moves it
+        self._live: LiveTransfers | None = None  # one object for all slaves, as long as nothing changes
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
@@ -185,7 +186,7 @@ class Coordinator:
         if not isinstance(state, RunState):
             raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
         made = cls.__new__(cls)
-        made._run, made._due = state, None
+        made._run, made._due, made._live = state, None, None
         return made
 
     def capture_state(self) -> object:
@@ -218,13 +219,15 @@ class Coordinator:
         found = run.clusters[cluster]
         return standing, found.push.id if found.push else None, found.pull.id if found.pull else None
 
-    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
-        """(must it register?, number of the last order that this list knows, live pushes, live pulls)."""
+    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, LiveTransfers]:
+        """(must it register?, number of the last order that this list knows, all that is live)."""
         run = self._run
         known = run.slaves.get(slave)
         register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
-        pushes_live = tuple(p.id for p in run.open_pushes())
-        return register, run.last_number, pushes_live, tuple(p.id for p in run.open_pulls())
+        book = run.transfers
+        if self._live is None or self._live.number != book.number:
+            self._live = LiveTransfers(book.number, tuple(book.pushes), tuple(p.id for p in book.pulls.values()))
+        return register, run.orders.last_number, self._live
 
     def mirror_wanted(self) -> tuple[VersionId, ...]:
         """What the slaves' mirrors are to hold: see mirrors.py."""
@@ -233,7 +236,7 @@ class Coordinator:
     def window_timing(self) -> WindowTiming:
         """When windows open, and what a push takes: for those who push together (pace.py)."""
         run = self._run
-        return WindowTiming(run.opened_at, min((s.slots for s in run.ready_slaves()), default=0), run.model_bytes)
+        return WindowTiming(run.opened_at, run.roster.slots, run.model_bytes)
 
     def build_view(self, now: float) -> dict[str, Any]:
         """The status as plain data: every state with its reason."""

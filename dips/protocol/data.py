@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dips.protocol.intervals import Intervals
 from dips.protocol.options import DataOptions
 
 
@@ -20,7 +21,7 @@ class Lease:
 
     seq: int = 0
     answer: tuple[int, ...] = ()
-    ranges: list[int] = field(default_factory=list)
+    ranges: dict[int, None] = field(default_factory=dict)  # in the order of leasing
 
 
 class RangeBook:
@@ -40,22 +41,18 @@ class RangeBook:
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
         self._leases: dict[tuple[str, int], Lease] = {}
+        self.leased = 0  # in all leases
         for cluster, inc, seq, ranges in leased:
             lease = self._leases.setdefault((cluster, inc), Lease())
-            lease.ranges += ranges
+            self._enter(lease, ranges)
             if seq > lease.seq:
                 lease.seq, lease.answer = seq, ranges
         taken = self.settled | self.undone | {r for lease in self._leases.values() for r in lease.ranges}
-        self._next = max((*taken, *undone), default=-1) + 1
-        self._freed = [r for r in range(self._next) if r not in taken]
+        self._free = Intervals.without(taken, self.total)
 
     @property
     def free(self) -> int:
-        return len(self._freed) + self.total - self._next
-
-    @property
-    def leased(self) -> int:
-        return sum(len(lease.ranges) for lease in self._leases.values())
+        return self._free.count
 
     @property
     def used_up(self) -> bool:
@@ -77,12 +74,12 @@ class RangeBook:
         if seq <= lease.seq:
             return lease.answer, False
         taken = (
-            tuple(r for r in claims if self._claim_range(r))
+            tuple(r for r in claims if self._free.remove_number(r))
             if claims
-            else tuple(self._take_next() for _ in range(min(count, self.free)))
+            else tuple(self._free.take_smallest() for _ in range(min(count, self.free)))
         )
         lease.seq, lease.answer = seq, taken
-        lease.ranges += taken
+        self._enter(lease, taken)
         return taken, True
 
     def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
@@ -90,15 +87,14 @@ class RangeBook:
         self.settled.update(ranges)
         lease = self._leases.get((cluster, inc))
         if lease:
-            gone = set(ranges)
-            lease.ranges = [r for r in lease.ranges if r not in gone]
+            self._strike(lease, ranges)
 
     def undo_ranges(self, ranges: Iterable[int]) -> None:
         """Their version was rolled back."""
         over = self.settled & set(ranges)
         self.settled -= over
         if self._requeue:
-            self._freed = sorted({*self._freed, *over})
+            self._free_all(over)
         else:
             self.undone |= over
 
@@ -107,22 +103,24 @@ class RangeBook:
         lease = self._leases.pop((cluster, inc), None)
         if lease is None:
             return
-        self._freed = sorted({*self._freed, *(r for r in lease.ranges if r not in keep)})
+        kept = set(keep)
+        freed = [r for r in lease.ranges if r not in kept]
+        self._strike(lease, freed)
+        self._free_all(freed)
         if keep:
-            self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
+            self._leases[cluster, inc] = lease
 
-    def _claim_range(self, number: int) -> bool:
-        """Take a named range if it is free."""
-        if self._next <= number < self.total:
-            self._freed += range(self._next, number + 1)
-            self._next = number + 1
-        if number not in self._freed:
-            return False
-        self._freed.remove(number)
-        return True
+    def _enter(self, lease: Lease, ranges: Iterable[int]) -> None:
+        before = len(lease.ranges)
+        lease.ranges.update(dict.fromkeys(ranges))
+        self.leased += len(lease.ranges) - before
 
-    def _take_next(self) -> int:
-        if self._freed:
-            return self._freed.pop(0)
-        self._next += 1
-        return self._next - 1
+    def _strike(self, lease: Lease, ranges: Iterable[int]) -> None:
+        for number in ranges:
+            if number in lease.ranges:
+                del lease.ranges[number]
+                self.leased -= 1
+
+    def _free_all(self, ranges: Iterable[int]) -> None:
+        for number in ranges:
+            self._free.add_number(number)

@@ -8,6 +8,7 @@ master that restarts has forgotten it all.
 from __future__ import annotations
 
 from dips.errors import ConfigError
+from dips.protocol import window
 from dips.protocol.effects import Acknowledged, Failed, Pending, Refused
 from dips.protocol.entities import Slave
 from dips.protocol.events import DrainAsked
@@ -29,8 +30,8 @@ def on_drain_asked(run: RunState, event: DrainAsked) -> None:
     elif slave.state is not SlaveState.READY:
         run.reply_to(event.req, Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it"))
     else:
-        if not slave.draining:
-            slave.draining = True
+        if slave.name not in run.roster.draining:
+            run.roster.draining[slave.name] = None
             run.emit_note("slave_drains", slave=slave.name, sinc=slave.sinc)
         settle_drains(run)
         open_here = _open_on(run, slave)
@@ -39,23 +40,23 @@ def on_drain_asked(run: RunState, event: DrainAsked) -> None:
 
 def settle_drains(run: RunState) -> None:
     """After every event: a slave that drains and has nothing open is drained; one that was lost drains no more."""
-    for slave in run.slaves.values():
-        if slave.draining and slave.state is not SlaveState.READY:
-            slave.draining = False
-        elif slave.draining and not _open_on(run, slave):
-            slave.draining = False
-            slave.set_state(SlaveState.DRAINING, DRAINED)
+    for slave in [run.slaves[name] for name in run.roster.draining]:
+        if slave.state is not SlaveState.READY:
+            del run.roster.draining[slave.name]
+        elif not _open_on(run, slave):
+            del run.roster.draining[slave.name]
+            run.set_slave_state(slave, SlaveState.DRAINING, DRAINED)
             run.emit_note("slave_drained", slave=slave.name, sinc=slave.sinc)
 
 
 def _open_on(run: RunState, slave: Slave) -> str:
     """What must end before it may be stopped; empty if nothing must."""
     if run.round is not None:
-        return f"round {run.round.number} ({run.round.reason})"
+        return f"round {run.round.number} ({window.explain_round(run, run.round)})"
     if run.waiting or run.flipping is not None:
         return "the next round" if run.waiting else "the flip to the new version"
-    pushes, pulls = run.open_pushes(), run.open_pulls()
+    pushes, pulls = run.transfers.pushes, run.transfers.pulls
     if pushes or pulls:
         return f"{len(pushes)} pushes and {len(pulls)} pulls"
-    orders = sum(order.slave == slave.name for _, order in run.fanouts.values())
+    orders = sum(1 for _ in run.orders.orders_of(slave.name))
     return f"{orders} orders" if orders else ""

@@ -11,16 +11,19 @@ let older ones go.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from dips.errors import FailedDisk
-from dips.ids import GENESIS
+from dips.ids import GENESIS, VersionId
 from dips.protocol import mirrors
 from dips.protocol.effects import Persist, Retire
 from dips.protocol.entities import Fanout, Slave
 from dips.protocol.enums import DurabilityMode, DurabilityState, FanoutKind, PersistFailurePolicy
 from dips.protocol.events import OrderFailed, Persisted
 from dips.protocol.moves import RoundState
+from dips.protocol.options import Options
 from dips.protocol.records import VersionDurable, VersionsRetired
 from dips.protocol.run_state import RunState
 
@@ -68,12 +71,7 @@ def on_snapshot_written(run: RunState) -> None:
 
 def persist_head_if_due(run: RunState) -> None:
     """Have the head's snapshot written if it has none: all slaves serve it, and none is making the next version."""
-    if (
-        not _lacks_snapshot(run)
-        or run.now < run.durability.again_at
-        or run.flipping is not None
-        or run.slaves_missing()
-    ):
+    if not _lacks_snapshot(run) or run.now < run.durability.again_at or run.flipping is not None or run.roster.missing:
         return
     if run.round is not None and run.round.state is not RoundState.COLLECTING:
         return
@@ -83,9 +81,9 @@ def persist_head_if_due(run: RunState) -> None:
     )
 
 
-def retry_deadlines(run: RunState) -> list[float]:
-    """When to try again what failed."""
-    return [run.durability.again_at] if _lacks_snapshot(run) and run.durability.again_at > run.now else []
+def retry_deadline(run: RunState) -> float:
+    """When to try again what failed; inf if nothing did."""
+    return run.durability.again_at if run.durability.again_at > run.now and _lacks_snapshot(run) else inf
 
 
 def _lacks_snapshot(run: RunState) -> bool:
@@ -122,8 +120,8 @@ def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: 
         run.emit_note("order_refused", slave=slave.name, reason=event.refusal)
         return
     run.durability.late_failed += (f"{slave.name} refused: {event.refusal}",)
-    del run.fanouts[event.number]
-    fanout.waiting.discard(slave.name)
+    run.orders.remove_order(event.number)
+    del fanout.waiting[slave.name]
     if not fanout.waiting:
         on_late_snapshot_answered(run, fanout)
 
@@ -140,20 +138,20 @@ def forget_late_snapshot(run: RunState) -> None:
 def retire_versions(run: RunState, *, partial: bool = False) -> None:
     """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first.
 
-    What some slave's mirror holds as its newest stays as well: see mirrors.py.
+    What some slave's mirror holds as its newest stays as well, see mirrors.py, and every `keep_every`-th version.
     With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
     slave can meet another at such a version any more, and where disks work they would pile up while one does not.
     """
     mirrors.advance_target(run)
-    mirrored = {*mirrors.mirrored_versions(run), run.mirror_target}
     complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
+    stay = {*mirrors.mirrored_versions(run), run.mirror_target, *_archived_versions(run.options, complete)}
     keep = run.options.keep_snapshots
     oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS
     old = tuple(
         v.version
         for v in run.versions.values()
         if not v.retired
-        and v.version not in mirrored
+        and v.version not in stay
         and 0 < v.version.version < run.head.version
         and (v.version.version < oldest_kept.version or (partial and not v.durable))
     )
@@ -166,3 +164,10 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
         run.committed_at.pop(version, None)
     run.forget_old_versions()
     run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.order_s)
+
+
+def _archived_versions(options: Options, complete: Sequence[VersionId]) -> Sequence[VersionId]:
+    """Those of the complete versions, oldest first, that stay for people: every so many-th, the newest of them."""
+    if not options.keep_every:
+        return ()
+    return [v for v in complete if v.version % options.keep_every == 0][-options.keep_most :]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.enums import OutcomeKind, PushCodec
+from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
 from dips.protocol.records import Record
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
@@ -20,10 +20,12 @@ class OpenPush:
     """Reserve a slot; legal above the cluster's tombstone."""
 
     push: PushId
-    order: tuple[int, ...]  # ranks in the order in which this slave asks them; as long as the speaking ranks
+    ranks: int  # that speak
     deadline_s: float
     codec: PushCodec = PushCodec.FP32  # what its chunks carry
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
+    order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
+    first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,9 @@ class Registered:
     head: VersionId
     layers: tuple[int, ...]  # indices into the manifest
     genesis: tuple[str, ...]  # xxh3-128 of each of those layers at v0@r0, in hexadecimal
-    manifest: str  # JSON
+    manifest: str  # JSON; empty if the slave knows it
+    place: int = 0  # of this slave among all of the run: by it, ranks and slaves take turns
+    slaves: int = 1  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,13 @@ class Joined:
     ranges: tuple[int, ...]  # still leased to this cluster, in order
     accounted: int = 0  # tokens of the incarnation before: accepted, gated, written off, or with its last push
     settled: int = 0  # pushes of this cluster, accepted or gated, in all its incarnations; with one in a window
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestWanted:
+    """The cluster's model is not the run's: join again with the manifest itself, and hear where they differ."""
+
+    digest: str  # of the run's
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +244,11 @@ class Grant:
 
     version: VersionId  # pull: what is pinned; push: the head now (information only)
     slaves: tuple[SlaveAddress, ...]
-    order: tuple[tuple[int, ...], ...]  # for each rank, indices into `slaves` in its order of asking
     deadline_s: float
     codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
     base: VersionId | None = None  # push in a lossy codec: what its differences are to
+    order: AskOrder = AskOrder.TURNS  # in which each rank asks the slaves: order.slaves_in_order, salted with `version`
+    first: int = 0  # rank r is worker first + r: so many ranks of other transfers walk before its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +323,7 @@ class Failed:
 Result = (
     Registered
     | Joined
+    | ManifestWanted
     | Grant
     | Pending
     | Refused

@@ -31,6 +31,7 @@ class Slave:
 
     name: str
     layers: tuple[int, ...]
+    place: int = 0  # among the slaves of the run
     sinc: int = 0
     nonce: str = ""
     state: SlaveState = SlaveState.STARTING
@@ -42,10 +43,8 @@ class Slave:
     memory: VersionId | None = None
     offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
     unanswered: int = 0  # orders in a row past their deadline
-    draining: bool = False  # an operator wants it out of service when nothing is open on it
-    registered: bool = False  # since this master started
-    garbage: tuple[VersionId, ...] = ()  # on its disk and in no row: deleted when this ledger is proven
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
+    mirrored: VersionId | None = None  # the newest version in its mirror that is on offer
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
     def set_state(self, state: SlaveState, reason: str) -> None:
@@ -67,12 +66,13 @@ class Push:
     codec: PushCodec = PushCodec.FP32
     opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False
-    staged: set[str] = field(default_factory=set)
+    first: int = 0  # its rank r is worker first + r of all that push
+    unstaged: dict[str, None] = field(default_factory=dict)  # slaves that do not have all of it yet
     committed: bool = False
     tokens: int = 0
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
-    loss: float = 0.0
+    loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
     weight: float = 0.0
 
@@ -119,6 +119,8 @@ class Cluster:
     settled: int = 0  # tokens of this incarnation that were accepted or gated
     settled_steps: int = 0  # inner steps likewise, under this master
     accounted: int = 0  # tokens of the newest incarnation that is over: settled, lost, or with its last push
+    in_window: int = 0  # pushes of all its incarnations that are committed, and not settled
+    tokens_in_window: int = 0  # of those
     push: Push | None = None
     pull: Pull | None = None
     dropped_push: Tombstone = Tombstone()
@@ -171,7 +173,7 @@ class Round:
     reason: str
     opened: float
     closes: float
-    queue: list[Push] = field(default_factory=list)  # committed, to be measured in this order
+    queue: deque[Push] = field(default_factory=deque)  # committed, to be measured in this order
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
@@ -181,13 +183,13 @@ class Round:
     clipped: bool = False
 
     @property
-    def unfolded(self) -> list[Push]:
-        """Committed, and still in their slots: the one being measured or folded, and those after it."""
-        return [self.current, *self.queue] if self.current else list(self.queue)
+    def pushes(self) -> list[Push]:
+        return [*self.folded, *self.gated, *([self.current] if self.current else ()), *self.queue]
 
     @property
-    def pushes(self) -> list[Push]:
-        return [*self.folded, *self.gated, *self.unfolded]
+    def count(self) -> int:
+        """How many pushes it has."""
+        return len(self.folded) + len(self.gated) + len(self.queue) + (self.current is not None)
 
 
 @dataclass
@@ -196,7 +198,9 @@ class Fanout:
 
     kind: FanoutKind
     subject: Subject
-    waiting: set[str]
+    waiting: dict[str, int] = field(default_factory=dict)  # slave that has not answered → number of its order
+    first: int = 0  # the number of its first order: its name in the order book
+    unanswered: int = 0  # its orders that are in the order book
     answers: dict[str, Answer] = field(default_factory=dict)
 
 

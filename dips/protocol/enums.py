@@ -123,6 +123,14 @@ class RequeuePolicy(StrEnum):
     UNDONE = "undone"  # they are leased again
 
 
+class DivergencePolicy(StrEnum):
+    """What becomes of a training job whose model is not finite any more."""
+
+    RESET = "reset"  # it pulls the head and drops its optimizer's state
+    RESTART = "restart"  # it is started again, and loads its last checkpoint
+    STOP = "stop"  # it ends
+
+
 class AskOrder(StrEnum):
     """In which order ranks and slaves ask each other."""
 

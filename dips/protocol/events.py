@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -45,6 +45,7 @@ class SlaveRegistered:
     key: str = ""  # public, of the data lanes; empty: they are plain
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
+    manifest_digest: str = ""  # of the manifest that it knows; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,13 @@ class ClusterJoined:
     cluster: str
     nonce: str
     run: str
-    manifest: str  # JSON, so that a mismatch can be answered with its first differences
+    manifest_digest: str
     config_digest: str
+    manifest: str = ""  # JSON, after ManifestWanted: a mismatch is answered with its first differences
     protocol: int = PROTOCOL
+    former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
+    take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
+    rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ class PushFinished:
     tokens: int  # consumed since the last settled freeze
     inner_steps: int
     ranges: tuple[int, ...]  # data ranges used up since the last settled freeze
-    loss: float
+    loss: float  # mean of its inner steps; NaN: none was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,7 @@ class PushAborted:
     req: int
     push: PushId
     reason: str
+    diverged: bool = False  # its parameters were not finite, which its ranks saw before anything travelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,7 @@ class ClusterLeft:
     cluster: str
     inc: int
     tokens_consumed: int
+    reason: str = ""  # why; empty: it is done
 
 
 # ---- from an operator ---------------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
     """Every slave that is not lost serves the version."""
     run.flipping = None
     run.update_s = run.now - run.closed_at
-    complete = not run.slaves_missing()
+    complete = not run.roster.missing
     for slave in run.ready_slaves():
         slave.memory, slave.reason = run.head, f"serves {run.head}"
-    for cluster in run.clusters.values():
+    for cluster in [run.clusters[name] for name in run.transfers.pulls]:
         if not _waits_for_flip(cluster, fanout):
             continue
         if complete:
@@ -57,12 +57,13 @@ def _pull_after_outcome(cluster: Cluster) -> PullId:
 
 def stop_waiting_for(run: RunState, slave: str) -> None:
     """Its answers no longer count; a fanout that needs them all is ended by whoever ends its subject."""
-    for number, (fanout, order) in list(run.fanouts.items()):
-        if order.slave == slave:
-            run.fanouts.pop(number, None)
-            if fanout.kind in (FanoutKind.COMMIT, FanoutKind.STANDALONE):
-                fanout.waiting.discard(slave)
-            elif fanout is run.durability.late:
-                durability.forget_late_snapshot(run)
+    for number in list(run.orders.orders_of(slave)):
+        if run.orders.find_order(number) is None:
+            continue  # the late snapshot was forgotten, on every slave
+        fanout, _ = run.orders.remove_order(number)
+        if fanout.kind in (FanoutKind.COMMIT, FanoutKind.STANDALONE):
+            fanout.waiting.pop(slave)
+        elif fanout is run.durability.late:
+            durability.forget_late_snapshot(run)
     if run.flipping is not None and not run.flipping.waiting:
         on_slaves_flipped(run, run.flipping)

@@ -1,7 +1,9 @@
 """Heartbeats: the periodic messages that renew a lease, and their answers.
 
 The answer lists everything that is live for the asker; what is not on it is dropped there, which makes up for lost
-orders. `as_of` is the number of the last order that the list knows: what was opened by a later one stays.
+orders. `as_of` is the number of the last order that the list knows: what was opened by a later one stays. A slave says
+which list it has, and only another one is sent: with a thousand slaves and clusters the lists would be most of what a
+master says. The list that it has is held against what it holds at every heartbeat all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
+NOTE_CHARS = 240  # of ClusterHeartbeat.note, so that it arrives: any text has at most 256
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 
 
@@ -38,6 +41,7 @@ class ClusterHeartbeat:
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # of the push or pull that its ranks come to, or move; 0: none
+    note: str = ""  # what a person should know of this cluster; for showing only
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,16 @@ class SlaveHeartbeat:
     apply_s: float  # of the last Apply
     work_bytes: int = 0  # that kernels and disk have worked through: what lasts is told from what hangs
     mirror: MirrorReport | None = None  # None: its directory has no mirror
+    live: int = 0  # number of the last list of what is live that it got in this term; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTransfers:
+    """Every push that holds a slot and every pull that pins a version, for all slaves."""
+
+    number: int  # of this list in its term: rises with every change
+    pushes: tuple[PushId, ...]
+    pulls: tuple[PullId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,5 @@ class SlaveHeartbeatAnswer:
     lease_s: float
     register: bool  # this master does not know you as READY: register
     as_of: int
-    pushes: tuple[PushId, ...]
-    pulls: tuple[PullId, ...]
+    live: LiveTransfers | None = None  # None: the list whose number the heartbeat named
     mirror: tuple[VersionId, ...] = ()  # what its mirror is to hold: the last is copied next, what is not named may go

@@ -18,6 +18,7 @@ from dips.errors import CorruptManifest
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32
 MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
+MAX_JSON_BYTES = 12 << 20  # of a manifest: 50,000 parameters take 3 MiB; with its message it stays below 16 MiB
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
 
 
@@ -72,12 +73,14 @@ class Manifest:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        layers = [{"name": l.name, "parameters": [[p.name, list(p.shape)] for p in l.parameters]} for l in self.layers]
-        return json.dumps({"format": 1, "layers": layers}, separators=(",", ":"))
+        """As `json.dumps` spells it; by hand, since 50,000 lists would make a trainer collect its garbage."""
+        return f'{{"format":1,"layers":[{",".join(map(_spell_layer, self.layers))}]}}'
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read what `to_json` wrote; raise CorruptManifest on anything else."""
+        if len(text) > MAX_JSON_BYTES:
+            raise CorruptManifest(f"expected a manifest of at most {MAX_JSON_BYTES} bytes, got {len(text)}")
         try:
             raw = json.loads(text)
             if raw["format"] != 1:
@@ -105,9 +108,10 @@ class Manifest:
         order of names, numbers in them counted as numbers, is the one that all can make.
         """
         groups: dict[str, list[Parameter]] = {}
-        for name, shape in sorted(shapes, key=lambda pair: _natural_key(pair[0])):
+        keys = _PartKeys()
+        for name, shape in sorted(shapes, key=lambda pair: keys.natural_key(pair[0])):
             groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
-        in_order = sorted(groups.items(), key=lambda group: _natural_key(group[0]))
+        in_order = sorted(groups.items(), key=lambda group: keys.natural_key(group[0]))
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
     def describe_differences(self, other: Manifest, most: int = 5) -> list[str]:
@@ -120,6 +124,11 @@ class Manifest:
         if not lines and self.digest != other.digest:
             lines = ["same parameters in another order or grouping"]
         return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def _spell_layer(layer: Layer) -> str:
+    parameters = ",".join(f"[{json.dumps(p.name)},[{','.join(map(str, p.shape))}]]" for p in layer.parameters)
+    return f'{{"name":{json.dumps(layer.name)},"parameters":[{parameters}]}}'
 
 
 def _check_name(raw: object) -> str:
@@ -148,6 +157,13 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[:-1]) or parameter
 
 
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    """A key that puts `layers.2` before `layers.10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+class _PartKeys(dict[str, tuple[int, str]]):
+    """The keys of the parts of names: they are few, and a model has tens of thousands of names."""
+
+    def natural_key(self, name: str) -> list[tuple[int, str]]:
+        """A key that puts `layers.2` before `layers.10`."""
+        return [self[part] for part in name.split(".")]
+
+    def __missing__(self, part: str) -> tuple[int, str]:
+        key = self[part] = (int(part), "") if part.isdigit() else (-1, part)
+        return key

@@ -66,7 +66,9 @@ class Judge:
         self._options = options
         self._clusters: dict[str, _Cluster] = {}
         self._slaves: dict[str, _Slave] = {}
-        self._due: float | None = None  # the next deadline, once somebody has asked; whatever moves it forgets it
+        # No verdict is due before this time; None: not known. A heartbeat moves its own deadlines away, so what was the
+        # earliest of all stays a bound, and all are looked at once in a lease, not at every heartbeat.
+        self._due: float | None = None
 
     @classmethod
     def from_state(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
@@ -79,16 +81,21 @@ class Judge:
 
     def welcome_cluster(self, cluster: str, inc: int, now: float) -> None:
         """An incarnation begins; an older one of the same name is forgotten."""
-        self._due = None
         known = self._clusters.get(cluster)
         if known is None or known.inc < inc:
             self._clusters[cluster] = _Cluster(inc, now, now)
+            self._look_at(min(now + self._options.lease_s, now + self._options.hang_s))
 
     def welcome_slave(self, slave: str, sinc: int, now: float) -> None:
-        self._due = None
         known = self._slaves.get(slave)
         if known is None or known.sinc <= sinc:
             self._slaves[slave] = _Slave(sinc, now)
+            self._look_at(now + self._options.lease_s)
+
+    def heard_s(self, cluster: str, now: float) -> float:
+        """How long ago the incarnation that lives was heard, at most a lease."""
+        known = self._clusters.get(cluster)
+        return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
 
     def report_tokens(self, cluster: str) -> list[Event]:
         """What an incarnation has done by its heartbeats, if they told more since the last report."""
@@ -101,12 +108,10 @@ class Judge:
         return [report] if news else []
 
     def forget_cluster(self, cluster: str) -> None:
-        self._due = None
         self._clusters.pop(cluster, None)
 
     def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
         """Renew the lease; report a trainer that began or ceased to move, and a bandwidth that has changed."""
-        self._due = None
         known = self._clusters.get(heartbeat.cluster)
         if known is None or known.inc != heartbeat.inc:
             return []
@@ -116,6 +121,8 @@ class Judge:
         if signs != known.signs or _waits_for_others(heartbeat):
             known.signs, known.progressed_at = signs, now
         found = self._judge_trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
+        if known.moving:
+            self._look_at(known.progressed_at + self._hang_s(known))
         measured = known.bandwidth.measure_rate(heartbeat.bytes_per_s)
         found += [] if measured is None else [BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
         return found + self._find_awaited(known, heartbeat, now)
@@ -130,7 +137,6 @@ class Judge:
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals; report a mirror that has changed."""
-        self._due = None
         known = self._slaves.get(heartbeat.slave)
         if known is None or known.sinc != heartbeat.sinc:
             return []
@@ -168,7 +174,7 @@ class Judge:
             slave.heard_at += gap_s
 
     def next_deadline(self) -> float:
-        """When the next verdict may be due; inf if there are no peers."""
+        """When the next verdict may be due, or a time before that; inf if there are no peers."""
         if self._due is None:
             lease = self._options.lease_s
             due = [c.heard_at + lease for c in self._clusters.values()]
@@ -176,6 +182,11 @@ class Judge:
             due += [c.progressed_at + self._hang_s(c) for c in self._clusters.values() if c.moving]
             self._due = min(due, default=inf)
         return self._due
+
+    def _look_at(self, when: float) -> None:
+        """A verdict may be due at this time."""
+        if self._due is not None and when < self._due:
+            self._due = when
 
     def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
         hung = now - cluster.progressed_at >= self._hang_s(cluster)

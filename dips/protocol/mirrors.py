@@ -13,7 +13,8 @@ from typing import Any
 
 from dips.ids import VersionId
 from dips.protocol.entities import Slave
-from dips.protocol.events import MirrorReported
+from dips.protocol.events import MirrorReport, MirrorReported
+from dips.protocol.moves import SlaveState
 from dips.protocol.run_state import RunState
 
 
@@ -23,7 +24,7 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
     if slave is None or slave.sinc != event.sinc:
         return
     failed_before = slave.mirror.reason if slave.mirror is not None else ""
-    slave.mirror = event.report
+    note_report(run, slave, event.report)
     if event.report.reason and not failed_before:
         run.emit_note("mirror_fails", slave=slave.name, reason=event.report.reason)
     elif failed_before and not event.report.reason:
@@ -31,19 +32,48 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
     advance_target(run)
 
 
+def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> None:
+    """A slave's mirror holds this; None: it has none."""
+    slave.mirror = report
+    run.roster.perhaps_behind[slave.name] = None
+    count_mirror(run, slave)
+
+
+def count_mirror(run: RunState, slave: Slave) -> None:
+    """Its mirror, or the lineage, has changed: count its newest version anew."""
+    for version, change in ((slave.mirrored, -1), (_newest_mirrored(run, slave), 1)):
+        if version is not None:
+            run.mirrored[version] = run.mirrored.get(version, 0) + change
+            if not run.mirrored[version]:
+                del run.mirrored[version]
+    slave.mirrored = _newest_mirrored(run, slave)
+
+
 def advance_target(run: RunState) -> None:
     """Name the newest durable version as the next to copy, unless some mirror is still busy with the present one."""
     target = run.mirror_target
-    if target is not None and _is_kept(run, target) and any(_lacks(s, target) for s in run.ready_slaves()):
+    if target is not None and _is_kept(run, target) and _is_awaited(run, target):
         return
-    run.mirror_target = next(
-        (v.version for v in reversed(run.versions.values()) if v.durable and _is_kept(run, v.version)), None
-    )
+    newest = next((v.version for v in reversed(run.versions.values()) if v.durable and _is_kept(run, v.version)), None)
+    if newest != target:
+        run.mirror_target = newest
+        run.roster.perhaps_behind = dict.fromkeys(run.slaves)
+
+
+def _is_awaited(run: RunState, target: VersionId) -> bool:
+    """Whether some mirror is still to copy it."""
+    behind = run.roster.perhaps_behind
+    while behind:
+        slave = run.slaves[next(iter(behind))]
+        if slave.state is SlaveState.READY and _lacks(slave, target):
+            return True
+        del behind[slave.name]  # until it reports again, or is READY again
+    return False
 
 
 def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
     """The newest version of the lineage that each mirror holds, oldest first: on no disk may it be deleted."""
-    return tuple(sorted({v for s in run.slaves.values() if (v := newest_mirrored(run, s)) is not None}))
+    return tuple(sorted(run.mirrored))
 
 
 def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
@@ -53,7 +83,7 @@ def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
     return (*(v for v in mirrored_versions(run) if v != run.mirror_target), run.mirror_target)
 
 
-def newest_mirrored(run: RunState, slave: Slave) -> VersionId | None:
+def _newest_mirrored(run: RunState, slave: Slave) -> VersionId | None:
     """The newest version that lies in this mirror and is on offer; None without a mirror, or if it lags too far."""
     held = slave.mirror.held if slave.mirror is not None else ()
     return max((v for v in held if _is_kept(run, v)), default=None)
@@ -63,7 +93,7 @@ def view_mirror(run: RunState, slave: Slave, now: float) -> dict[str, Any] | Non
     """How far a mirror lags, for people: outer steps, and seconds since it ceased to hold the head."""
     if slave.mirror is None:
         return None
-    newest = newest_mirrored(run, slave)
+    newest = slave.mirrored
     version = newest.version if newest is not None else 0
     missing = [v for v in run.versions if v.version > version]
     since = run.committed_at.get(missing[0], run.started) if missing else now

@@ -10,7 +10,6 @@ ends what nobody names. `min_push_bps` says what is too slow.
 from __future__ import annotations
 
 from dips.protocol.deadlines import too_slow
-from dips.protocol.entities import Pull, Push
 from dips.protocol.events import TransferAwaited
 from dips.protocol.run_state import RunState
 
@@ -23,9 +22,4 @@ def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
     slow = too_slow(cluster.bytes_per_s, run.now - cluster.measured_at, run.options.timing)
     for transfer in (cluster.pull, None if slow else cluster.push):
         if transfer is not None and transfer.id.seq == event.seq:
-            transfer.deadline = max(transfer.deadline, run.now + transfer.deadline_s)
-
-
-def is_over(run: RunState, transfer: Push | Pull) -> bool:
-    """Whether it is past its deadline."""
-    return run.now >= transfer.deadline
+            run.transfers.keep_until(transfer, max(transfer.deadline, run.now + transfer.deadline_s))

@@ -177,7 +177,11 @@ class Options:
     durability: DurabilityMode = DurabilityMode.COMMIT
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
     requeue: RequeuePolicy = RequeuePolicy.NONE
+    keep_every: int = 0  # every so many-th version stays besides; 0: none
+    keep_most: int = 0  # of these the newest so many; 0: all
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
             _coerce_word(self, key, words, key)
+        for key in ("keep_every", "keep_most"):
+            _require_holds(getattr(self, key) >= 0, key, "0 or more", getattr(self, key))

@@ -11,7 +11,7 @@ left to do: an edge colouring where all are equal. An order of asking, never a b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -20,6 +20,7 @@ from dips.protocol.enums import AskOrder
 Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
 
 LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
+MAX_RANKS = 65_536  # that speak in one transfer
 MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
 _EPSILON = 1e-9
 
@@ -29,23 +30,30 @@ def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
     return tuple((worker + turn) % slaves for turn in range(slaves))
 
 
-def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
-    """The workers in the order in which `slave` asks them: the transpose of `slaves_for_worker`."""
-    return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
-
-
 def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`slaves_for_worker`, or any order: `salt` names the transfer."""
     return shuffle_numbers(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
 
 
-def workers_in_order(rule: AskOrder, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
-    """`workers_for_slave`, or any order: `salt` names the transfer."""
-    return (
-        shuffle_numbers(workers, f"{salt}/{slave}")
-        if rule is AskOrder.RANDOM
-        else workers_for_slave(slave, workers, slaves)
-    )
+def places_for_slave(rule: AskOrder, slave: int, slaves: int, first: int, workers: int, salt: str) -> tuple[int, ...]:
+    """The place of each of so many workers, from `first` on, in the line before `slave`: its turn, or any order.
+
+    Places of several transfers compare: the smallest is asked first, whosever it is.
+    """
+    if rule is not AskOrder.RANDOM:
+        return tuple((slave - worker) % slaves for worker in range(first, first + workers))
+    place_of = {worker: place for place, worker in enumerate(shuffle_numbers(workers, f"{salt}/{slave}"))}
+    return tuple(place_of[worker] for worker in range(workers))
+
+
+def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
+    """The lowest number from which so many workers follow that are in no (first, workers) of `taken`."""
+    first = 0
+    for begin, count in sorted(taken):
+        if first + workers <= begin:
+            break
+        first = max(first, begin + count)
+    return first
 
 
 def shuffle_numbers(count: int, salt: str) -> tuple[int, ...]:
@@ -64,10 +72,8 @@ class Worker:
 def make_lines(workers: Sequence[Worker], slaves: int) -> Lines:
     """The line before each slave, every worker once in each; those who have nothing for it stand last.
 
-    Cost: a matching for each turn, W·S pairs in all; a rotation beyond MOST_PAIRS.
+    Cost: a matching for each turn, W·S pairs in all: at most MOST_PAIRS of them; more stand in a rotation.
     """
-    if len(workers) * slaves > MOST_PAIRS:
-        return tuple(workers_for_slave(s, len(workers), slaves) for s in range(slaves))
     line = [[turn.worker for turn in plan_turns(workers, slaves) if turn.slave == s] for s in range(slaves)]
     idle = [[w for w in range(len(workers)) if workers[w].seconds[s] <= 0] for s in range(slaves)]
     return tuple((*line[s], *idle[s]) for s in range(slaves))

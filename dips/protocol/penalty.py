@@ -8,12 +8,14 @@ score E = (G − μ)/σ, gated when E > β·min(E_cap, max(1, max E)). Statistic
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite, sqrt
-from statistics import median
 
 from dips.protocol.enums import PenaltyRule
+from dips.protocol.last_norms import LastNorms
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import PenaltyRow, ScoreHistory
 
@@ -58,6 +60,12 @@ def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
     return mean + max(alpha, 1.0 / (count + 1)) * (min(value, MOST_TIMES_ENTERED * mean) - mean)
 
 
+UNMOVED = (
+    "norm 0 after {} inner step{}: the optimizer trains other tensors than this OuterLoop pushes; make it after "
+    "fully_shard and .to(), and the optimizer of the same model"
+)
+
+
 def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
     """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
     return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
@@ -75,6 +83,7 @@ class Penalty:
     ) -> None:
         self._options = options
         self._rows = {row.cluster: row for row in rows}
+        self._norms = LastNorms(self._rows.values())
         self.history = history
         self._genesis_norm = genesis_norm
 
@@ -84,7 +93,7 @@ class Penalty:
     def gate_threshold(self) -> float:
         """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
         o = self._options
-        largest = max((score for scores in self.history.scores for score in scores), default=1.0)
+        largest = max(self.history.scores, default=1.0)
         return o.beta * min(o.e_cap, max(1.0, largest))
 
     def judge_push(
@@ -95,6 +104,8 @@ class Penalty:
         if not g < LARGEST_NORM:
             reason = "not finite: NaN, Inf or overflow in its parameters"
             return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
+        if g == 0.0 and inner_steps > 0:
+            return Verdict(False, 0.0, 0.0, UNMOVED.format(inner_steps, "s" * (inner_steps > 1)), tracked=False)
         if self._options.rule is PenaltyRule.NONE:
             return Verdict(True, g, 0.0, "finite", inner_steps=inner_steps)
         return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)
@@ -117,33 +128,51 @@ class Penalty:
     def compute_statistics(
         self, verdicts: Sequence[Settled], live: Sequence[str]
     ) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
-        """Return the statistics and the score history after a round, in the order of folding; nothing is kept yet."""
-        rows = dict(self._rows)
+        """Return the statistics that a round changes and the score history after it, in the order of folding.
+
+        Nothing is kept yet.
+        """
+        changed = dict[str, PenaltyRow]()
+        rows = ChainMap(changed, self._rows)
         scores: list[float] = []
         limit = self.gate_threshold()
         for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
             if verdict.tracked and row.warm_left == 0 and row.n > 0:
                 scores.append(verdict.score)
-            rows[cluster] = self._after_accepted(row, verdict, limit)
+            changed[cluster] = self._after_accepted(row, verdict, limit)
         for cluster in (s.cluster for s in verdicts if not s.verdict.accepted):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
-            rows[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
+            changed[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         # All patience is judged on one picture: who warms up first must not decide who else may.
-        rows |= {s.cluster: self._apply_patience(rows, s, live) for s in verdicts if not s.verdict.accepted}
+        picture = _Picture(rows, live)
+        changed |= {s.cluster: self._apply_patience(picture, s) for s in verdicts if not s.verdict.accepted}
         kept = self.history.scores
         if any(s.verdict.accepted for s in verdicts):
-            kept = (*kept, tuple(scores))[-self._options.history :]
-        return rows, ScoreHistory(kept, self.history.delta_norms)
+            kept = (*kept, max(scores, default=0.0))[-self._options.history :]
+        return changed, ScoreHistory(kept, self.history.delta_norms)
 
-    def keep_statistics(self, rows: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
-        """The round is in the ledger: its statistics are ours."""
-        self._rows = dict(rows)
+    def keep_statistics(self, changed: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
+        """The round is in the ledger: what it changed is ours."""
+        for cluster, row in changed.items():
+            self._norms.replace_row(self._rows.get(cluster), row)
+            self._rows[cluster] = row
         self.history = history
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
-        row = self._restart_warmup(self.penalty_row(cluster), self._norms_of_others(self._rows, cluster))
+        before = self.penalty_row(cluster)
+        row = self._restart_warmup(before, self._norms.median_without(before))
+        self.keep_statistics({cluster: row}, self.history)
+        return row
+
+    def count_divergence(self, cluster: str) -> PenaltyRow:
+        """A push that was not finite never came: count it as gated; return the statistics, ours from now on."""
+        row = self.penalty_row(cluster)
+        in_a_row = row.gated_in_a_row + 1
+        row = replace(row, gated_in_a_row=in_a_row)
+        if in_a_row >= self._options.gate_patience:
+            row = replace(row, quarantined=True, broken=True)
         self._rows[cluster] = row
         return row
 
@@ -156,9 +185,8 @@ class Penalty:
         factor = self._options.hard_cap
         if row.accepted >= 2 and row.reference > 0:
             return factor * row.reference
-        others = self._norms_of_others(self._rows, row.cluster)
-        if others:
-            return factor * median(others)
+        if (others := self._norms.median_without(row)) is not None:
+            return factor * others
         if row.reference > 0:
             return factor * row.reference
         if self._genesis_norm > 0:
@@ -186,32 +214,44 @@ class Penalty:
         warm_left, accepted = max(0, row.warm_left - 1), row.accepted + 1
         return PenaltyRow(row.cluster, n, mu, sigma, verdict.norm, warm_left, 0, False, accepted, reference, steps)
 
-    def _apply_patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
+    def _apply_patience(self, picture: _Picture, settled: Settled) -> PenaltyRow:
         """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
 
         Who pushes what is not finite never earns a warm-up: an operator looks at it first. The hard cap holds in every
         warm-up.
         """
-        row, verdict = rows[settled.cluster], settled.verdict
+        row, verdict = picture.rows[settled.cluster], settled.verdict
         if row.gated_in_a_row < self._options.gate_patience or row.broken:
             return row
         if not verdict.finite:
             return replace(row, quarantined=True, broken=True)
-        gating = [c for c in live if rows.get(c) and rows[c].gated_in_a_row > 0]
-        others = self._norms_of_others(rows, settled.cluster)
-        most_are_gated = len(live) > 1 and 2 * len(gating) > len(live)
-        if not others or most_are_gated or verdict.norm < 2 * median(others):
+        others = picture.norms.median_without(row)
+        if others is None or picture.most_are_gated or verdict.norm < 2 * others:
             return self._restart_warmup(row, others)
         return replace(row, quarantined=True)
 
-    def _restart_warmup(self, row: PenaltyRow, others: Sequence[float]) -> PenaltyRow:
-        """Statistics of a new warm-up; the reference of the hard cap stays, or becomes that of the others."""
-        reference = max(row.reference, median(others) if others else 0.0)
+    def _restart_warmup(self, row: PenaltyRow, others: float | None) -> PenaltyRow:
+        """Statistics of a new warm-up; the reference of the hard cap stays, or becomes the median of the others' norms.
+
+        others  that median; None: there are no others
+        """
+        reference = max(row.reference, others or 0.0)
         fresh = fresh_row(row.cluster, self._options)
         return replace(fresh, last_norm=row.last_norm, accepted=row.accepted, reference=reference, steps=row.steps)
 
-    @staticmethod
-    def _norms_of_others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:
-        return [
-            row.last_norm for name, row in rows.items() if name != cluster and row.accepted > 0 and row.last_norm > 0
-        ]
+
+class _Picture:
+    """The statistics as one round leaves them, before anybody's patience; what is costly only if somebody asks."""
+
+    def __init__(self, rows: Mapping[str, PenaltyRow], live: Sequence[str]) -> None:
+        self.rows, self._live = rows, live
+
+    @cached_property
+    def norms(self) -> LastNorms:
+        return LastNorms(self.rows.values())
+
+    @cached_property
+    def most_are_gated(self) -> bool:
+        live = self._live
+        gating = [c for c in live if c in self.rows and self.rows[c].gated_in_a_row > 0]
+        return len(live) > 1 and 2 * len(gating) > len(live)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, VersionId
-from dips.protocol import movement, pushes
+from dips.protocol import pushes
 from dips.protocol.claims import find_absurd_seq
 from dips.protocol.effects import Acknowledged, ClosePull, Dropped, Failed, OpenPull, Pending, Refused, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Tombstone
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
-from dips.protocol.pushes import MAX_RANKS
+from dips.protocol.order import MAX_RANKS
 from dips.protocol.run_state import RunState
 
 
@@ -28,7 +28,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
     if pull and pull.id == event.pull:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
-        return run.make_grant(pull.version, pull.ranks, pull.deadline_s, pull.first)
+        return run.make_grant(pull.version, pull.deadline_s, pull.first)
     if cluster.closed_pull.seq == event.pull.seq:
         return Dropped(cluster.closed_pull.reason)
     if event.pull.seq <= cluster.seq_high:
@@ -52,9 +52,10 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
 def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId) -> None:
     """The cluster is about to pull `version`."""
     deadline_s = run.transfer_s(cluster)
-    first = sum(p.ranks for p in run.open_pulls())
+    first = run.transfers.pull_ranks
     cluster.pull = Pull(pull, version, cluster.ranks, run.now + deadline_s, deadline_s, first=first)
-    cluster.set_state(ClusterState.PULLING, f"pulling {version}")
+    run.transfers.open_pull(cluster.pull)
+    run.set_cluster_state(cluster, ClusterState.PULLING, f"pulling {version}")
 
 
 def on_pull_opened(run: RunState, fanout: Fanout) -> None:
@@ -84,22 +85,23 @@ def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
     pull = cluster.pull
     assert pull is not None
     cluster.pull = None
+    run.transfers.close_pull(pull)
     cluster.closed_pull = Tombstone(pull.id.seq, reason)
     run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)
     run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
     if cluster.state is ClusterState.PULLING:
-        cluster.set_state(ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
+        run.set_cluster_state(cluster, ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
 
 
 def close_all_pulls(run: RunState, reason: str) -> None:
     """A slave that held a pin is gone: the others do not hold a whole version."""
-    for cluster in run.clusters.values():
-        if cluster.pull:
-            close_pull(run, cluster, reason)
+    for name in list(run.transfers.pulls):
+        close_pull(run, run.clusters[name], reason)
 
 
 def expire_pulls(run: RunState) -> None:
     """End pulls past their deadline."""
-    for cluster in run.clusters.values():
-        if cluster.pull and movement.is_over(run, cluster.pull):
-            close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")
+    for name in run.transfers.pull_deadlines.take_due(run.now):
+        cluster = run.clusters[name]
+        assert cluster.pull is not None
+        close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")

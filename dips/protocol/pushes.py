@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import movement, slot_requests
+from dips.protocol import slot_requests, window
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
@@ -33,10 +33,11 @@ from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
 from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCodec
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
-from dips.protocol.order import workers_in_order
+from dips.protocol.order import MAX_RANKS, lowest_free
+from dips.protocol.readmit import count_divergence
+from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
-MAX_RANKS = 65_536
 MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
 
@@ -64,7 +65,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
     drop_superseded(run, cluster, event.push)
     push = cluster.push
     if cluster.state is ClusterState.IDLE:
-        cluster.set_state(ClusterState.TRAINING, "asks for a push")
+        run.set_cluster_state(cluster, ClusterState.TRAINING, "asks for a push")
     if push is not None:
         return Refused(run.options.timing.busy_retry_s, f"its push {push.id} still waits for its Outcome")
     if cluster.state is not ClusterState.TRAINING:
@@ -92,17 +93,17 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
     due = _due_at(run, cluster)
-    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
+    push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
+    push.first = lowest_free(((p.first, p.ranks) for p in run.transfers.uncommitted_pushes()), event.ranks)
+    push.unstaged = dict.fromkeys(run.slaves)
+    cluster.push = push
+    run.transfers.open_push(push)
     if cluster.requested_at is not None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
-    cluster.set_state(ClusterState.PUSHING, "its push is being opened")
-    names, base = list(run.slaves), _held_base(cluster.push)
-    lines = [
-        workers_in_order(run.options.order, i, event.ranks, len(names), str(event.push)) for i in range(len(names))
-    ]
-    orders = {n: OpenPush(event.push, asked, transfer_s, codec, base) for n, asked in zip(names, lines, strict=True)}
-    run.fan_out(FanoutKind.OPEN_PUSH, event.push, dict(orders), run.options.timing.order_s)
+    run.set_cluster_state(cluster, ClusterState.PUSHING, "its push is being opened")
+    order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, push.first)
+    run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 
 def _choose_codec(run: RunState, base: VersionId) -> PushCodec:
@@ -130,7 +131,7 @@ def _due_at(run: RunState, cluster: Cluster) -> float:
 
 
 def _grant_of(run: RunState, push: Push) -> Grant:
-    grant = run.make_grant(run.head, push.ranks, push.deadline_s)
+    grant = run.make_grant(run.head, push.deadline_s, push.first)
     return replace(grant, codec=push.codec, base=_held_base(push))
 
 
@@ -138,7 +139,7 @@ def on_push_staged(run: RunState, event: PushStaged) -> None:
     """All of it lies on one slave. Every heartbeat repeats it; once is enough."""
     cluster = _cluster_of_report(run, event)
     if cluster is not None and cluster.push is not None:
-        cluster.push.staged.add(event.slave)
+        cluster.push.unstaged.pop(event.slave, None)
 
 
 def on_push_refused(run: RunState, event: PushRefused) -> None:
@@ -173,16 +174,17 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         cluster.claims_refused += 1
         run.emit_note("claim_refused", push=push.id, reason=reason)
         return Failed(RemoteProtocolError, reason)
-    missing = [name for name in run.slaves if name not in push.staged]
-    if missing:
-        return Pending("not yet staged on " + ", ".join(missing))
+    if push.unstaged:
+        return Pending(f"not yet staged on {name_some(list(push.unstaged))}")
     if reason := _why_untold(cluster, event):
         return Pending(reason)
     push.committed = True
-    loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
+    loss = event.loss if isfinite(event.loss) else None  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
     run.waiting.append(push)
-    cluster.set_state(ClusterState.COMMITTED, "its push is committed")
+    run.transfers.commit_push(push)
+    run.count_in_window(cluster, push, 1)
+    run.set_cluster_state(cluster, ClusterState.COMMITTED, "its push is committed")
     run.emit_note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
 
@@ -210,9 +212,8 @@ def _why_untold(cluster: Cluster, event: PushFinished) -> str:
 
 def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
     """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
-    committed = [*(run.round.pushes if run.round else ()), *run.waiting]
-    of_run = run.tokens_accepted + sum(p.tokens for p in committed)
-    of_cluster = cluster.settled_tokens + sum(p.tokens for p in committed if p.id.cluster == cluster.name)
+    of_run = run.tokens_accepted + run.tokens_in_window
+    of_cluster = cluster.settled_tokens + cluster.tokens_in_window
     if max(of_run, of_cluster) + tokens <= MAX_TOKENS:
         return ""
     return f"tokens: {tokens} more would bring the count above {MAX_TOKENS}, the most that a run can have"
@@ -226,6 +227,8 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
     run.slot_queue.leave_queue(cluster.name)
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
+        if event.diverged:
+            count_divergence(run, cluster.name)
     run.reply_to(event.req, Acknowledged())
 
 
@@ -238,14 +241,14 @@ def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
 
 def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
     if cluster.push and cluster.push.id == push:
-        return Pending(run.round.reason if run.round else "waits for the next window")
+        return Pending(window.explain_round(run, run.round) if run.round else "waits for the next window")
     row = cluster.outcome
     if row is None or row.push != push:
         return Dropped(_why_gone(cluster, push))
     if run.flipping is not None and row.kind is not OutcomeKind.SKIPPED:
         return Pending("the slaves are flipping to the new version")
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
-    grant = run.make_grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
+    grant = run.make_grant(pull.version, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind is OutcomeKind.ACCEPTED else run.head
     reason = row.reason
     if version in run.undone:
@@ -275,24 +278,25 @@ def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
     push = cluster.push
     assert push is not None and not push.committed
     cluster.push = None
+    run.transfers.close_push(push)
     cluster.dropped_push = Tombstone(push.id.seq, reason)
     run.forget_orders(frozenset({FanoutKind.OPEN_PUSH}), push.id)
     run.order_all(FanoutKind.STANDALONE, push.id, DropPush(push.id, reason), run.options.timing.order_s)
     if cluster.live:
         resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
-        cluster.set_state(resting, f"its push was dropped: {reason}")
+        run.set_cluster_state(cluster, resting, f"its push was dropped: {reason}")
     run.emit_note("push_dropped", push=push.id, reason=reason)
 
 
 def drop_all_pushes(run: RunState, reason: str) -> None:
     """End every push that is not in a round: a slave that held a part of it is gone, or the run is over."""
-    for cluster in run.clusters.values():
-        if cluster.push and not cluster.push.committed:
-            drop_push(run, cluster, reason)
+    for push in run.transfers.uncommitted_pushes():
+        drop_push(run, run.clusters[push.id.cluster], reason)
 
 
 def expire_pushes(run: RunState) -> None:
     """End pushes past their deadline."""
-    for cluster in run.clusters.values():
-        if cluster.push and not cluster.push.committed and movement.is_over(run, cluster.push):
-            drop_push(run, cluster, f"it was not named for {cluster.push.deadline_s:.4g} s")
+    for name in run.transfers.push_deadlines.take_due(run.now):
+        cluster = run.clusters[name]
+        assert cluster.push is not None
+        drop_push(run, cluster, f"it was not named for {cluster.push.deadline_s:.4g} s")

@@ -1,11 +1,14 @@
-"""An operator lifts a cluster's quarantine (docs/architecture.md#penalty): it warms up again, and the ledger knows."""
+"""Quarantine outside of rounds (docs/architecture.md#penalty): an operator lifts it, a diverged cluster earns it.
+
+Both change a cluster's statistics by a record of their own, so the ledger knows.
+"""
 
 from __future__ import annotations
 
 from dips.errors import ConfigError
 from dips.protocol.effects import Acknowledged, Failed, Refused
 from dips.protocol.events import ReadmissionAsked
-from dips.protocol.records import ClusterReadmitted
+from dips.protocol.records import ClusterDiverged, ClusterReadmitted
 from dips.protocol.run_state import RunState
 
 
@@ -22,3 +25,10 @@ def on_readmission_asked(run: RunState, event: ReadmissionAsked) -> None:
     run.emit_record(ClusterReadmitted(row, run.next_round - 1, run.now))
     run.emit_note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
     run.reply_to(event.req, Acknowledged())
+
+
+def count_divergence(run: RunState, cluster: str) -> None:
+    """Its ranks kept back a push that was not finite: it counts as one that was gated for that."""
+    row = run.penalty.count_divergence(cluster)
+    run.emit_record(ClusterDiverged(row, run.next_round - 1, run.now))
+    run.emit_note("cluster_diverged", cluster=cluster, in_a_row=row.gated_in_a_row, quarantined=row.quarantined)

@@ -37,7 +37,7 @@ class FoldRow:
     weight: float  # T_j / T_first, as folded
     norm: float  # G_j
     score: float  # E_j; 0 in a warm-up or when exempt
-    loss: float
+    loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
 
 
@@ -73,9 +73,9 @@ class PenaltyRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoreHistory:
-    """Accepted scores outside warm-ups of the last rounds, oldest first: one tuple a round; and accepted ‖δ‖."""
+    """Of the last rounds, oldest first: the largest accepted score outside warm-ups (0: there was none), and ‖δ‖."""
 
-    scores: tuple[tuple[float, ...], ...]
+    scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
 
 
@@ -165,6 +165,15 @@ class ClusterReadmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterDiverged:
+    """A cluster gave up a push that was not finite: these are its statistics now."""
+
+    penalty: PenaltyRow
+    round: int  # the last that was reserved
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class VersionsRetired:
     """Row first, delete after."""
 
@@ -209,6 +218,17 @@ class VersionRecovered:
     layers: tuple[str, ...]  # whose momentum was lost: 0
 
 
+@dataclass(frozen=True, slots=True)
+class VersionResult:
+    """How the process ended that the master ran for a version (`master.on_version`); no decision depends on it."""
+
+    version: VersionId
+    ok: bool
+    reason: str  # why not
+    numbers: tuple[tuple[str, float], ...]  # finite
+    seconds: float
+
+
 Record = (
     IncarnationGiven
     | RoundReserved
@@ -219,11 +239,13 @@ Record = (
     | RangesLeased
     | ClusterEnded
     | ClusterReadmitted
+    | ClusterDiverged
     | VersionsRetired
     | Rebalanced
     | RunFinished
     | LedgerRestored
     | VersionRecovered
+    | VersionResult
 )
 
 

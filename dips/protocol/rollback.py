@@ -19,6 +19,7 @@ from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.moves import SlaveState
 from dips.protocol.records import RolledBack, VersionRow, VersionsRetired
+from dips.protocol.roster import in_order, name_some
 from dips.protocol.run_state import RunState
 
 
@@ -27,18 +28,27 @@ def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
     return frozenset(v for v in (event.memory, event.prepared, *event.complete) if v is not None)
 
 
+def note_offer(run: RunState, slave: Slave) -> None:
+    """It has named what it offers, or the head is another."""
+    run.roster.follow_offer(slave)
+    if slave.offer is not None and not _can_offer(run, slave, run.head):
+        run.roster.lacking[slave.name] = None
+    else:
+        run.roster.lacking.pop(slave.name, None)
+
+
 def consider_rollback(run: RunState) -> None:
     """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs."""
-    lacking = [s.name for s in run.slaves.values() if s.offer is not None and not _can_offer(run, s, run.head)]
+    lacking = [s.name for s in in_order(run.slaves, run.roster.lacking)]
     run.rollback_waits = ""
     if not lacking or run.round is not None:
         return  # a round that is being written down ends first: its row says what the head is
     for slave in run.ready_slaves():
         if slave.offer is None:
-            _ask_offer(run, slave, f"{', '.join(lacking)} cannot offer {run.head}: what does it offer?")
-    unasked = [s.name for s in run.slaves.values() if s.offer is None]
+            _ask_offer(run, slave, f"{name_some(lacking)} cannot offer {run.head}: what does it offer?")
+    unasked = [s.name for s in in_order(run.slaves, run.roster.unasked)]
     if unasked:
-        run.rollback_waits = f"{', '.join(lacking)} cannot offer {run.head}; not yet heard from: {', '.join(unasked)}"
+        run.rollback_waits = f"{name_some(lacking)} cannot offer {run.head}; not yet heard from: {name_some(unasked)}"
         return
     kept = [v.version for v in reversed(run.versions.values()) if not v.retired]
     head = next((v for v in kept if all(_can_offer(run, s, v) for s in run.slaves.values())), None)
@@ -47,7 +57,7 @@ def consider_rollback(run: RunState) -> None:
             f"no version is offered by every slave: {_describe_offers(run)}; restore a snapshot directory"
         )
         return
-    _roll_back(run, head, f"{', '.join(lacking)} cannot offer {run.head}")
+    _roll_back(run, head, f"{name_some(lacking)} cannot offer {run.head}")
 
 
 def _can_offer(run: RunState, slave: Slave, version: VersionId) -> bool:
@@ -69,7 +79,7 @@ def _describe_offers(run: RunState) -> str:
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """It serves on; the answer to its next heartbeat orders it to register."""
-    slave.set_state(SlaveState.RESTORING, reason)
+    run.set_slave_state(slave, SlaveState.RESTORING, reason)
     flip.stop_waiting_for(run, slave.name)
 
 
@@ -85,6 +95,9 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
         run.undone[row.version] = row
         _undo_shares(run, row)
     run.head = head
+    for slave in run.slaves.values():
+        mirrors.count_mirror(run, slave)
+        note_offer(run, slave)
     mirrors.advance_target(run)
     if run.finished is not None and run.finished not in run.versions:
         run.finished = None

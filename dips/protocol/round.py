@@ -32,15 +32,13 @@ def advance_round(run: RunState) -> None:
     r = run.round
     if r is None or r.state is not RoundState.COLLECTING:
         return
-    r.queue += run.waiting
-    run.waiting = []
+    if run.waiting:
+        r.queue += run.waiting
+        run.waiting = []
     if r.current is None and r.queue:
         _measure_next(run, r)
     elif r.current is None and window.is_over(run, r):
         _close_window(run, r)
-    if r.state is RoundState.COLLECTING:
-        r.reason = f"collecting: {len(r.pushes)} committed, closes in {max(0.0, r.closes - run.now):.1f} s"
-        r.reason += f", not before {run.head} is on every disk" if run.durability.late is not None else ""
 
 
 def _give_up_pushes(run: RunState) -> None:
@@ -52,7 +50,7 @@ def _give_up_pushes(run: RunState) -> None:
 
 
 def _measure_next(run: RunState, r: Round) -> None:
-    r.current = r.queue.pop(0)
+    r.current = r.queue.popleft()
     order = Measure(r.number, r.current.id, run.head)
     run.order_all(FanoutKind.MEASURE, r.current.id, order, run.options.timing.compute_s)
 
@@ -73,6 +71,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
         return
     r.gated.append(push)
     r.current = None
+    run.transfers.close_push(push)
     order = DropPush(push.id, f"gated: {push.verdict.reason}")
     run.order_all(FanoutKind.STANDALONE, push.id, order, run.options.timing.order_s)
     run.emit_note("push_gated", push=push.id, reason=push.verdict.reason)
@@ -99,6 +98,7 @@ def on_push_folded(run: RunState, fanout: Fanout) -> None:
         assert isinstance(answer, Folded)
         r.acc_sq += answer.acc_sq
     r.folded.append(r.current)
+    run.transfers.close_push(r.current)
     r.current = None
 
 
@@ -182,7 +182,7 @@ def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFail
         run.forget_orders(frozenset({FanoutKind.PERSIST}))
         settlement.commit_version(run, run.round, (), durable=False)
     else:
-        body = run.fanouts[event.number][1].body
+        body = run.orders.orders[event.number][1].body
         assert isinstance(body, Apply)
         run.replace_order(event.number, replace(body, reserve=False))
     return True

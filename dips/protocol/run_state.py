@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.admission import SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
-from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
-from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Pull, Push, Round, Slave, Subject
+from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
+from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Push, Round, Slave, Subject
 from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
-from dips.protocol.order import slaves_in_order
+from dips.protocol.order_book import OrderBook
 from dips.protocol.penalty import Penalty
 from dips.protocol.records import LedgerState, Record, VersionRow
+from dips.protocol.roster import Roster, in_order, name_some
+from dips.protocol.timers import Timers
+from dips.protocol.transfer_book import TransferBook
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
 LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
@@ -35,7 +39,7 @@ class RunState:
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
         self.now = self.started = now
         self.out: list[Effect] = []
-        self.slaves = {name: Slave(name, layers) for name, layers in state.row.placement}
+        self.slaves = {name: Slave(name, layers, i) for i, (name, layers) in enumerate(state.row.placement)}
         for peer in state.slaves:
             if peer.name in self.slaves:
                 self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
@@ -45,10 +49,13 @@ class RunState:
             )
             for peer in state.clusters
         }
+        self.roster = Roster.of_names(self.slaves)
+        self.next_pushes = Timers()  # of clusters in training: see follow_cluster
         for peer in state.clusters:
             cluster = self.clusters[peer.name]
             cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
             cluster.reason = "its incarnation ended" if peer.ended else "known from the ledger"
+            self.follow_cluster(cluster)
         self._restore_outcomes(state)
         self._restore_totals(state)
         self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
@@ -60,6 +67,7 @@ class RunState:
         self.next_round = state.next_round
         self.unknown_rounds, self.incarnations_above = state.unknown_rounds, state.incarnations_above
         self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
+        self.tokens_in_window = 0  # of pushes that are committed, and not settled
         self.finished = state.finished
         requeue = options.requeue is RequeuePolicy.UNDONE
         self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
@@ -73,12 +81,13 @@ class RunState:
         self.durability = Durability()
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
         self.mirror_target: VersionId | None = None  # what every mirror is to hold next
+        self.mirrored: dict[VersionId, int] = {}  # newest versions in mirrors, and how many hold them: see mirrors.py
         self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
-        self.fanouts: dict[int, tuple[Fanout, Order]] = {}  # unanswered orders by number
-        self.last_number = 0
+        self.orders = OrderBook()
+        self.transfers = TransferBook()
 
     def forget_old_versions(self) -> None:
         """Bound the lineage: v0@r0, the newest LINEAGE_KEPT, and what may still be offered stay. The ledger has all."""
@@ -128,21 +137,18 @@ class RunState:
         deadline_s: float,
     ) -> Fanout:
         """Give each named slave its order; the continuation of `kind` is called when all have answered."""
-        fanout = Fanout(kind, subject, set(bodies))
+        fanout = Fanout(kind, subject)
         for name, body in bodies.items():
-            self.last_number += 1
-            order = Order(name, self.slaves[name].sinc, self.term, self.last_number, body, deadline_s)
-            self.fanouts[self.last_number] = (fanout, order)
-            self.out.append(order)
+            sinc = self.slaves[name].sinc
+            self.out.append(self.orders.give_order(fanout, name, sinc, self.term, body, deadline_s))
         return fanout
 
     def replace_order(self, number: int, body: OrderBody) -> None:
         """Give a slave another order in the place of one that it refused; the fanout goes on."""
-        fanout, old = self.fanouts.pop(number)
-        self.last_number += 1
-        order = Order(old.slave, self.slaves[old.slave].sinc, self.term, self.last_number, body, old.deadline_s)
-        self.fanouts[self.last_number] = (fanout, order)
-        self.out.append(order)
+        fanout, old = self.orders.orders[number]
+        sinc = self.slaves[old.slave].sinc
+        self.out.append(self.orders.give_order(fanout, old.slave, sinc, self.term, body, old.deadline_s))
+        self.orders.remove_order(number)
 
     def order_all(self, kind: FanoutKind, subject: Subject, body: OrderBody, deadline_s: float) -> Fanout:
         """Give every READY slave the same order."""
@@ -150,9 +156,35 @@ class RunState:
 
     def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
         """Whatever is answered to these from now on no longer matters."""
-        for number, (fanout, _) in list(self.fanouts.items()):
-            if fanout.kind in kinds and (subject is None or fanout.subject == subject):
-                del self.fanouts[number]
+        self.orders.forget_fanouts(kinds, subject)
+
+    # ---- states, and what is found by them ----
+
+    def set_slave_state(self, slave: Slave, state: SlaveState, reason: str) -> None:
+        """Move a slave to a state, with its reason."""
+        slave.set_state(state, reason)
+        self.roster.follow_state(slave)
+
+    def set_cluster_state(self, cluster: Cluster, state: ClusterState, reason: str) -> None:
+        """Move a cluster to a state, with its reason."""
+        cluster.set_state(state, reason)
+        self.follow_cluster(cluster)
+
+    def follow_cluster(self, cluster: Cluster) -> None:
+        """Note when a cluster that trains should have pushed: to be called when its state, pace or link changes."""
+        if cluster.state is not ClusterState.TRAINING or not cluster.moving:
+            self.next_pushes.drop_timer(cluster.name)
+            return
+        due = -inf  # at once, for all that is known
+        if cluster.requested_at is not None and (interval_s := cluster.push_interval_s) is not None:
+            due = cluster.requested_at + interval_s + self.moving_s(cluster)  # paces are from request to request
+        self.next_pushes.set_timer(cluster.name, due)
+
+    def count_in_window(self, cluster: Cluster, push: Push, times: int) -> None:
+        """Add a push that is committed, or with -1 take away one that is settled."""
+        cluster.in_window += times
+        cluster.tokens_in_window += times * push.tokens
+        self.tokens_in_window += times * push.tokens
 
     # ---- what others ask ----
 
@@ -171,15 +203,17 @@ class RunState:
         All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
         first term is no copy's: any one slave does.
         """
-        registered = [slave.registered for slave in self.slaves.values()]
+        away = self.roster.unregistered
+        if not away:
+            return True
         waited = self.term == 1 or self.now - self.started >= self.options.timing.lease_s
-        return all(registered) or (waited and any(registered))
+        return waited and len(away) < len(self.slaves)
 
     def refuse_unproven(self, req: int) -> bool:
         """Ask the asker to come again if slaves have yet to register; return whether that was so."""
         if self.is_proven:
             return False
-        away = ", ".join(s.name for s in self.slaves.values() if not s.registered)
+        away = name_some([s.name for s in in_order(self.slaves, self.roster.unregistered)])
         self.reply_to(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
         return True
 
@@ -207,21 +241,23 @@ class RunState:
         """What slaves offered no longer holds: a version is new, or on the disks, or gone from them."""
         for slave in self.slaves.values():
             slave.offer = None
+            self.roster.follow_offer(slave)
 
     def slaves_missing(self) -> list[Slave]:
-        return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
+        return in_order(self.slaves, self.roster.missing)
 
     def why_missing(self) -> str:
         """Which slaves cannot take anything new, and why; empty if all can."""
+        if not self.roster.missing and not self.roster.draining:
+            return ""
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
-        return ", ".join(missing + [f"{s.name} (it drains)" for s in self.ready_slaves() if s.draining])
+        drained = [s for s in in_order(self.slaves, self.roster.draining) if s.state is SlaveState.READY]
+        return name_some(missing + [f"{s.name} (it drains)" for s in drained])
 
-    def make_grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
+    def make_grant(self, version: VersionId, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
-        slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in self.slaves.values())
-        workers = range(first, first + ranks)
-        order = tuple(slaves_in_order(self.options.order, worker, len(slaves), str(version)) for worker in workers)
-        return Grant(version, slaves, order, deadline_s)
+        slaves = self.roster.list_addresses(self.slaves)
+        return Grant(version, slaves, deadline_s, order=self.options.order, first=first)
 
     @property
     def model_bytes(self) -> int:
@@ -248,15 +284,6 @@ class RunState:
     def is_ancestor(self, version: VersionId) -> bool:
         return version in self.versions
 
-    def open_pushes(self) -> list[Push]:
-        """Pushes that hold a slot on every slave: opening, moving, staged, or committed and not yet folded."""
-        held = self.round.unfolded if self.round else []
-        return [*self.uncommitted_pushes(), *held, *self.waiting]
-
-    def uncommitted_pushes(self) -> list[Push]:
-        """Pushes that are opening or moving: they die with their cluster, their deadline or a slave."""
-        return [c.push for c in self.clusters.values() if c.push and not c.push.committed]
-
     def cluster_of(self, transfer: object) -> Cluster | None:
         """The cluster whose present push or pull has this name; None if it is over."""
         cluster = self.clusters.get(transfer.cluster) if isinstance(transfer, PushId | PullId) else None
@@ -264,9 +291,6 @@ class RunState:
             return None
         present = cluster.push if isinstance(transfer, PushId) else cluster.pull
         return cluster if present and present.id == transfer else None
-
-    def open_pulls(self) -> list[Pull]:
-        return [c.pull for c in self.clusters.values() if c.pull]
 
     def staleness_of(self, base: VersionId | None) -> int | None:
         """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""

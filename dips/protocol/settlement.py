@@ -108,7 +108,7 @@ def end_unchanged(run: RunState, r: Round) -> None:
     for push in r.gated:
         cluster = _settle_push(run, push, OutcomeKind.GATED, None)
         if cluster is not None:
-            cluster.set_state(ClusterState.TRAINING, "gated")
+            run.set_cluster_state(cluster, ClusterState.TRAINING, "gated")
     finish_if_due(run)
 
 
@@ -155,7 +155,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
     for push in over:
         cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
         if cluster is not None:
-            cluster.set_state(ClusterState.TRAINING, f"its round was skipped: {reason}")
+            run.set_cluster_state(cluster, ClusterState.TRAINING, f"its round was skipped: {reason}")
 
 
 # ---- one push -------------------------------------------------------------------------------------------------------
@@ -180,6 +180,8 @@ def _settle_push(
     """Give the push's cluster its Outcome; return the cluster if it waits for it and so will pull."""
     cluster = run.clusters[push.id.cluster]
     same_incarnation = cluster.inc == push.id.inc
+    run.transfers.close_push(push)
+    run.count_in_window(cluster, push, -1)
     if kind is not OutcomeKind.SKIPPED:
         run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges)
         cluster.tokens[kind] += push.tokens

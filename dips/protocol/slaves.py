@@ -50,16 +50,20 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
         return
-    slave.registered = True
-    slave.mirror = event.mirror
+    mirrors.note_report(run, slave, event.mirror)
     lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
+    rollback.note_offer(run, slave)
     rollback.consider_rollback(run)
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
     _enter_state(run, slave, event, order)
     genesis = tuple(run.row.genesis[layer] for layer in slave.layers)
-    run.reply_to(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
+    manifest = "" if event.manifest_digest == run.manifest.digest else run.row.manifest
+    answer = Registered(
+        run.term, slave.sinc, order, run.head, slave.layers, genesis, manifest, slave.place, len(run.slaves)
+    )
+    run.reply_to(event.req, answer)
 
 
 def _why_unknown(run: RunState, name: str) -> str:
@@ -104,14 +108,15 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
-    slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
+    slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
     slave.key = event.key
     slave.unanswered = 0
+    run.roster.follow_register(slave, event.slots, run.slaves)
 
 
 def _ping_first(run: RunState, slave: Slave) -> RegisterLater:
     """Its Register comes through, but do our orders? (docs/rationale.md#23)"""
-    if not any(c.kind is FanoutKind.PING and o.slave == slave.name for c, o in run.fanouts.values()):
+    if not any(run.orders.orders_of(slave.name, FanoutKind.PING)):
         run.fan_out(FanoutKind.PING, slave.sinc, {slave.name: Ping()}, run.options.timing.order_s)
     return RegisterLater(RETRY_S, "it was unresponsive to orders: it must answer a Ping first")
 
@@ -140,7 +145,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return LoadVersion(run.head)
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
     if run.rollback_waits:
-        return RegisterLater(RETRY_S, run.rollback_waits)
+        return RegisterLater(RETRY_S, "; ".join(why for why in (run.rollback_waits, event.reason) if why))
     return RegisterLater(
         RETRY_S, f"the head {run.head} is not on its disk ({held}); {event.reason or 'restore its snapshot directory'}"
     )
@@ -151,9 +156,9 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         reason = (
             order.reason if isinstance(order, RegisterLater) else f"ordered to {type(order).__name__} {order.version}"
         )
-        slave.set_state(SlaveState.RESTORING, reason)
+        run.set_slave_state(slave, SlaveState.RESTORING, reason)
         return
-    slave.set_state(SlaveState.READY, f"serves {run.head}")
+    run.set_slave_state(slave, SlaveState.READY, f"serves {run.head}")
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold pieces of a round that broke while it was away
@@ -163,17 +168,17 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
             {slave.name: Abort(last, "it left no version that stands")},
             run.options.timing.order_s,
         )
-    slave.garbage = tuple(v for v in event.complete if v not in run.versions or run.versions[v].retired)
+    if garbage := tuple(v for v in event.complete if v not in run.versions or run.versions[v].retired):
+        run.roster.garbage[slave.name] = garbage
 
 
 def delete_garbage(run: RunState) -> None:
     """What lies on disks and is in no row is deleted, when it is sure that this ledger has all rows."""
-    with_garbage = [slave for slave in run.ready_slaves() if slave.garbage]
-    if not with_garbage or not run.is_proven:
+    if not run.roster.garbage or not run.is_proven:
         return
-    for slave in with_garbage:
-        run.fan_out(FanoutKind.STANDALONE, run.head, {slave.name: Retire(slave.garbage)}, run.options.timing.order_s)
-        slave.garbage = ()
+    for name, garbage in run.roster.garbage.items():
+        run.fan_out(FanoutKind.STANDALONE, run.head, {name: Retire(garbage)}, run.options.timing.order_s)
+    run.roster.garbage.clear()
 
 
 def on_slave_silent(run: RunState, event: SlaveSilent) -> None:
@@ -185,11 +190,12 @@ def on_slave_silent(run: RunState, event: SlaveSilent) -> None:
 
 def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
     """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
-    slave.offer, slave.garbage = None, ()
+    slave.offer = None
+    run.roster.follow_offer(slave)
     if slave.state in (SlaveState.LOST, SlaveState.STARTING):
         return
     was_ready = slave.state is SlaveState.READY
-    slave.set_state(SlaveState.LOST, reason)
+    run.set_slave_state(slave, SlaveState.LOST, reason)
     if not was_ready:
         return
     run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
@@ -207,26 +213,25 @@ def _has_persisted(run: RunState, slave: Slave) -> bool:
     """Its part of the version under way lies complete on its disk."""
     if run.round is None or run.round.state is not RoundState.PERSISTING:
         return False
-    return not any(c.kind is FanoutKind.PERSIST and o.slave == slave.name for c, o in run.fanouts.values())
+    return not any(run.orders.orders_of(slave.name, FanoutKind.PERSIST))
 
 
 def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
     """Take an answer; return the fanout if it completes it."""
-    found = run.fanouts.get(event.number)
+    found = run.orders.find_order(event.number)
     slave = run.slaves.get(event.slave)
     if found is None or slave is None or slave.sinc != event.sinc or found[1].slave != event.slave:
         return None
-    fanout, _ = found
+    fanout, _ = run.orders.remove_order(event.number)
     slave.unanswered = 0
-    del run.fanouts[event.number]
-    fanout.waiting.discard(event.slave)
+    del fanout.waiting[event.slave]
     fanout.answers[event.slave] = event.answer
     return fanout if not fanout.waiting else None
 
 
 def on_order_failed(run: RunState, event: OrderFailed) -> None:
     """An order was not carried out: repeat it, give up its subject, or give up the slave."""
-    found = run.fanouts.get(event.number)
+    found = run.orders.find_order(event.number)
     slave = run.slaves.get(event.slave)
     if stale_term := issubclass(event.error, StaleTerm):
         run.out.append(Exit(EXIT_STALE, f"slave {event.slave} obeys a later master: {event.reason}"))
@@ -235,7 +240,7 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
     fanout, order = found
     unresponsive = issubclass(event.error, UnresponsiveSlave)
     if fanout.kind is FanoutKind.PING:
-        del run.fanouts[event.number]  # the next Register sends another; a refusal was an answer
+        run.orders.remove_order(event.number)  # the next Register sends another; a refusal was an answer
         slave.needs_ping = slave.needs_ping and unresponsive
         return
     if unresponsive:
@@ -256,7 +261,7 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
 
 def _slow_readers(run: RunState) -> bool:
     """Whether a version older than the head is still being pulled."""
-    return any(pull.version != run.head for pull in run.open_pulls())
+    return any(pull.version != run.head for pull in run.transfers.pulls.values())
 
 
 def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> None:
@@ -273,5 +278,5 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
     elif fanout.kind is FanoutKind.COMMIT:
         lose_slave(run, slave, reason)  # it is not in the state that was taken for granted: it must register anew
     else:
-        del run.fanouts[event.number]
+        run.orders.remove_order(event.number)
         run.emit_note("order_refused", slave=slave.name, reason=event.refusal)

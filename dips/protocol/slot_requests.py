@@ -16,8 +16,8 @@ RETRY_SHARE = 0.1  # of a push's time: who is next asks so often while a slot is
 
 def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refused | None:
     """Keep the cluster's place in the queue and say so; None if a slot is to be had, which it then takes."""
-    missing, slots = run.why_missing(), min(s.slots for s in run.slaves.values())
-    free = 0 if missing else slots - len(run.open_pushes())
+    missing, slots = run.why_missing(), run.roster.slots
+    free = 0 if missing else slots - len(run.transfers.pushes)
     longest = run.options.timing.busy_retry_s
     if run.penalty.penalty_row(cluster.name).quarantined:
         run.slot_queue.leave_queue(cluster.name)
@@ -44,7 +44,7 @@ def _retry_s(run: RunState, answer: SlotAnswer, slots: int) -> float:
 def _free_in_s(run: RunState) -> list[float]:
     """For each open push whose cluster's bandwidth is known: when its slot should be free, or when to look again."""
     found = list[float]()
-    for push in run.open_pushes():
+    for push in run.transfers.pushes.values():
         moving_s = run.moving_s(run.clusters[push.id.cluster])
         if push.due and moving_s:
             late = push.committed or push.due <= run.now
@@ -54,10 +54,10 @@ def _free_in_s(run: RunState) -> list[float]:
 
 def _explain_wait(run: RunState, answer: SlotAnswer, slots: int) -> str:
     text = f"waits for a slot: {_ordinal(answer.ahead + 1)} of {answer.waiting}"
-    times = [s for c in run.clusters.values() if c.push and (s := run.moving_s(c))]
+    times = [s for p in run.transfers.pushes.values() if (s := run.moving_s(run.clusters[p.id.cluster]))]
     if not times:
         return text
-    frees = sorted([0.0] * max(0, slots - len(run.open_pushes())) + _free_in_s(run))
+    frees = sorted([0.0] * max(0, slots - len(run.transfers.pushes)) + _free_in_s(run))
     about_s = frees[min(answer.ahead % slots, len(frees) - 1)] if frees else 0.0
     return f"{text}, about {max(1.0, about_s + answer.ahead // slots * median(times)):.0f} s"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dips.protocol import mirrors
+from dips.protocol import mirrors, window
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import DurabilityState
 from dips.protocol.run_state import RunState
@@ -25,7 +25,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,
-            "reason": r.reason if r else _why_idle(run),
+            "reason": window.explain_round(run, r) if r else _why_idle(run),
             "pushes": [str(p.id) for p in r.pushes] if r else [],
         },
         "rounds": dict(run.counts),
@@ -96,6 +96,6 @@ def _view_slave(run: RunState, s: Slave, now: float) -> dict[str, Any]:
         "lanes": list(s.lanes),
         "version": str(s.memory) if s.memory else None,
         "slots": s.slots,
-        "slots_used": len(run.open_pushes()),
+        "slots_used": len(run.transfers.pushes),
         "mirror": mirrors.view_mirror(run, s, now),
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from dips.protocol.entities import Cluster, Push, Round
-from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
+from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
 
@@ -30,7 +30,7 @@ def window_s(run: RunState) -> float:
 def can_open(run: RunState) -> bool:
     """Whether a push waits for a round, and every slave can take one."""
     free = run.round is None and run.flipping is None and not run.finished
-    return free and bool(run.waiting) and not run.slaves_missing()
+    return free and bool(run.waiting) and not run.roster.missing
 
 
 def open_window(run: RunState) -> None:
@@ -39,13 +39,25 @@ def open_window(run: RunState) -> None:
     run.next_round += 1
     run.emit_record(RoundReserved(number, run.now))
     state = check_move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
-    run.round = Round(number, state, "window open", run.now, run.now + window_s(run))
+    lasts_s = window_s(run)
+    run.round = Round(number, state, "window open", run.now, run.now + lasts_s)
     run.opened_at = run.now
-    run.emit_note("round_opened", round=number, head=run.head, window_s=f"{window_s(run):.3f}")
+    run.emit_note("round_opened", round=number, head=run.head, window_s=f"{lasts_s:.3f}")
+
+
+def explain_round(run: RunState, r: Round) -> str:
+    """What it does, and what it waits for, for people."""
+    if r.state is not RoundState.COLLECTING:
+        return r.reason
+    late = f", not before {run.head} is on every disk" if run.durability.late is not None else ""
+    return f"collecting: {r.count} committed, closes in {max(0.0, r.closes - run.now):.1f} s{late}"
 
 
 def is_over(run: RunState, r: Round) -> bool:
-    return run.now >= r.closes or not any(_is_expected(run, c, r) for c in run.clusters.values())
+    """Its time is over, or no cluster's push will come before that."""
+    if run.now >= r.closes:
+        return True
+    return run.next_pushes.first_at() > r.closes and not any(_find_expected(run, r))
 
 
 def window_deadlines(run: RunState) -> Iterator[float]:
@@ -56,22 +68,17 @@ def window_deadlines(run: RunState) -> Iterator[float]:
     if r.folded and run.durability.late is not None:
         return  # it ends when that version is on the disks, not by time
     yield r.closes
-    for cluster in run.clusters.values():
-        push = cluster.push
-        if push is not None and push.due and _is_expected(run, cluster, r):
+    for cluster, push in _find_expected(run, r):
+        if push.due:
             yield _late_at(run, cluster, push)
 
 
-def _is_expected(run: RunState, cluster: Cluster, r: Round) -> bool:
-    """Will this cluster's push come before the window ends?"""
-    if not cluster.live or not cluster.moving or cluster.state not in (ClusterState.TRAINING, ClusterState.PUSHING):
-        return False
-    if cluster.state is ClusterState.PUSHING and cluster.push is not None:
-        return _comes_in_time(run, cluster, cluster.push, r)
-    if cluster.push_interval_s is None or cluster.requested_at is None:
-        return True
-    # paces are from request to request
-    return cluster.requested_at + cluster.push_interval_s + run.moving_s(cluster) <= r.closes
+def _find_expected(run: RunState, r: Round) -> Iterator[tuple[Cluster, Push]]:
+    """The pushes under way that will be here before the window ends."""
+    for push in run.transfers.uncommitted_pushes():
+        cluster = run.clusters[push.id.cluster]
+        if cluster.moving and _comes_in_time(run, cluster, push, r):
+            yield cluster, push
 
 
 def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:

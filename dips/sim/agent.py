@@ -98,9 +98,18 @@ class SimAgent:
     """One process of the agent, with the trainer that it keeps alive."""
 
     def __init__(
-        self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
+        self,
+        world: AgentWorld,
+        site: Site,
+        process: str,
+        former: PastIncarnation,
+        exits: Callable[[SimAgent], None],
+        replaces: bool,
     ) -> None:
-        """`former`: the last incarnation of an agent that died here; `exits` is called when this one ends by itself."""
+        """`former`: the last incarnation of an agent that died here; `exits` is called when this one ends by itself.
+
+        `replaces`: an operator starts it elsewhere in the place of one that may wake again (--take-over).
+        """
         self.world, self.site, self.name, self.process = world, site, site.name, process
         settings = self.world.scenario
         self._exits = exits
@@ -108,7 +117,7 @@ class SimAgent:
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
         heartbeat_s, ranges = world.options.timing.heartbeat_s, settings.ranges_at_once
-        timing = AgentSettings(identity, heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS, ranges)
+        timing = AgentSettings(identity, heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS, ranges, take_over=replaces)
         self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
@@ -167,7 +176,7 @@ class SimAgent:
     def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
         """The training command has crashed; return its next launch, None if this agent ends instead."""
         self._do_actions(self.core.on_trainer_gone(reason, self.world.heap.now))
-        plan = self.core.plan_next_launch(before, code=1)
+        plan = self.core.plan_next_launch(before, code=137)
         if isinstance(plan, EndAgent):
             self.world.call_later(0.0, f"{self.name} exits", partial(self._exits, self))
             return None
@@ -256,10 +265,10 @@ class SimAgent:
                 self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
     def _on_stop(self, stop: StopTrainer) -> None:
-        """The core cannot go on: ours was fenced, or something is broken that must never break."""
+        """The core cannot go on: ours was fenced, another bears its name, or what must never break is broken."""
         if not self.alive:
             return
-        if not stop.reason.startswith("StaleIncarnation"):
+        if not stop.reason.startswith(("StaleIncarnation", "Denied")):
             raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
         self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
         self.world.monitor.agent_exits(self, stop.reason)

@@ -29,7 +29,8 @@ class SimCluster:
         """A new agent process; it starts its trainer."""
         if self.agent is None:
             self.lives += 1
-            self.agent = SimAgent(self.world, self.site, f"{self.name}-{self.lives}", self.left, self._on_agent_exit)
+            process, replaces = f"{self.name}-{self.lives}", bool(self.zombies)
+            self.agent = SimAgent(self.world, self.site, process, self.left, self._on_agent_exit, replaces)
 
     def crash(self) -> None:
         """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
@@ -57,7 +58,7 @@ class SimCluster:
         return agent
 
     def _on_agent_exit(self, agent: SimAgent) -> None:
-        """An agent ended of its own accord: it was fenced."""
+        """An agent ended of its own accord: it was fenced, or another bears its name."""
         if agent in self.zombies:
             agent.kill_agent()
             self.zombies.remove(agent)

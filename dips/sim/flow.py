@@ -82,8 +82,8 @@ class SimFlow:
         self._events = events
         self._admission.start(sinc)
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        self.receiver.open_push(push, order, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
+    def open_push(self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
         self._plan_tick()
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:

@@ -11,11 +11,12 @@ from math import inf
 from random import Random
 from typing import Protocol
 
+from dips.errors import FailedMirror
 from dips.ids import VersionId
 from dips.protocol.events import MirrorReport
 from dips.sim.disk import SimDisk, Snapshot
 from dips.sim.heap import Heap, Timer
-from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan
+from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.transport.backoff import Backoff
 
 COPY_S = 0.4  # of a snapshot, at most double
@@ -61,19 +62,18 @@ class MirrorShell:
         self._plan.want(versions)
         self._look()
 
-    def restore(self) -> bool:
-        """Bring back what is newer than the disk; False if the mirror is gone and the disk has nothing."""
+    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
+        """Bring back what is newer than the disk; raise FailedMirror if the mirror is gone."""
         disk, mirror = self._mirror.disk, self._mirror
-        newest = max((v.round for v in disk.good_versions), default=0)
         if mirror.gone:
-            return newest > 0
+            raise FailedMirror("the mirror is gone")
         self._plan.on_listed(tuple(mirror.files))
-        mirror.listed = True  # told with the first Register
-        for version, snapshot in mirror.files.items():
-            if version.round > newest:
-                disk.bring_back(version, snapshot)
+        mirror.listed = True  # told with the next Register
+        newer = tuple(v for v in mirror.files if v.round > max((v.round for v in on_disk), default=0))
+        for version in newer:
+            disk.bring_back(version, mirror.files[version])
         self._look()
-        return True
+        return Restored(newer)
 
     def _look(self) -> None:
         """Begin what is due, and plan when to look again."""

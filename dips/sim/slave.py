@@ -19,7 +19,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.effects import Failed, Order, Persist, Registered
+from dips.protocol.effects import Failed, Order, Registered
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
@@ -30,25 +30,30 @@ from dips.sim.master_client import error_of
 from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import attempt_work, order_s, persisted_version, shard_work_s, written_by
+from dips.sim.slave_work import attempt_work, disk_work_s, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
     AnswerOrder,
-    BeginPersist,
+    BeginDiskOrder,
     CallMaster,
+    EndLoad,
     EndSlave,
     ExecuteOrder,
     FollowRegistration,
     KeepInMirror,
+    ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
+    WorkOnDisk,
     WriteLog,
-    WriteSnapshot,
 )
 from dips.slave.core import SlaveCore
 from dips.slave.shard import Shard
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.wire.chunks import LayerLayout
+
+DiskAction = WorkOnDisk | ReadSnapshot
 
 BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
@@ -140,7 +145,7 @@ class SlaveProcess:
         self._booted = False  # its control server answers
         self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
-        self._writing: WriteSnapshot | None = None
+        self._on_disk: dict[str, tuple[DiskAction, Timer]] = {}  # beside the work on the shard: at most one of a kind
         self._began: dict[str, float] = {}  # what works now, since when
         self._worked_s = 0.0
         self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
@@ -158,7 +163,7 @@ class SlaveProcess:
         self.alive = self.flow.alive = False
         if self._timer is not None:
             self._timer.cancel()
-        version = written_by(self._writing or (self._work[0] if self._work else None))
+        version = written_by(*(work for work, _ in self._on_disk.values()), *([self._work[0]] if self._work else []))
         if version is not None:
             self._die_writing(version)
 
@@ -205,10 +210,6 @@ class SlaveProcess:
             self._do_actions(self.core.add_reports(reports))
 
     def _boot(self) -> None:
-        """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
-        if self._mirror is not None and not self._mirror.restore():
-            self._call_later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
-            return
         self._booted = True
         self.machine.mark_touched()
         self._run_tick()
@@ -240,8 +241,10 @@ class SlaveProcess:
 
         self.world.network.call_host(self.name, "master", action.message, action.deadline_s, on_reply)
 
-    def _begin_write(self, action: WriteSnapshot) -> None:
-        self._begin_writing(action)
+    def _restore_from_mirror(self, action: RestoreFromMirror) -> None:
+        assert self._mirror is not None, "who has no mirror does not ask"
+        restored = attempt_work(partial(self._mirror.restore, action.on_disk))
+        self._do_actions(self.core.on_done(action, restored, self.world.heap.now))
 
     def _keep_in_mirror(self, action: KeepInMirror) -> None:
         if self._mirror is not None:
@@ -290,7 +293,7 @@ class SlaveProcess:
         work = self._work[0]
         self.machine.mark_touched()
         self._end_of("shard")
-        if isinstance(work, ExecuteOrder | BeginPersist):
+        if isinstance(work, ExecuteOrder | BeginDiskOrder):
             if self.shard.has_answered(work.order.number):
                 self.world.monitor.rare_event_occurred("answer_lost")
             self.world.monitor.before_order(self, work.order)
@@ -298,7 +301,7 @@ class SlaveProcess:
             self.world.monitor.after_order(self, work.order)
         else:
             result = attempt_work(partial(work.run_on, self.shard))
-        if isinstance(work, FollowRegistration):
+        if isinstance(work, FollowRegistration | EndLoad):
             # What a deceived master takes for the head need not be it.
             self._undeceived = not self.world.master_is_deceived
         self._do_actions(self.core.on_done(work, result, self.world.heap.now))
@@ -306,26 +309,31 @@ class SlaveProcess:
         self._work.popleft()
         if self._work:
             self._begin_work()
-        if self._writing is not None and self._is_abandoned(self._writing):
-            self._end_writing(self._writing)
+        for beside, _ in list(self._on_disk.values()):
+            if self._is_abandoned(beside):
+                self._end_on_disk(beside)
 
-    # ---- a snapshot, beside that -----------------------------------------------------------------------------------
+    # ---- on the disk, beside that ----------------------------------------------------------------------------------
 
-    def _begin_writing(self, work: WriteSnapshot) -> None:
-        self._writing, self._began["disk"] = work, self.world.heap.now
-        work_s = order_s(Persist, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
-        self._written = self._call_later(work_s, f"{self.name} writes", partial(self._end_writing, work))
+    def _begin_on_disk(self, work: DiskAction) -> None:
+        kind = type(work).__name__
+        assert kind not in self._on_disk, "snapshots are written and deleted one after another, and so are loads"
+        self._began[kind] = self.world.heap.now
+        work_s = disk_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
+        timer = self._call_later(work_s, f"{self.name}'s disk works", partial(self._end_on_disk, work))
+        self._on_disk[kind] = work, timer
 
-    def _is_abandoned(self, work: WriteSnapshot) -> bool:
+    def _is_abandoned(self, work: DiskAction) -> bool:
         """Its version will not be: the writer notices at its next piece."""
-        return persisted_version(work.order) not in (self.versions.prepared, self.versions.served_version)
+        written = written_by(work)
+        return written is not None and written not in (self.versions.prepared, self.versions.served_version)
 
-    def _end_writing(self, work: WriteSnapshot) -> None:
+    def _end_on_disk(self, work: DiskAction) -> None:
         self.machine.mark_touched()
-        self._written.cancel()
-        self._writing = None
-        self._end_of("disk")
-        self._do_actions(self.core.on_done(work, attempt_work(work.write), self.world.heap.now))
+        kind = type(work).__name__
+        self._on_disk.pop(kind)[1].cancel()
+        self._end_of(kind)
+        self._do_actions(self.core.on_done(work, attempt_work(work.run), self.world.heap.now))
 
     # ---- what heartbeats say of it ---------------------------------------------------------------------------------
 
@@ -346,7 +354,9 @@ class SlaveProcess:
 _SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
     CallMaster: SlaveProcess._call_master,
     AnswerOrder: SlaveProcess._answer_order,
-    WriteSnapshot: SlaveProcess._begin_write,
+    WorkOnDisk: SlaveProcess._begin_on_disk,
+    ReadSnapshot: SlaveProcess._begin_on_disk,
+    RestoreFromMirror: SlaveProcess._restore_from_mirror,
     KeepInMirror: SlaveProcess._keep_in_mirror,
     EndSlave: SlaveProcess._end_process,
     WriteLog: SlaveProcess._skip_log,

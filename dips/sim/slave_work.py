@@ -7,9 +7,9 @@ from random import Random
 
 from dips.errors import DipsError
 from dips.ids import VersionId
-from dips.protocol.effects import Apply, Commit, Fold, LoadVersion, Measure, Order, Persist
+from dips.protocol.effects import Apply, Commit, Fold, Measure, Persist, Retire
 from dips.sim.disk import SimDisk
-from dips.slave.actions import BeginPersist, ExecuteOrder, FollowRegistration, ShardWork, WriteSnapshot
+from dips.slave.actions import BeginDiskOrder, ExecuteOrder, ReadSnapshot, ShardWork, WorkOnDisk
 
 WORK_S: dict[type, float] = {
     Measure: 0.03,
@@ -17,6 +17,7 @@ WORK_S: dict[type, float] = {
     Apply: 0.06,
     Persist: 0.15,
     Commit: 0.02,
+    Retire: 0.05,
 }  # of an order, at most double
 LOAD_S = 0.3
 
@@ -26,31 +27,29 @@ GROWS = frozenset({Measure, Fold, Apply, Persist})  # with the model
 
 def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
     """Draw how long an order of this class takes; one that grows with the model at least `least_s`."""
-    slowness = disk.slowness if body is Persist else 1.0
+    slowness = disk.slowness if body in (Persist, Retire) else 1.0
     drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
     return max(drawn_s, least_s) if body in GROWS else drawn_s
 
 
 def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw how long the shard is busy with `work`; a snapshot is written beside it."""
-    match work:
-        case FollowRegistration():
-            return max(LOAD_S, least_s) if isinstance(work.order, LoadVersion) else 0.0
-        case ExecuteOrder():
-            return order_s(type(work.order.body), disk, rng, least_s)
-        case _:
-            return 0.0
+    """Draw how long the shard is busy with `work`; snapshots are written, read and deleted beside it."""
+    return order_s(type(work.order.body), disk, rng, least_s) if isinstance(work, ExecuteOrder) else 0.0
 
 
-def written_by(work: ShardWork | WriteSnapshot | None) -> VersionId | None:
-    """The version whose snapshot is being written, None if `work` writes none."""
-    return persisted_version(work.order) if isinstance(work, WriteSnapshot | BeginPersist) else None
+def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw how long `work` takes beside that of the shard."""
+    if isinstance(work, ReadSnapshot):
+        return max(LOAD_S, least_s)
+    return order_s(type(work.order.body), disk, rng, least_s)
 
 
-def persisted_version(order: Order) -> VersionId:
-    """The version that a Persist is about."""
-    assert isinstance(order.body, Persist), order
-    return order.body.version
+def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:
+    """The version whose snapshot is being written, None if none of `works` writes one."""
+    for work in works:
+        if isinstance(work, WorkOnDisk | BeginDiskOrder) and isinstance(work.order.body, Persist):
+            return work.order.body.version
+    return None
 
 
 def attempt_work(work: Callable[[], object]) -> object:

@@ -105,7 +105,7 @@ class SimTrainer:
     def _run_training(self) -> Story:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
-        manifest, ranks = world.manifest.to_json(), self.site.ranks
+        manifest, ranks = world.manifest.digest, self.site.ranks
         attach = Attach(self.launch, self.restart, f"{self.launch}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._ask_until_answered(attach)
         assert isinstance(welcome, Attached), welcome

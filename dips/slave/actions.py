@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dips.ids import VersionId
-from dips.protocol.effects import Order, Registered, SlaveOrder
+from dips.protocol.effects import LoadVersion, Order, Registered, SlaveOrder
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.shard_registration import Followed, Read, Unfollowed
+from dips.slave.shard_snapshots import DiskWork
 from dips.slave.standing import SlaveIdentity
 
 Ticket = int  # names an order that came, until it is answered
@@ -48,12 +49,23 @@ class WelcomeShard:
 
 @dataclass(frozen=True, slots=True)
 class FollowRegistration:
-    """Do what the answer to a Register orders."""
+    """Do what the answer to a Register orders, or return what reads the snapshot that is to be loaded."""
 
     order: SlaveOrder
 
-    def run_on(self, shard: Shard) -> Followed | Unfollowed:
+    def run_on(self, shard: Shard) -> Followed | Unfollowed | Read:
         return shard.follow_order(self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoad:
+    """A snapshot was read, or could not be."""
+
+    order: LoadVersion
+    error: Exception | None
+
+    def run_on(self, shard: Shard) -> Followed | Unfollowed:
+        return shard.end_load(self.order, self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +90,67 @@ class ExecuteOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginPersist:
-    """Carry out a Persist, or return what writes the snapshot beside the orders that follow."""
+class BeginDiskOrder:
+    """Begin a Persist or a Retire: return what is done on the disk beside the orders that follow."""
 
     ticket: Ticket
     order: Order
 
-    def run_on(self, shard: Shard) -> Answer | Callable[[], str]:
-        return shard.begin_persist(self.order)
+    def run_on(self, shard: Shard) -> Answer | DiskWork:
+        return shard.begin_disk_order(self.order)
 
 
 @dataclass(frozen=True, slots=True)
-class EndPersist:
-    """The writer has ended; `digest` is None if it failed with `error`."""
+class EndDiskOrder:
+    """That has ended, with an answer or an error."""
 
     ticket: Ticket
     order: Order
-    digest: str | None
-    error: Exception | None
+    result: Answer | Exception
 
-    def run_on(self, shard: Shard) -> Answer | None:
-        return shard.end_persist(self.order, self.digest)
+    def run_on(self, shard: Shard) -> None:
+        shard.end_disk_order(self.order, None if isinstance(self.result, Exception) else self.result)
 
 
-ShardWork = DescribeShard | WelcomeShard | FollowRegistration | HealTransfers | ExecuteOrder | BeginPersist | EndPersist
+ShardWork = (
+    DescribeShard
+    | WelcomeShard
+    | FollowRegistration
+    | EndLoad
+    | HealTransfers
+    | ExecuteOrder
+    | BeginDiskOrder
+    | EndDiskOrder
+)
 
 # ---- everything else -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class WriteSnapshot:
-    """Write a snapshot beside the work on the shard, on any thread; its end is reported like that of work."""
+class WorkOnDisk:
+    """Write or delete snapshots beside the work on the shard, on any thread; its end is reported like that of work."""
 
     ticket: Ticket
     order: Order
-    write: Callable[[], str]  # returns the digest
+    run: DiskWork
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """Read the snapshot that is to be loaded, likewise."""
+
+    order: LoadVersion
+    run: Read
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFromMirror:
+    """Bring back what the mirror holds and is newer than `on_disk`, beside all else; a Restored is its end."""
+
+    on_disk: tuple[VersionId, ...]
+
+
+WorkBeside = WorkOnDisk | ReadSnapshot | RestoreFromMirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,5 +192,5 @@ class EndSlave:
     error: Exception
 
 
-SlaveAction = ShardWork | WriteSnapshot | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
+SlaveAction = ShardWork | WorkBeside | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
 Actions = list[SlaveAction]

@@ -17,19 +17,21 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.config import RunFile, SlaveSection, host_port, load_run
+from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
+from dips.ids import VersionId
 from dips.mirror import MirrorStore
+from dips.open_files import raise_open_files
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.protocol.effects import Registered
-from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.machine import available_bytes, memory_of
+from dips.slave.mirror_plan import Restored
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -45,13 +47,13 @@ from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServic
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 GRACE_S = 1.0  # orders under way at the end may be answered for so long
 
-cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
 
 @cli.command()
 def serve_command(
-    config: Annotated[Path, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")],
-    name: Annotated[str, typer.Option(help="Which of the run file's slaves this process is.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file (dips.yaml).")],
+    name: Annotated[str, typer.Option("--name", "-n", help="Which of the run file's slaves this process is.")],
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """A slave of one run: holds its layers of the global model and takes their outer steps.
@@ -92,7 +94,7 @@ class Parts:
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
-        manifest = Manifest.from_json(registered.manifest)
+        manifest = self.shard.learn_manifest(registered)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = memory_of(self.section, numel, self.pull_codec)
@@ -100,6 +102,8 @@ class Parts:
             memory.require_memory(available_bytes(self.section))
             self.flow.set_layers(manifest, registered.layers)
         self.disk.bind_layers(manifest, registered.layers, registered.genesis, registered.sinc)
+        if self.mirror is not None:
+            self.mirror.bind_layers(registered.layers)
 
     def read_metrics(self) -> dict[str, Any]:
         """What Prometheus reads; from any thread."""
@@ -127,12 +131,12 @@ class Parts:
         thread, done = self.thread, self.work.nbytes
         return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done, mirror)
 
-    def restore(self) -> None:
-        """Bring back from the mirror what is newer than the disk, on a new machine everything; then keep the mirror."""
-        if self.mirror is not None:
-            self.mirror.restore(self.disk.complete_versions())
-            self.disk.look_again()
-            self.mirror.start()
+    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
+        """Bring back from the mirror what is newer than the disk, on a new machine everything."""
+        assert self.mirror is not None, "a slave without a mirror has nothing to restore from"
+        restored = self.mirror.restore(on_disk)
+        self.disk.look_again(restored.versions)
+        return restored
 
 
 async def serve(
@@ -143,8 +147,8 @@ async def serve(
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
+        _raise_open_files(section, log)
         parts = _build_parts(config, section, log, stack)
-        await asyncio.to_thread(parts.restore)
         server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
@@ -165,6 +169,14 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
+
+
+def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:
+    """For as many clusters as may push at once; more may pull, but their files are not known here."""
+    lanes = len(section.data_lanes(available_cores()))
+    peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"
+    if warning := raise_open_files(section.slots * TRANSFER_RANKS * lanes, peers):
+        log.warning("open_files", problem=warning)
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
@@ -211,6 +223,7 @@ def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncE
     run, name = config.shared.run, section.name
     mirror = SnapshotMirror(MirrorStore(section.mirror, run, name), section.directory, run, name, log, time.monotonic)
     stack.callback(mirror.close)
+    mirror.start()
     return mirror
 
 
@@ -238,7 +251,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitS
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror)
+    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror, parts.restore)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

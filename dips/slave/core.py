@@ -16,17 +16,21 @@ from dips.protocol.events import PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, Transfer
 from dips.slave.actions import (
     Actions,
-    BeginPersist,
+    BeginDiskOrder,
     CallMaster,
     DescribeShard,
-    EndPersist,
+    EndDiskOrder,
+    EndLoad,
     ExecuteOrder,
     FollowRegistration,
     HealTransfers,
+    ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
     Ticket,
     WelcomeShard,
-    WriteSnapshot,
+    WorkBeside,
+    WorkOnDisk,
 )
 from dips.slave.open_transfers import Report
 from dips.slave.order_desk import OrderDesk
@@ -60,13 +64,16 @@ class SlaveCore:
         registration, heartbeats, orders = self.registration, self.heartbeats, self.orders
         self._done: dict[type, Callable[[Any, Any, float], Actions]] = {
             DescribeShard: lambda work, result, now: registration.on_described(result, now),
+            RestoreFromMirror: registration.on_restored,
             WelcomeShard: lambda work, result, now: registration.on_welcomed(result, now),
             FollowRegistration: lambda work, result, now: registration.on_followed(result, now),
+            ReadSnapshot: lambda work, result, now: registration.on_read(work, result),
+            EndLoad: lambda work, result, now: registration.on_followed(result, now),
             HealTransfers: lambda work, result, now: heartbeats.on_healed(result),
             ExecuteOrder: lambda work, result, now: orders.on_executed(work.ticket, result, now),
-            BeginPersist: lambda work, result, now: orders.on_persist_begun(work.ticket, result, now),
-            WriteSnapshot: lambda work, result, now: orders.on_written(work.ticket, result),
-            EndPersist: orders.on_persist_ended,
+            BeginDiskOrder: lambda work, result, now: orders.on_disk_order_begun(work.ticket, result, now),
+            WorkOnDisk: lambda work, result, now: orders.on_disk_worked(work.ticket, result),
+            EndDiskOrder: orders.on_disk_order_ended,
         }
         self._replied: dict[type, Callable[[Any, float], Actions]] = {
             SlaveRegistered: registration.on_registered,
@@ -101,7 +108,7 @@ class SlaveCore:
         """Who gave the order has hung up."""
         self.orders.drop_order(ticket)
 
-    def on_done(self, work: ShardWork | WriteSnapshot, result: object, now: float) -> Actions:
+    def on_done(self, work: ShardWork | WorkBeside, result: object, now: float) -> Actions:
         """Work has ended, with a result or with the exception that it raised."""
         return self._done[type(work)](work, result, now)
 

@@ -58,9 +58,12 @@ def _choose_version(
     if version is not None:
         common &= {version}
     if not common:
-        what = f"{version} is" if version else "no version is"
         listing = "; ".join(f"{d}: {', '.join(map(str, sorted(v))) or 'none'}" for d, v in offered.items())
-        raise ConfigError(f"{what} complete in all directories: {listing}")
+        if version is None:
+            raise ConfigError(f"no version is complete in all directories, which have: {listing}")
+        raise ConfigError(
+            f"{version} is gone, or never was: slaves keep the newest (master.keep_snapshots), here are: {listing}"
+        )
     chosen = max(common)
     return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}
 

@@ -158,10 +158,10 @@ class ZmqFlow:
                 lane.start(self)
 
     def open_push(
-        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
+        self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
     ) -> None:
-        """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
-        self._receiver.open_push(push, order, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
+        """Accept HELLOs of the push's ranks and ask them, at these places of the line, into `buffers`."""
+        self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""

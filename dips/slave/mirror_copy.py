@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -29,20 +30,47 @@ MOST_MANIFEST_BYTES = 64 << 20
 Moved = Callable[[], None]  # called whenever some bytes have passed
 
 
-def list_whole(store: MirrorStore, run: str, slave: str, log: Log) -> tuple[VersionId, ...]:
-    """Versions whose copy is whole by its manifest and size, ascending by round; others are passed over, told."""
+@dataclass(frozen=True, slots=True)
+class MirrorListing:
+    """What lies in a slave's mirror, ascending by round."""
+
+    whole: tuple[VersionId, ...] = ()
+    outdated: tuple[VersionId, ...] = ()  # of other layers, from before a rebalance: to be replaced or deleted
+    reason: str = ""  # why the newest of these, or of what is not whole, was passed over
+
+
+def list_copies(
+    store: MirrorStore, run: str, slave: str, log: Log, layers: Collection[int] | None = None
+) -> MirrorListing:
+    """Versions whose copy is whole by its manifest and size; others are passed over, told.
+
+    layers  that this slave holds, once it knows: a copy of others has a name that says nothing of it
+    """
+    whole, outdated, reason = list[VersionId](), list[VersionId](), ""
+    for version in _list_versions(store):
+        try:
+            _, manifest = _read_manifest(store, run, slave, version)
+        except Corrupt as error:
+            reason = str(error)
+        else:
+            held = sorted(record.index for record in manifest.layers)
+            if layers is None or held == sorted(layers):
+                whole.append(version)
+                continue
+            outdated.append(version)
+            reason = f"{store.url}/{version}: holds the layers {held}, this slave {sorted(layers)} since a rebalance"
+        log.warning("mirror_passed_over", version=str(version), mirror=store.url, reason=reason)
+    return MirrorListing(tuple(whole), tuple(outdated), reason)
+
+
+def _list_versions(store: MirrorStore) -> list[VersionId]:
     found = []
     for name in store.list_names():
         try:
-            version = VersionId.parse(name)
+            found.append(VersionId.parse(name))
         except ValueError:  # not ours
             continue
-        try:
-            _read_manifest(store, run, slave, version)
-            found.append(version)
-        except Corrupt as error:
-            log.warning("mirror_passed_over", version=name, mirror=store.url, reason=str(error))
-    return tuple(sorted(found, key=lambda v: v.round))
+    return sorted(found, key=lambda v: v.round)
 
 
 def copy_out(store: MirrorStore, directory: Path, version: VersionId, moved: Moved) -> None:

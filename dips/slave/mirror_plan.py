@@ -32,12 +32,22 @@ class MirrorJob:
     versions: tuple[VersionId, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came back from a mirror, and why no more did; empty: it lacks nothing."""
+
+    versions: tuple[VersionId, ...]
+    reason: str = ""
+
+
 class MirrorPlan:
     """One slave's mirror, as far as this process knows it."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = backoff
         self._held: tuple[VersionId, ...] | None = None  # None: not listed yet
+        self._outdated: tuple[VersionId, ...] = ()
+        self._list_due = True
         self._wanted: tuple[VersionId, ...] = ()
         self._reason = ""
         self._again_at = 0.0
@@ -69,24 +79,32 @@ class MirrorPlan:
         return self._find_job()
 
     def _find_job(self) -> MirrorJob | None:
-        if self._held is None:
+        if self._held is None or self._list_due:
             return MirrorJob(MirrorJobKind.LIST)
         if not self._wanted:
             return None
         if self._wanted[-1] not in self._held:
             return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:])
-        superfluous = tuple(v for v in self._held if v not in self._wanted)
+        superfluous = tuple(v for v in (*self._held, *self._outdated) if v not in self._wanted)
         return MirrorJob(MirrorJobKind.DELETE, superfluous) if superfluous else None
 
-    def on_listed(self, held: tuple[VersionId, ...]) -> None:
-        """These lie there whole; also said before the slave registers, so that the master knows from the beginning."""
+    def on_listed(self, held: tuple[VersionId, ...], outdated: tuple[VersionId, ...] = ()) -> None:
+        """These lie there whole; also said before the slave registers, so that the master knows from the beginning.
+
+        outdated  of these the layers of before a rebalance lie there: of no use, whatever their names say
+        """
         self._end()
-        self._held = _by_round(held)
+        self._held, self._outdated, self._list_due = _by_round(held), outdated, False
+
+    def list_again(self) -> None:
+        """What was listed may be outdated: this slave has learned which layers are its own."""
+        self._list_due = True
 
     def on_done(self, job: MirrorJob) -> None:
         """A version was copied, or versions were deleted."""
         self._end()
         held = self._held or ()
+        self._outdated = tuple(v for v in self._outdated if v not in job.versions)
         if job.kind is MirrorJobKind.COPY:
             self._held = _by_round((*held, *job.versions))
         else:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dips.errors import LocalProtocolError, StalePush, StaleVersion
+from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import OpenPull, OpenPush
+from dips.protocol.order import MAX_RANKS, places_for_slave
 from dips.slave.ports import Arrays, Disk, Flow
 
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
@@ -58,6 +59,8 @@ class OpenTransfers:
     versions: Versions
     flow: Flow
     disk: Disk
+    place: int = 0  # of this slave among all of the run
+    slaves: int = 1  # of the run
     pushes: dict[PushId, Receiving] = field(default_factory=dict)
     pulls: dict[PullId, Opened] = field(default_factory=dict)
     closed_pushes: Closed = field(default_factory=dict)
@@ -86,9 +89,12 @@ class OpenTransfers:
                 self.reports.append(StagedReport(push, known.nbytes))
             return
         _refuse_closed(self.closed_pushes, push)
+        if not 1 <= order.ranks <= MAX_RANKS:
+            raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
         try:
-            self.flow.open_push(push, order.order, buffers, order.deadline_s, order.codec)
+            places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))
+            self.flow.open_push(push, places, buffers, order.deadline_s, order.codec)
         except BaseException:
             self.versions.free_slot(push)
             raise
@@ -211,8 +217,9 @@ class OpenTransfers:
 
     def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
         """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
-        pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live_pushes]
-        pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live_pulls]
+        live = {*live_pushes, *live_pulls}
+        pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live]
+        pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live]
         for push in pushes:
             self.drop_push(push)
         for pull in pulls:

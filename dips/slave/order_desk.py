@@ -2,31 +2,31 @@
 
 Pure. An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
 deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it; or
-a snapshot's writer, and that takes as long as it takes. Snapshots are written beside other orders, one after another,
-so that a repeated Persist finds the first one done. What an order means, and that a repetition gets the same answer,
-the shard decides.
+a snapshot's writer, and that takes as long as it takes. Snapshots are written and deleted beside other orders, one
+after another, so that a repeated Persist finds the first one done. What an order means, and that a repetition gets the
+same answer, the shard decides.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 from dips.errors import Busy, DipsError
-from dips.protocol.effects import Order, Persist
+from dips.protocol.effects import Order, Persist, Retire
 from dips.protocol.events import Answer
 from dips.slave.actions import (
     Actions,
     AnswerOrder,
-    BeginPersist,
-    EndPersist,
+    BeginDiskOrder,
+    EndDiskOrder,
     ExecuteOrder,
     Ticket,
+    WorkOnDisk,
     WriteLog,
-    WriteSnapshot,
 )
+from dips.slave.shard_snapshots import DiskWork
 from dips.slave.standing import SlaveTiming
 
 ANSWER_SHARE = 0.8  # of an order's deadline is ours to try; the rest brings the answer home
@@ -47,7 +47,7 @@ class OrderDesk:
     def __init__(self, timing: SlaveTiming) -> None:
         self._timing = timing
         self._open: dict[Ticket, OpenOrder] = {}
-        self._persists: deque[Ticket] = deque()  # the first is being carried out
+        self._on_disk: deque[Ticket] = deque()  # the first is being carried out
 
     def next_deadline(self) -> float:
         waiting = [o.again_at for o in self._open.values() if o.again_at is not None]
@@ -72,16 +72,16 @@ class OrderDesk:
     def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
         found.again_at = None
-        if not isinstance(found.order.body, Persist):
+        if not isinstance(found.order.body, Persist | Retire):
             return [ExecuteOrder(ticket, found.order)]
-        self._persists.append(ticket)
-        return self._begin_persist() if len(self._persists) == 1 else []
+        self._on_disk.append(ticket)
+        return self._begin_on_disk() if len(self._on_disk) == 1 else []
 
     def on_executed(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
         """The shard has carried out an order, or refuses it."""
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
-        if isinstance(result, Busy) and (again_at <= found.until or self._persists):
+        if isinstance(result, Busy) and (again_at <= found.until or self._on_disk):
             found.again_at = again_at
             return []
         return self._answer_order(ticket, result)
@@ -95,33 +95,28 @@ class OrderDesk:
             actions.append(WriteLog("warning", "order_refused", fields))
         return actions
 
-    # ---- snapshots -------------------------------------------------------------------------------------------------
+    # ---- orders to the disk ------------------------------------------------------------------------------------------
 
-    def _begin_persist(self) -> Actions:
-        if not self._persists:
+    def _begin_on_disk(self) -> Actions:
+        if not self._on_disk:
             return []
-        ticket = self._persists[0]
-        return [BeginPersist(ticket, self._open[ticket].order)]
+        ticket = self._on_disk[0]
+        return [BeginDiskOrder(ticket, self._open[ticket].order)]
 
-    def on_persist_begun(self, ticket: Ticket, result: Answer | Callable[[], str] | Exception, now: float) -> Actions:
-        """The shard has carried out a Persist, or says what writes the snapshot."""
+    def on_disk_order_begun(self, ticket: Ticket, result: Answer | DiskWork | Exception, now: float) -> Actions:
+        """The shard has an answer already, or says what is to be done on the disk."""
         if callable(result):
-            return [WriteSnapshot(ticket, self._open[ticket].order, result)]
-        return self._end_persist(ticket, result, now)
+            return [WorkOnDisk(ticket, self._open[ticket].order, result)]
+        return self._end_on_disk(ticket, result, now)
 
-    def on_written(self, ticket: Ticket, result: str | Exception) -> Actions:
-        """The writer has ended."""
-        order = self._open[ticket].order
-        if isinstance(result, Exception):
-            return [EndPersist(ticket, order, None, result)]
-        return [EndPersist(ticket, order, result, None)]
+    def on_disk_worked(self, ticket: Ticket, result: Answer | Exception) -> Actions:
+        """It is done, or it failed."""
+        return [EndDiskOrder(ticket, self._open[ticket].order, result)]
 
-    def on_persist_ended(self, work: EndPersist, result: Answer | Exception | None, now: float) -> Actions:
-        """The shard knows that its snapshot is no longer being written."""
-        answer = work.error or result
-        assert answer is not None, "a writer that has not failed has a digest, so the shard answers"
-        return self._end_persist(work.ticket, answer, now)
+    def on_disk_order_ended(self, work: EndDiskOrder, error: Exception | None, now: float) -> Actions:
+        """The shard knows of it."""
+        return self._end_on_disk(work.ticket, error or work.result, now)
 
-    def _end_persist(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
-        self._persists.popleft()
-        return [*self.on_executed(ticket, result, now), *self._begin_persist()]
+    def _end_on_disk(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
+        self._on_disk.popleft()
+        return [*self.on_executed(ticket, result, now), *self._begin_on_disk()]

@@ -42,9 +42,10 @@ class Flow(Protocol):
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; called again after each Register that changed it."""
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`.
+    def open_push(self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+        """Accept HELLOs of the push's ranks (there are len(places)) and ask them into `buffers`, by their places.
 
+        places  of each rank in the line of all pushes; the smallest is asked first
         deadline_s  from one rank's HELLO to the next one's
         codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
         """

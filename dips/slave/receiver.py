@@ -16,7 +16,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error_message
 from dips.slave.ports import Arrays
-from dips.transport.intake import Intake
+from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit, pool_cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
@@ -27,6 +27,7 @@ from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
 MOST_RANGES = 1 << 20  # in HELLOs of all open pushes: 200 MB; 16 slaves, 64 ranks, 50,000 tensors take a fifth
+MOST_LINKS = 4096  # clusters whose links are remembered
 
 
 class Receiver:
@@ -44,6 +45,7 @@ class Receiver:
         self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
         self._layout: LayerLayout | None = None
+        self._links: dict[str, LinkRate] = {}  # by cluster
         self._ranges = 0  # named by HELLOs of open pushes
 
     def set_layers(self, layout: LayerLayout) -> None:
@@ -53,7 +55,7 @@ class Receiver:
     def open_push(
         self,
         push: PushId,
-        order: tuple[int, ...],
+        places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
         now: float,
@@ -70,15 +72,15 @@ class Receiver:
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:
             if push not in self._pushes:
-                places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
-                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, deadline_s, now, Rate(now))
+                line = dict(enumerate(places))
+                self._pushes[push] = IncomingPush(push, line, buffers, codec, total, deadline_s, now, Rate(now))
 
     def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
         with self._lock:
             push = self._pushes.get(push_id)
-            if push is not None and sorted(push.places) == list(range(len(places))):
+            if push is not None and len(push.places) == len(places):
                 push.places = dict(enumerate(places))
                 self._line_up()
 
@@ -140,7 +142,8 @@ class Receiver:
         for rank in sorted(push.places, key=push.places.__getitem__):
             for lane, turns in enumerate(self._turns):
                 stream = push.streams[rank, lane]
-                stream.intake = Intake(stream.pieces, push.codec.chunk_bytes(self._chunk_bytes), self._pool, now)
+                chunk_bytes = push.codec.chunk_bytes(self._chunk_bytes)
+                stream.intake = Intake(stream.pieces, chunk_bytes, self._pool, now, self._link_of(push.push.cluster))
                 if stream.intake.complete:
                     moves.append(stream.done_message())
                 else:
@@ -150,6 +153,11 @@ class Receiver:
         if len(self._pushes) > 1:
             self._line_up()
         return moves + self._freeze_if_whole(push)
+
+    def _link_of(self, cluster: str) -> LinkRate:
+        while len(self._links) >= MOST_LINKS and cluster not in self._links:
+            del self._links[next(iter(self._links))]
+        return self._links.setdefault(cluster, LinkRate())
 
     def plan_wants(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""

@@ -1,8 +1,10 @@
 """A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove incarnation.
 
 Pure: `now` is an argument, what is to be done is returned (actions.py). A master that does not answer is asked again
-for ever, with backoff. What must stay true: the answer to a heartbeat is believed only about the registration under
-which it was sent (a slave that registers again loses its open round); heartbeats go on whatever the shard is busy with.
+for ever, with backoff. A slave that serves nothing looks into its mirror before each Register. With an empty disk and a
+mirror that fails it does not register at all: the run might begin anew for that. What must stay true: the answer to a
+heartbeat is believed only about the registration under which it was sent (a slave that registers again loses its open
+round); heartbeats go on whatever the shard is busy with.
 """
 
 from __future__ import annotations
@@ -13,22 +15,26 @@ from enum import Enum
 from math import inf
 from random import Random
 
-from dips.errors import Busy, Stale, Unavailable
-from dips.protocol.effects import Registered, RegisterLater
+from dips.errors import Busy, FailedMirror, Stale, Unavailable
+from dips.protocol.effects import LoadVersion, Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.slave.actions import (
     Actions,
     CallMaster,
     DescribeShard,
+    EndLoad,
     EndSlave,
     FollowRegistration,
     HealTransfers,
     KeepInMirror,
+    ReadSnapshot,
+    RestoreFromMirror,
     WelcomeShard,
     WriteLog,
 )
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.mirror_plan import Restored
+from dips.slave.shard_registration import Followed, Read, Unfollowed
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.transport.backoff import Backoff
 
@@ -61,6 +67,7 @@ class Registration:
         self._registered: Registered | None = None
         self._again_at = 0.0  # while PAUSED
         self._backoff = Backoff(*timing.backoff_s, rng)
+        self._restored: str | None = None  # since the last Register, and why no more came back than did
 
     def next_deadline(self) -> float:
         return self._again_at if self.phase is RegistrationPhase.PAUSED else inf
@@ -84,7 +91,27 @@ class Registration:
         """The shard has said what it holds."""
         if isinstance(described, Exception):
             return self._on_failure(described, now)
-        return [CallMaster(replace(described, mirror=self._meters().mirror), self._timing.call_s)]
+        mirror, restored = self._meters().mirror, self._restored
+        if mirror is not None and described.memory is None and restored is None:
+            return [RestoreFromMirror(described.complete)]
+        self._restored = None
+        reasons = [reason for reason in (described.reason, restored) if reason]
+        return [CallMaster(replace(described, mirror=mirror, reason="; ".join(reasons)), self._timing.call_s)]
+
+    def on_restored(self, work: RestoreFromMirror, restored: Restored | Exception, now: float) -> Actions:
+        """What the mirror had is on the disk, or it fails. An old disk is good enough then, an empty one is not."""
+        if isinstance(restored, Restored):
+            self._restored = restored.reason
+            return [DescribeShard(self._identity)]
+        if not isinstance(restored, FailedMirror):
+            return self._on_failure(restored, now)
+        if work.on_disk:
+            self._restored = str(restored)
+            fields = {"reason": str(restored), "done": "what is on the disk is used"}
+            return [WriteLog("warning", "mirror_fails", fields), DescribeShard(self._identity)]
+        pause_s = self._backoff.next_pause_s()
+        self._sleep_for(pause_s, now)
+        return [WriteLog("error", "restore_waits", {"reason": str(restored), "again_in_s": pause_s})]
 
     def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
         """The master has answered a Register, or has not."""
@@ -100,12 +127,15 @@ class Registration:
         assert self._registered is not None
         return [FollowRegistration(self._registered.order)]
 
-    def on_followed(self, followed: Followed | Unfollowed | Exception, now: float) -> Actions:
-        """The shard has done what the answer ordered, or says why it could not."""
+    def on_followed(self, followed: Followed | Unfollowed | Read | Exception, now: float) -> Actions:
+        """The shard has done what the answer ordered, says why it could not, or what is to be read for it."""
         if isinstance(followed, Exception):
             return self._on_failure(followed, now)
         registered = self._registered
         assert registered is not None
+        if callable(followed):
+            assert isinstance(registered.order, LoadVersion)
+            return [ReadSnapshot(registered.order, followed)]
         self._backoff.reset()
         if isinstance(followed, Unfollowed):
             again_s = self._timing.backoff_s[1]
@@ -122,6 +152,10 @@ class Registration:
             return [WriteLog("info", "register_waits", fields)]
         self._sleep_for(0.0, now)
         return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
+
+    def on_read(self, work: ReadSnapshot, error: Exception | None) -> Actions:
+        """The snapshot lies in memory, or could not be read."""
+        return [EndLoad(work.order, error)]
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):
@@ -154,7 +188,9 @@ class Heartbeats:
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
         self._answered = True
         self._healing = False
-        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live, not yet acted upon
+        self._live: SlaveHeartbeatAnswer | None = None  # with the newest list of what is live, not yet acted upon
+        self._list: LiveTransfers | None = None  # the last that came
+        self._list_of: tuple[int, int] = (0, 0)  # registration number and term under which it came
 
     def next_deadline(self) -> float:
         return inf if self._under_way or self._due_at is None else self._due_at
@@ -190,7 +226,12 @@ class Heartbeats:
             apply_s=meters.apply_s,
             work_bytes=meters.work_bytes,
             mirror=meters.mirror,
+            live=self._list.number if self._list is not None and self._list_of == self._known_as(standing) else 0,
         )
+
+    def _known_as(self, standing: Standing) -> tuple[int, int]:
+        """Only under it a list is good: another master, or one with an old ledger, counts its lists anew."""
+        return self._registration.number, standing.term
 
     def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
         """The master has answered, or has not."""
@@ -209,11 +250,19 @@ class Heartbeats:
             # Also with a master of a lower term: so it learns which term was seen.
             return actions + self._registration.request_again(number, now)
         if answer.term == standing.term and sinc == standing.sinc:
-            self._live = answer
+            self._keep_list(answer)
             if answer.mirror:
                 actions.append(KeepInMirror(answer.mirror))
             return actions + self._drop_unlisted()
         return actions
+
+    def _keep_list(self, answer: SlaveHeartbeatAnswer) -> None:
+        """An answer without a list means the one that this slave has."""
+        came_under = (self._sent[0], answer.term)
+        if answer.live is not None:
+            self._list, self._list_of = answer.live, came_under
+        if self._list_of == came_under:
+            self._live = replace(answer, live=self._list)
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if isinstance(error, Stale):

@@ -7,13 +7,16 @@ their results over to it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any
 
 from dips.errors import UnavailableMaster
+from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Order, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
@@ -23,11 +26,14 @@ from dips.slave.actions import (
     CallMaster,
     EndSlave,
     KeepInMirror,
+    ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
+    WorkOnDisk,
     WriteLog,
-    WriteSnapshot,
 )
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -48,8 +54,10 @@ class SlaveRuntime:
         master: str,
         log: Log,
         mirror: SnapshotMirror | None = None,
+        restore: Callable[[tuple[VersionId, ...]], Restored] = lambda on_disk: Restored(()),
     ) -> None:
-        self._core, self._thread, self._log, self._mirror = core, thread, log, mirror
+        """`restore` brings back from the mirror what is newer than what is on the disk; called on any thread."""
+        self._core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
         self._peer = f"the master at {master}"
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
@@ -115,9 +123,11 @@ class SlaveRuntime:
                 task = self._loop.create_task(self._call_master(action))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case WriteSnapshot(_, _, write):
-                written = self._loop.run_in_executor(None, write)
-                written.add_done_callback(partial(self._on_done, action))
+            case WorkOnDisk() | ReadSnapshot():
+                done = self._loop.run_in_executor(None, action.run)
+                done.add_done_callback(partial(self._on_done, action))
+            case RestoreFromMirror():
+                threading.Thread(target=self._restore_beside, args=(action,), name="restore", daemon=True).start()
             case KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -128,11 +138,21 @@ class SlaveRuntime:
             case _:
                 self._perform_work(action)  # type: ignore[arg-type]  # all that is left is work on the shard
 
+    def _restore_beside(self, action: RestoreFromMirror) -> None:
+        """On a thread that ends with the process: a mount that hangs must not keep it alive."""
+        result: object
+        try:
+            result = self._restore(action.on_disk)
+        except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
+            result = error
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._step_core, partial(self._core.on_done, action, result))
+
     def _perform_work(self, work: ShardWork) -> None:
         done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
         done.add_done_callback(partial(self._on_done, work))
 
-    def _on_done(self, work: ShardWork | WriteSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()

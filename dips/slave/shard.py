@@ -13,23 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dips.errors import (
-    FailedDisk,
-    LocalProtocolError,
-    StaleVersion,
-)
+from dips.errors import Busy, CorruptManifest, LocalProtocolError, RemoteProtocolError, StaleVersion
 from dips.ids import PushId
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
-from dips.protocol.events import Answer, Done, Persisted, SlaveRegistered
+from dips.protocol.events import Answer, Done, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import Manifest
 from dips.slave.open_transfers import Opened, OpenTransfers, Report
 from dips.slave.order_fences import OrderFences
 from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
-from dips.slave.shard_registration import Followed, Unfollowed, follow_order
+from dips.slave.shard_registration import Followed, Read, Unfollowed, end_load, follow_order
 from dips.slave.shard_round import ShardRound
-from dips.slave.shard_snapshots import ShardSnapshots
+from dips.slave.shard_snapshots import DiskWork, ShardSnapshots
+
+# A load takes the place of what these are about.
+NEED_A_VERSION = (e.OpenPush, e.Measure, e.Fold, e.Apply, e.Commit, e.OpenPull)
 
 
 class Shard:
@@ -43,6 +42,7 @@ class Shard:
         self.name = name
         self.versions = versions
         self.reason = ""  # why this slave does not hold what it was ordered to hold
+        self._manifest: Manifest | None = None  # the run's, once it was told
         self._disk = disk
         self._snapshots = ShardSnapshots(name, disk)
         self._flow = flow
@@ -61,7 +61,6 @@ class Shard:
             e.Abort: self.rounds.abort,
             e.OpenPull: self._open_pull,
             e.ClosePull: self._close_pull,
-            e.Retire: self._retire_versions,
             e.Ping: self._answer_ping,
         }
 
@@ -100,6 +99,8 @@ class Shard:
         remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
+        if isinstance(order.body, NEED_A_VERSION):
+            self._require_loaded(order)
         answer = self._orders[type(order.body)](order.body, (order.term, order.number))
         self._fences.remember_answer(order, answer)
         return answer
@@ -125,29 +126,45 @@ class Shard:
         self.transfers.drop_push(order.push)
         return Done()
 
-    def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
-        """Return what writes a snapshot, on any thread, or the answer that was given before.
+    def begin_disk_order(self, order: e.Order) -> Answer | DiskWork:
+        """Return what a Persist or a Retire does on any thread, or the answer that was given before.
 
-        Legal for what is prepared, or served. Until `end_persist` nothing may take θ and m away: Apply and Load are
-        Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is.
+        Persist is legal for what is prepared, or served. Until `end_disk_order` nothing may take θ and m away: Apply
+        and Load are Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is. Retire is legal for versions
+        that this slave neither serves nor prepares nor loads; it deletes their snapshots.
         """
-        body = order.body
-        assert isinstance(body, e.Persist)
         remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
-        return self._snapshots.begin_writing(body.version, *self._to_write(body))
+        if isinstance(order.body, e.Retire):
+            return self._begin_retire(order.body)
+        assert isinstance(order.body, e.Persist)
+        self._require_loaded(order)
+        return self._snapshots.begin_writing(order.body.version, *self._to_write(order.body))
 
-    def end_persist(self, order: e.Order, digest: str | None) -> Answer | None:
-        """The writer has ended; `digest` is None if it failed. What a master with a successor ordered is forgotten."""
-        version = self._snapshots.end_writing()
-        self.versions.free_abandoned()
-        if digest is None or version is None:
-            return None
-        answer = Persisted(version, digest)
-        if order.term == self.term:
+    def end_disk_order(self, order: e.Order, answer: Answer | None) -> None:
+        """The work has ended; `answer` is None if it failed. What a master with a successor ordered is forgotten."""
+        if isinstance(order.body, e.Retire):
+            self._snapshots.deleting = False
+        else:
+            self._snapshots.writing = None
+            self.versions.free_abandoned()
+        if answer is not None and order.term == self.term:
             self._fences.remember_answer(order, answer)
-        return answer
+
+    def _require_loaded(self, order: e.Order) -> None:
+        """It came before this slave registered, and overtakes nothing: what it names is not here now."""
+        if self.versions.loading is not None:
+            raise Busy(f"{type(order.body).__name__} waits: {self.versions.loading} is being loaded")
+
+    def _begin_retire(self, order: e.Retire) -> DiskWork:
+        held = {self.versions.served_version, self.versions.prepared, self.versions.loading}
+        needed = sorted(version for version in order.versions if version in held)
+        if needed:
+            raise LocalProtocolError(
+                f"Retire names {', '.join(map(str, needed))}, which {self.name} serves, prepares or loads"
+            )
+        return self._snapshots.begin_deleting(order.versions)
 
     def _to_write(self, order: e.Persist) -> tuple[Arrays, Arrays]:
         held = (self.versions.prepared, self.versions.served_version)
@@ -167,19 +184,6 @@ class Shard:
         self.transfers.close_pull(order.pull)
         return Done()
 
-    def _retire_versions(self, order: e.Retire, opened: Opened) -> Answer:
-        """Legal for versions that this slave neither serves nor prepares; deletes their snapshots."""
-        needed = {self.versions.served_version, self.versions.prepared} & set(order.versions)
-        if needed:
-            raise LocalProtocolError(
-                f"Retire names {', '.join(map(str, needed))}, which {self.name} serves or prepares"
-            )
-        try:
-            self._disk.delete_snapshots(order.versions)
-        except OSError as error:
-            raise FailedDisk(f"{self.name} cannot delete snapshots: {error}") from error
-        return Done()
-
     def _answer_ping(self, order: e.Ping, opened: Opened) -> Answer:
         return Done()
 
@@ -193,9 +197,9 @@ class Shard:
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.
         """
-        if answer.register or answer.term < self.term:
+        if answer.register or answer.live is None or answer.term < self.term:
             return []
-        return self.transfers.drop_unlisted(answer.pushes, answer.pulls, (answer.term, answer.as_of))
+        return self.transfers.drop_unlisted(answer.live.pushes, answer.live.pulls, (answer.term, answer.as_of))
 
     # ---- registration --------------------------------------------------------------------------------
 
@@ -217,15 +221,28 @@ class Shard:
             slots=self.versions.slots,
             reason=self.reason,
             key=key,
+            manifest_digest=self._manifest.digest if self._manifest else "",
         )
+
+    def learn_manifest(self, registered: e.Registered) -> Manifest:
+        """Return the run's manifest, which comes with the first answer; raise CorruptManifest if it cannot be read."""
+        if registered.manifest:
+            self._manifest = Manifest.from_json(registered.manifest)
+        if self._manifest is None:
+            raise CorruptManifest("the master sent no manifest, and this slave knows none")
+        return self._manifest
 
     def on_registered(self, registered: e.Registered) -> None:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
-        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read.
+        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read,
+        RemoteProtocolError if the master gives it no place among its slaves.
         """
-        manifest = Manifest.from_json(registered.manifest)
+        if not 0 <= registered.place < registered.slaves:
+            raise RemoteProtocolError(f"Registered: place {registered.place} of {registered.slaves} slaves")
+        manifest = self.learn_manifest(registered)
         self._fences.see_term(registered.term, "Registered")
+        self.transfers.place, self.transfers.slaves = registered.place, registered.slaves
         layers = {index: manifest.layers[index] for index in registered.layers}
         fields = {
             i: tuple(zip(x.param_offsets(), (p.numel for p in x.parameters), strict=True)) for i, x in layers.items()
@@ -236,9 +253,18 @@ class Shard:
             self._fences.sinc = registered.sinc
             self._flow.start(registered.sinc, self._inbox)
 
-    def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed:
-        """Do what the master said to a Register; a reason why not goes with the next one."""
+    def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed | Read:
+        """Do what the master said to a Register; a reason why not goes with the next one. Of a load return what reads
+        the snapshot, on any thread: `end_load` follows.
+        """
         followed = follow_order(self.rounds, order)
+        return followed if callable(followed) else self._keep_reason(followed)
+
+    def end_load(self, order: e.LoadVersion, error: Exception | None) -> Followed | Unfollowed:
+        """The snapshot was read, or could not be; what was served before is served on then."""
+        return self._keep_reason(end_load(self.rounds, order, error))
+
+    def _keep_reason(self, followed: Followed | Unfollowed) -> Followed | Unfollowed:
         if isinstance(followed, Unfollowed):
             self.reason = followed.reason
         elif followed is not Followed.WAITS:

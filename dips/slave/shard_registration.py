@@ -1,11 +1,12 @@
 """What a shard does with the order that it gets when it registers: Hold, Load, Commit, Abort.
 
-Functions, called on the thread that owns the shard. What cannot be done is the reason of the next Register;
-what was held is held on.
+Functions, called on the thread that owns the shard. What cannot be done is the reason of the next Register; what was
+held is held on. A load takes as long as its disk does, so it is only begun here: another thread reads the snapshot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,20 +30,36 @@ class Unfollowed:
     reason: str
 
 
-def follow_order(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
-    """Do what the master said to a Register."""
+Read = Callable[[], None]  # reads the snapshot that is to be loaded; `end_load` follows
+
+
+def follow_order(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed | Read:
+    """Do what the master said to a Register, or begin the load that it orders."""
     if isinstance(order, Hold):
         return Followed.SERVES
     if isinstance(order, RegisterLater):
         return Followed.WAITS
     try:
-        _carry_out(rounds, order)
+        return _carry_out(rounds, order) or Followed.DONE
     except (Busy, Corrupt, Stale, OSError) as error:
-        return Unfollowed(f"{type(order).__name__} {order.version}: {error}")
-    return Followed.DONE
+        return _unfollowed(order, error)
 
 
-def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
+def end_load(rounds: ShardRound, order: LoadVersion, error: Exception | None) -> Followed | Unfollowed:
+    """The snapshot was read, or could not be."""
+    rounds.versions.end_load(error is None)
+    if error is None:
+        return Followed.DONE
+    if not isinstance(error, Corrupt | OSError):
+        raise error
+    return _unfollowed(order, error)
+
+
+def _unfollowed(order: LoadVersion | CommitVersion | AbortVersion, error: Exception) -> Unfollowed:
+    return Unfollowed(f"{type(order).__name__} {order.version}: {error}")
+
+
+def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> Read | None:
     prepared, memory = rounds.versions.prepared, rounds.versions.served_version
     if isinstance(order, AbortVersion):
         if memory == order.version:
@@ -56,4 +73,5 @@ def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVer
     elif memory == order.version:
         rounds.end_round()
     else:
-        rounds.load_version(order.version)
+        return rounds.begin_load(order.version)
+    return None

@@ -7,7 +7,7 @@ lost): presumed abort. Synchronous; it does not know fences and repetitions (sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 
@@ -138,15 +138,19 @@ class ShardRound:
         self.end_round()
         self._transfers.move_old_readers()  # now, so that the next Apply finds its bank free
 
-    def load_version(self, version: VersionId) -> None:
-        """Serve a version from its snapshot; every push is dropped and every pull closed."""
+    def begin_load(self, version: VersionId) -> Callable[[], None]:
+        """Return what reads a version's snapshot, on any thread; every push is dropped and every pull closed.
+
+        What was served is served on until `end_load`; orders that need one version or the other are Busy meanwhile.
+        """
         if self.versions.prepared is not None and self.versions.prepared == self._snapshots.writing:
             self.end_round()  # its writer need not go on; the load is tried again
         self._snapshots.require_idle(f"Load of {version}")
         self.end_round()
         self._transfers.drop_all()
         self._transfers.move_old_readers()
-        self.versions.load_version(version, lambda theta, momentum: self._disk.read_snapshot(version, theta, momentum))
+        theta, momentum = self.versions.begin_load(version)
+        return lambda: self._disk.read_snapshot(version, theta, momentum)
 
     @contextmanager
     def _poison_on_error(self, what: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a shard has on its way to the disk: the room that is reserved for a snapshot, and the one that is being written.
+"""What a shard has under way on the disk: room that is reserved for a snapshot, one being written, some being deleted.
 
 What must stay true: room is taken before anything is computed, and given back when its version will not be written;
 while a version is being written on another thread, nothing may take its θ and m away: those of a round that is aborted
@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 from dips.errors import Busy, FailedDisk
 from dips.ids import VersionId
+from dips.protocol.events import Answer, Done, Persisted
 from dips.slave.ports import Arrays, Disk
+
+DiskWork = Callable[[], Answer]  # done on another thread
 
 
 class ShardSnapshots:
@@ -21,15 +24,18 @@ class ShardSnapshots:
         self._name, self._disk = name, disk
         self._reserved: VersionId | None = None
         self.writing: VersionId | None = None  # on another thread
+        self.deleting = False  # on another thread
         self._wanted = True  # what is being written
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there."""
+        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there, Busy if some is being made."""
         if self._reserved != version:
             self.release_room()
         try:
             self._disk.reserve_room(version, nbytes)
         except OSError as error:
+            if self.deleting:
+                raise Busy(f"the snapshot of {version} waits for the room of those that are being deleted") from error
             raise FailedDisk(f"{self._name} has no room for the snapshot of {version}: {error}") from error
         self._reserved = version
 
@@ -39,16 +45,19 @@ class ShardSnapshots:
             self._disk.release_room(self._reserved)
             self._reserved = None
 
-    def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
-        """Return what writes a snapshot into the room that was reserved for it, and returns its digest."""
+    def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> DiskWork:
+        """Return what writes a snapshot into the room that was reserved for it, and returns its digest.
+
+        `writing` says that it is under way; whoever began it makes it None when it has ended.
+        """
         self.require_idle(f"Persist of {version}")
         if self._reserved == version:
             self._reserved = None
         self.writing, self._wanted = version, True
 
-        def write_reserved() -> str:
+        def write_reserved() -> Answer:
             try:
-                return self._disk.write_snapshot(version, theta, momentum, lambda: self._wanted)
+                return Persisted(version, self._disk.write_snapshot(version, theta, momentum, lambda: self._wanted))
             except OSError as error:
                 raise FailedDisk(f"{self._name} cannot write the snapshot of {version}: {error}") from error
 
@@ -59,10 +68,18 @@ class ShardSnapshots:
         if self.writing == version:
             self._wanted = False
 
-    def end_writing(self) -> VersionId | None:
-        """The writer has ended: return what it wrote."""
-        version, self.writing = self.writing, None
-        return version
+    def begin_deleting(self, versions: tuple[VersionId, ...]) -> DiskWork:
+        """Return what deletes snapshots; `deleting` says that it is under way."""
+        self.deleting = True
+
+        def delete() -> Answer:
+            try:
+                self._disk.delete_snapshots(versions)
+            except OSError as error:
+                raise FailedDisk(f"{self._name} cannot delete snapshots: {error}") from error
+            return Done()
+
+        return delete
 
     def require_idle(self, what: str, unless: VersionId | None = None) -> None:
         """Raise Busy while a snapshot is being written, unless it is of that version."""

@@ -11,8 +11,8 @@ from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from dips.ids import PullId, PushId
-from dips.protocol.effects import Apply, Order, Persist
-from dips.slave.actions import BeginPersist, EndPersist, ExecuteOrder, ShardWork
+from dips.protocol.effects import Apply, Commit, Order, Persist
+from dips.slave.actions import BeginDiskOrder, EndDiskOrder, ExecuteOrder, ShardWork
 from dips.slave.open_transfers import Report
 from dips.slave.shard import Shard
 from dips.slave.standing import Standing
@@ -31,7 +31,7 @@ class ShardThread:
     def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
         self._thread, self._clock, self._log = thread, clock, log
         self._shard: Shard | None = None
-        self._persist_began = 0.0
+        self._disk_began = 0.0
         self.on_reports: Callable[[list[Report]], None] = lambda reports: None
         self.standing = Standing(0, 0, None, (), 0, 0)
         self.apply_s = 0.0  # what the last Apply took
@@ -98,10 +98,10 @@ class ShardThread:
         result = work.run_on(shard)
         if isinstance(work, ExecuteOrder):
             self._record_time(work.order, self._clock() - began)
-        elif isinstance(work, BeginPersist) and callable(result):  # else an answer is repeated
-            self._persist_began = began
-        elif isinstance(work, EndPersist) and work.error is None:
-            self._record_time(work.order, self._clock() - self._persist_began)
+        elif isinstance(work, BeginDiskOrder) and callable(result):  # else an answer is repeated
+            self._disk_began = began
+        elif isinstance(work, EndDiskOrder) and not isinstance(work.result, Exception):
+            self._record_time(work.order, self._clock() - self._disk_began)
         return result
 
     def _record_time(self, order: Order, took_s: float) -> None:
@@ -112,4 +112,6 @@ class ShardThread:
         kind = type(order.body).__name__
         seconds, count = self.spent.get(kind.lower(), (0.0, 0))
         self.spent = {**self.spent, kind.lower(): (seconds + took_s, count + 1)}  # replaced as a whole: others read it
-        self._log.info("order", kind=kind, number=order.number, term=order.term, took_s=took_s)
+        # An outer step is one line: its Commit.
+        log = self._log.info if isinstance(order.body, Commit) else self._log.debug
+        log("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

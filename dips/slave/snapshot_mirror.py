@@ -1,8 +1,8 @@
 """The thread that keeps a slave's mirror: does what MirrorPlan says, beside everything else that the slave does.
 
 What must stay true: the shard's thread and the event loop never wait for it; they leave a wish, and read a report. A
-mount that hangs must not keep the process alive, so its thread is a daemon. Before the slave registers for the first
-time, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything.
+mount that hangs must not keep the process alive, so its thread is a daemon. Before each Register of a slave that serves
+nothing, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.ids import VersionId
 from dips.mirror import MirrorStore
 from dips.protocol.events import MirrorReport
 from dips.slave import mirror_copy
-from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan
+from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -36,6 +36,8 @@ class SnapshotMirror:
         self._store, self._directory, self._run, self._slave = store, directory, run, slave
         self._log, self._clock = log, clock
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, Random()))
+        self._layers: tuple[int, ...] | None = None  # until the master has told
+        self._job = threading.Lock()  # held while something moves, in either direction
         self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._keep, name="mirror", daemon=True)
@@ -61,32 +63,33 @@ class SnapshotMirror:
         with self._changed:
             return self._plan.report(self._clock())
 
-    # ---- before the slave registers ----------------------------------------------------------------------------------
+    def bind_layers(self, layers: tuple[int, ...]) -> None:
+        """Learn which layers are this slave's: a copy of others is no copy."""
+        with self._changed:
+            if self._layers != layers:
+                self._layers = layers
+                self._plan.list_again()
+                self._changed.notify()
 
-    def restore(self, on_disk: tuple[VersionId, ...]) -> None:
+    # ---- before the slave serves -------------------------------------------------------------------------------------
+
+    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
         """Bring back every version of a later round than all on the disk; the newest first.
 
-        With an empty disk a mirror that fails is tried again for ever: who registered with nothing could make the run
-        go back to its beginning. Else what the disk has is good enough, and the mirror is tried later.
+        Raise FailedMirror if the mirror fails, or the job under way hangs.
         """
-        newest = max((v.round for v in on_disk), default=0)
-        backoff = Backoff(*BACKOFF_S, Random())
-        while True:
-            try:
-                self._bring_back_above(newest)
-                return
-            except FailedMirror as error:
-                if on_disk:
-                    self._log.warning("mirror_fails", reason=str(error), done="what is on the disk is used")
-                    return
-                pause_s = backoff.next_pause_s()
-                self._log.error("restore_waits", reason=str(error), again_in_s=pause_s)
-                threading.Event().wait(pause_s)
+        if not self._job.acquire(timeout=STALL_S):
+            raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
+        try:
+            return self._bring_back_above(max((v.round for v in on_disk), default=0))
+        finally:
+            self._job.release()
 
-    def _bring_back_above(self, newest: int) -> None:
-        whole = mirror_copy.list_whole(self._store, self._run, self._slave, self._log)
-        self._tell(partial(self._plan.on_listed, whole))  # the master hears of it with the first Register
-        for version in reversed(whole):
+    def _bring_back_above(self, newest: int) -> Restored:
+        listing = mirror_copy.list_copies(self._store, self._run, self._slave, self._log, self._layers)
+        self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))  # the next Register tells it
+        brought, reason = list[VersionId](), listing.reason
+        for version in reversed(listing.whole):
             if version.round <= newest:
                 continue
             self._put_aside(self._directory / str(version))
@@ -95,9 +98,14 @@ class SnapshotMirror:
                 mirror_copy.bring_back(
                     self._store, self._directory, self._run, self._slave, version, lambda: None
                 )  # fmt: skip
+                brought.append(version)
                 self._log.info("restored", version=str(version), mirror=self._store.url)
             except Corrupt as error:
+                reason = reason or str(error)
                 self._log.error("mirror_passed_over", version=str(version), reason=str(error))
+        if not listing.whole and not reason:
+            reason = f"its mirror {self._store.url} holds no snapshot of it either: is it mounted?"
+        return Restored(tuple(brought), reason)
 
     def _put_aside(self, damaged: Path) -> None:
         """Keep for a person what lies in the place of a version and is not whole."""
@@ -129,9 +137,13 @@ class SnapshotMirror:
         return None
 
     def _do(self, job: MirrorJob) -> None:
+        with self._job:
+            self._do_alone(job)
+
+    def _do_alone(self, job: MirrorJob) -> None:
         if job.kind is MirrorJobKind.LIST:
-            held = mirror_copy.list_whole(self._store, self._run, self._slave, self._log)
-            self._tell(partial(self._plan.on_listed, held))
+            listing = mirror_copy.list_copies(self._store, self._run, self._slave, self._log, self._layers)
+            self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))
             return
         if job.kind is MirrorJobKind.DELETE:
             for version in job.versions:

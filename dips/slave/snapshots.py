@@ -112,9 +112,9 @@ class Snapshots:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
 
-    def look_again(self) -> None:
-        """What was passed over may have been brought back: read it through once more."""
-        self._bad.clear()
+    def look_again(self, versions: Sequence[VersionId]) -> None:
+        """These were brought back: read them through, also if they were passed over before."""
+        self._bad.difference_update(versions)
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
@@ -295,6 +295,11 @@ class Snapshots:
     def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
         if self._manifest is None:
             raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+        if not self._initial.exists():
+            raise FileNotFoundError(
+                f"initial_model: {self._initial} is not here: copy it from <master.directory>/initial/ of `dips init`, "
+                "or name where it lies under the key initial_model"
+            )
         with Reader(self._initial, self._meter.add) as reader:
             for index, expected in self._genesis.items():
                 layer = self._manifest.layers[index]

@@ -65,6 +65,17 @@ def write_tensors(
     return size
 
 
+def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
+    """Make a file whose tensors are zeros, and map them, one behind another, for writing; OSError without room."""
+    header = _make_header(metadata, shapes)
+    numel = sum(prod(shape) for _, shape in shapes)
+    with path.open("wb", buffering=0) as file:
+        _reserve_space(file.fileno(), len(header) + ITEM * numel)
+        _write_all(file, memoryview(header))
+        file.truncate(len(header) + ITEM * numel)
+    return np.memmap(path, np.float32, "r+", len(header), (numel,)) if numel else np.empty(0, np.float32)
+
+
 class Reader:
     """An open file; every way for it to be wrong raises CorruptSnapshot with the file's name."""
 

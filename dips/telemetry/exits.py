@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from dips.errors import DipsError, treatment_of
+from dips.distribution import refuse_other_dips
+from dips.errors import DipsError, advice_for, treatment_of
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 
 
 def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
     try:
+        refuse_other_dips()
         command_line()
     except DipsError as error:
-        how = treatment_of(error)
-        sys.stderr.write(f"error: {error}\n{how.advice}\n")
-        sys.exit(how.exit_code)
+        advice = advice_for(error)
+        sys.stderr.write(f"error: {error}\n" + (f"{advice}\n" if advice else ""))
+        sys.exit(treatment_of(error).exit_code)

@@ -1,7 +1,7 @@
-"""A table for terminals of any width: what is short in columns, what is prose under its row; nothing is cut off.
+"""A table for terminals of any width: what is short in columns, what is prose under its row; no word is cut.
 
 Columns come in the order of their importance. Those that a narrow terminal has no room for stand under each row, by
-their names; a name longer than a line is folded.
+their names, or are left out and named once (`strict`: a line for each row); a name longer than a line is folded.
 """
 
 from __future__ import annotations
@@ -36,8 +36,21 @@ class ListingRow:
 class Listing:
     """What rich can print; it looks at the width only then."""
 
-    def __init__(self, title: str, columns: Sequence[Column], rows: Sequence[ListingRow]) -> None:
-        self._title, self._columns, self._rows = title, columns, rows
+    def __init__(
+        self, title: str, columns: Sequence[Column], rows: Sequence[ListingRow], strict: bool = False, more: int = 0
+    ) -> None:
+        """`more`: rows that the caller left out, to be counted."""
+        self._title, self._columns, self._rows, self._strict, self._more = title, columns, rows, strict, more
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def shorten_to(self, count: int) -> Listing:
+        """At most so many rows; those with something to say come first, if not all have room."""
+        if len(self._rows) <= count:
+            return self
+        kept = sorted(self._rows, key=lambda row: not any(row.notes))[:count]
+        return Listing(self._title, self._columns, kept, self._strict, self._more + len(self._rows) - count)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [[_to_text(cell) for cell in row.cells] for row in self._rows]
@@ -52,10 +65,16 @@ class Listing:
         for row, texts in zip(self._rows, cells, strict=True):
             yield self._draw_line(texts[:shown], widths, row.style)
             rest = zip(self._columns[shown:], texts[shown:], strict=True)
-            aside = ", ".join(f"{column.name} {text.plain}" for column, text in rest)
+            aside = "" if self._strict else ", ".join(f"{column.name} {text.plain}" for column, text in rest)
             for note in (*row.notes, aside):
                 if note:
                     yield Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, GAP), expand=False)
+
+        if self._more:
+            yield Text(f"and {self._more} more", style="dim")
+        left_out = ", ".join(column.name for column in self._columns[shown:])
+        if self._strict and self._rows and left_out:
+            yield Text(f"in a wider terminal, or with --json: {left_out}", style="dim")
 
     def _draw_line(self, texts: Sequence[Text], widths: Sequence[int], style: str) -> Text:
         line = Text(style=style, overflow="fold")

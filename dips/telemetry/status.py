@@ -6,10 +6,11 @@ the picture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from dips.telemetry.listing import Column, Listing, ListingRow
@@ -18,7 +19,24 @@ Status = Mapping[str, Any]
 
 NONE = "–"
 # What a state looks like; anything else stays plain.
-STYLES = {"training": "green", "ready": "green", "gone": "red", "lost": "red", "pushing": "cyan", "pulling": "cyan"}
+STYLES = {
+    **dict.fromkeys(("training", "ready"), "green"),
+    **dict.fromkeys(("gone", "lost", "crashing"), "red"),
+    **dict.fromkeys(("pushing", "pulling"), "cyan"),
+}
+
+
+# Reasons that say no more than the state and the columns beside it.
+DULL = {
+    "joining": re.compile("joined"),
+    "training": re.compile(r"training|trains on \S+|it has \S+|asks for a push"),
+    "pushing": re.compile("its push is being opened"),
+    "committed": re.compile("its push is committed"),
+    "pulling": re.compile(r"pulling \S+"),
+    "ready": re.compile(r"serves \S+"),
+    "gone": re.compile("left"),
+}
+CRASHING = "crashing"  # what a cluster's note begins with while its trainer is dead, and its state then
 
 
 def render_status(status: Status) -> RenderableType:
@@ -26,9 +44,35 @@ def render_status(status: Status) -> RenderableType:
     return Group(draw_headline(status), clusters_listing(status), slaves_listing(status))
 
 
+class FittedStatus:
+    """The same, in the height of the terminal: rows that have no room are counted."""
+
+    def __init__(self, status: Status) -> None:
+        self._head, self._listings = draw_headline(status), (clusters_listing(status), slaves_listing(status))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room, measured = console.height - 1, options.update(height=None)  # a full terminal scrolls by a line
+        counts, growing = [1 for _ in self._listings], True
+        while growing:  # a row for each listing in turn
+            growing = False
+            for i, listing in enumerate(self._listings):
+                more = [count + (at == i) for at, count in enumerate(counts)]
+                if counts[i] < len(listing) and len(console.render_lines(self._draw_rows(more), measured)) <= room:
+                    counts, growing = more, True
+        yield self._draw_rows(counts)
+
+    def _draw_rows(self, counts: Sequence[int]) -> Group:
+        return Group(self._head, *(each.shorten_to(n) for each, n in zip(self._listings, counts, strict=True)))
+
+
 def draw_headline(status: Status) -> Text:
-    """The run in three lines: θ, the round and why it waits, the data; and a red one if snapshots fail."""
-    lines = run_line(status), "round: " + round_line(status), "data: " + data_line(status)
+    """The run in four lines: θ, the rounds, this one and why it waits, the data; and a red one if snapshots fail."""
+    lines = (
+        run_line(status),
+        "rounds: " + counts_line(status),
+        "round: " + round_line(status),
+        "data: " + data_line(status),
+    )
     text = Text("\n".join(lines), style="bold")
     durability = status.get("durability", {})
     if durability.get("red"):
@@ -36,6 +80,9 @@ def draw_headline(status: Status) -> Text:
     mirror = status.get("ledger_mirror") or {}
     if mirror.get("red"):
         text.append(f"\nmirror of the ledger: {ledger_mirror_line(mirror)}", style="red")
+    processed = status.get("on_version") or {}
+    if processed.get("red"):
+        text.append(f"\non_version, {processed.get('version') or NONE}: {processed.get('reason') or NONE}", style="red")
     return text
 
 
@@ -48,10 +95,8 @@ def ledger_mirror_line(mirror: Mapping[str, Any]) -> str:
 
 def mirror_line(mirror: Mapping[str, Any] | None) -> str:
     """How far a slave's mirror lags; what is not in it is lost with that slave's disk."""
-    if mirror is None:
-        return "no mirror"
-    behind = mirror.get("behind_versions")
-    if behind == 0:
+    behind = mirror.get("behind_versions") if mirror is not None else 0
+    if mirror is None or behind == 0:
         return ""
     seconds = _format_number(mirror.get("behind_s"), "{:.0f}")
     lag = f"mirror: {_format_number(behind, '{:d}')} versions, {seconds} s behind"
@@ -59,16 +104,22 @@ def mirror_line(mirror: Mapping[str, Any] | None) -> str:
 
 
 def run_line(status: Status) -> str:
-    """Name the head, the tokens and the rounds so far."""
-    rounds, progress = status.get("rounds", {}), status.get("progress", {})
+    """Name the head and the tokens so far."""
+    progress = status.get("progress", {})
     target = progress.get("tokens_target") or 0
     share = f" ({progress.get('tokens', 0) / target:.0%})" if target else ""
-    ended = f"  finished at {status['finished']}" if status.get("finished") else ""
-    counted = ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
+    loss = _format_number(status.get("last_loss"), "{:.3f}")
+    ended = f"  finished at {status['finished']}, last loss {loss}" if status.get("finished") else ""
     return (
         f"{status.get('run', NONE)}  head {status.get('head', NONE)}  term {status.get('term', NONE)}  "
-        f"{format_count(progress.get('tokens'))} tokens{share}  rounds: {counted}{ended}"
+        f"{format_count(progress.get('tokens'))} tokens{share}{ended}"
     )
+
+
+def counts_line(status: Status) -> str:
+    """How the rounds so far have ended."""
+    rounds = status.get("rounds", {})
+    return ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
 
 
 def round_line(status: Status) -> str:
@@ -91,31 +142,33 @@ def data_line(status: Status) -> str:
 
 def clusters_listing(status: Status) -> Listing:
     """One row for each cluster, its reason under it."""
-    columns = _list_columns("cluster", "state", "tokens", "loss", "base", "stale", "acc/gate/skip", "MB/s", "steps")
-    return Listing(
-        "clusters", columns, [_cluster_row(name, c) for name, c in sorted(status.get("clusters", {}).items())]
-    )
+    columns = _list_columns("cluster", "state", "loss", "tokens", "base", "stale", "acc/gate/skip", "steps", "MB/s")
+    rows = [_cluster_row(name, c) for name, c in sorted(status.get("clusters", {}).items())]
+    return Listing("clusters", columns, rows, strict=True)
 
 
 def _cluster_row(name: str, c: Mapping[str, Any]) -> ListingRow:
     cells = (
         name,
         _state_text(c),
-        format_count(c.get("tokens_accepted")),
         _format_number(c.get("loss"), "{:.3f}"),
+        format_count(c.get("tokens_accepted")),
         c.get("base") or NONE,
         _format_number(c.get("staleness"), "{:d}"),
         "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
-        _format_number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
         format_count(c.get("inner_steps")),
+        _format_number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
     )
-    return ListingRow(cells, (_state_reason(c),))
+    note = str(c.get("note") or "")
+    # How it crashes says more than that its trainer is dead.
+    return ListingRow(cells, ("" if _is_crashing(c) else _state_reason(c), note))
 
 
 def slaves_listing(status: Status) -> Listing:
     """One row for each slave, its reason under it."""
-    columns = _list_columns("slave", "state", "version", "slots", "pool MB", "persist s", "in MB", "out MB")
-    return Listing("slaves", columns, [_slave_row(name, s) for name, s in sorted(status.get("slaves", {}).items())])
+    columns = _list_columns("slave", "state", "version", "slots", "mirror", "pool MB", "persist s", "in MB", "out MB")
+    rows = [_slave_row(name, s) for name, s in sorted(status.get("slaves", {}).items())]
+    return Listing("slaves", columns, rows, strict=True)
 
 
 def _slave_row(name: str, s: Mapping[str, Any]) -> ListingRow:
@@ -124,12 +177,20 @@ def _slave_row(name: str, s: Mapping[str, Any]) -> ListingRow:
         _state_text(s),
         s.get("version") or NONE,
         f"{s.get('slots_used', 0)}/{s.get('slots', NONE)}",
+        _mirror_cell(s.get("mirror")),
         f"{_format_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_format_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
         _format_number(s.get("persist_s"), "{:.2f}"),
         _format_number(s.get("bytes_in"), "{:.0f}", 1e-6),
         _format_number(s.get("bytes_out"), "{:.0f}", 1e-6),
     )
     return ListingRow(cells, (_state_reason(s), mirror_line(s.get("mirror"))))
+
+
+def _mirror_cell(mirror: Mapping[str, Any] | None) -> str:
+    """By how many versions it lags."""
+    if mirror is None:
+        return "none"
+    return "ok" if mirror.get("behind_versions") == 0 else f"-{_format_number(mirror.get('behind_versions'), '{:d}')}"
 
 
 def _list_columns(*names: str) -> tuple[Column, ...]:
@@ -173,13 +234,19 @@ def _format_number(value: float | None, spec: str, scale: float | None = None) -
 
 
 def _state_text(peer: Mapping[str, Any]) -> Text:
-    state = str(peer.get("state", NONE))
+    state = CRASHING if _is_crashing(peer) else str(peer.get("state", NONE))
     return Text(state, style=STYLES.get(state, ""))
+
+
+def _is_crashing(peer: Mapping[str, Any]) -> bool:
+    """Its trainer is dead, or starts again after a crash."""
+    waits = peer.get("state") == "idle" and peer.get("trainer") == "dead"
+    return waits and str(peer.get("note") or "").startswith(CRASHING)
 
 
 def _state_reason(peer: Mapping[str, Any]) -> str:
     """Why it is in its state; empty if the state says it all."""
-    reason = peer.get("reason") or ""
+    reason, dull = str(peer.get("reason") or ""), DULL.get(str(peer.get("state")))
     if peer.get("quarantined"):
         return f"quarantined by the gate until `dips readmit`; {reason}"
-    return reason if reason != str(peer.get("state", NONE)) else ""
+    return "" if dull and dull.fullmatch(reason) else reason

@@ -34,6 +34,11 @@ class Credit:
         """The bandwidth that counts; 0 before the first span is over."""
         return max(self._rates, default=0.0)
 
+    @property
+    def latest_bytes_per_s(self) -> float:
+        """The bandwidth of the last span; 0 before the first is over."""
+        return self._rates[-1] if self._rates else 0.0
+
     def on_want(self, now: float, idle: bool) -> None:
         """A WANT leaves; `idle` if nothing was in flight."""
         if idle:

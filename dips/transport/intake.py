@@ -3,25 +3,40 @@
 The same for both directions: a slave takes a push in from a rank, a rank takes a pull in from a slave. A chunk that is
 not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
 breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
+
+Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, chunks are
+asked for in smaller pieces, and one small piece alone while nobody knows how fast it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, pool_cost
 from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import Header
+from dips.wire.frame import ITEM_BYTES, Header
 
 UNIT_CHUNKS = 8  # in one WANT
+CHUNK_S = 2.0  # that a chunk may take by the stream's present rate, far below any stall_s
+LEAST_CHUNK_BYTES = 64 << 10  # of fp32, on the slowest link: 2 kB/s bring it within 30 s
+
+
+@dataclass(slots=True)
+class LinkRate:
+    """What a stream over one link has last seen, for the next one: it need not try again how fast the link is."""
+
+    bytes_per_s: float = 0.0  # 0: unknown
 
 
 class Intake:
     """The chunks of one stream; it survives the stream's connections."""
 
-    def __init__(self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float) -> None:
+    def __init__(
+        self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float, link: LinkRate | None = None
+    ) -> None:
         self._missing = deque(split_chunks(pieces, chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
@@ -31,6 +46,8 @@ class Intake:
         self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
         self.total = self.left
         self.last_byte_at = now  # the last byte, or the first WANT after silence
+        self._link = link or LinkRate()
+        self._rate = 0.0  # of this stream, or of another one over its link; 0 while unknown
 
     @property
     def complete(self) -> bool:
@@ -60,6 +77,7 @@ class Intake:
         """
         if not self.hungry:
             return []
+        self._rate = self._rate or self._link.bytes_per_s
         idle = not self._asked
         chunks = self._take_missing(allowance)
         if chunks and idle:
@@ -70,17 +88,28 @@ class Intake:
     def _take_missing(self, allowance: int) -> list[Range]:
         chunks: list[Range] = []
         while self._missing and allowance > 0 and len(self._asked) < MOST_CHUNKS:
-            chunk = self._missing[0]
-            if self._asked and self._asked_bytes + chunk.nbytes > self.credit.bytes:
+            chunk = self._next_chunk()
+            trial = not self._rate and chunk.length < self._missing[0].length
+            if self._asked and (trial or self._asked_bytes + chunk.nbytes > self.credit.bytes):
                 break
             if not self._pool.take_bytes(pool_cost(chunk.nbytes)):
                 break
-            self._missing.popleft()
+            self._remove_missing(chunk)
             self._asked[chunk[:3]] = chunk
             self._asked_bytes += chunk.nbytes
             allowance -= chunk.nbytes
             chunks.append(chunk)
         return chunks
+
+    def _next_chunk(self) -> Range:
+        """The first missing chunk, or as much of its beginning as comes in time. Whole blocks: they are never cut."""
+        most = max(1, int(self._rate * CHUNK_S) // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES // ITEM_BYTES
+        return self._missing[0].cut(most)
+
+    def _remove_missing(self, chunk: Range) -> None:
+        layer, param, offset, length = self._missing.popleft()
+        if rest := length - chunk.length:
+            self._missing.appendleft(type(chunk)(layer, param, offset + chunk.length, rest))
 
     def claim_chunk(self, header: Header, now: float) -> Range | None:
         """asked → claimed, if this very chunk was asked; else None.
@@ -94,9 +123,17 @@ class Intake:
         del self._asked[key]
         self._asked_bytes -= chunk.nbytes
         self._claimed += 1
+        self._measure_rate(chunk, now)
         self.last_byte_at = now
-        self.credit.on_chunk(chunk.nbytes, now)
         return chunk
+
+    def _measure_rate(self, chunk: Range, now: float) -> None:
+        self.credit.on_chunk(chunk.nbytes, now)
+        if not self._rate and chunk.length * ITEM_BYTES >= LEAST_CHUNK_BYTES:
+            self._rate = chunk.nbytes / max(now - self.last_byte_at, 1e-6)  # at least: the round trip is in it
+            self.credit = Credit()  # one chunk alone says nothing of how many the link can hold
+        self._rate = self.credit.latest_bytes_per_s or self._rate
+        self._link.bytes_per_s = self._rate
 
     def mark_received(self, chunk: Range) -> None:
         """claimed → here: it is in its place."""
@@ -119,5 +156,7 @@ class Intake:
         for chunk in reversed(self._asked.values()):
             self._pool.give_back(pool_cost(chunk.nbytes))
             self._missing.appendleft(chunk)
+        if self._asked:
+            self.credit, self._rate, self._link = Credit(), 0.0, LinkRate()  # others' streams may fare better
         self._asked.clear()
         self._asked_bytes = 0

@@ -7,7 +7,7 @@ holds and nobody gathers (docs/protocol.md#transfers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from dips.protocol.manifest import Manifest
 from dips.wire.frame import BLOCK, INT4_BLOCK, ITEM_BYTES, Dtype
@@ -32,6 +32,10 @@ class Range(NamedTuple):
     def dtype(self) -> Dtype:
         """How it is spelled on the wire."""
         return Dtype.FP32
+
+    def cut(self, most: int) -> Self:
+        """Its beginning of `most` elements, which are whole blocks; itself if it is not longer."""
+        return self if self.length <= most else type(self)(*self[:3], most)
 
 
 class Bf16Range(Range):

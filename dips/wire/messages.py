@@ -1,9 +1,10 @@
 """Dataclasses of dips/protocol ⇄ protobuf messages: one walk over type hints serves every message of the control flow.
 
 A dataclass and its message have the same name and the same field names (protos/dips/v1). A member of an enum travels
-as its value. A union of dataclasses is a
-`oneof` with the field's name, whose members are the classes' names in snake_case; a tuple within a tuple is a list of
-`Indices`; `X | None` is an absent message. `req` names a question inside one process and never travels.
+as its value. A union of dataclasses is a `oneof` with the field's name, whose members are the classes' names in
+snake_case; `X | None` is an absent message. `req` names a question inside one process and never travels.
+
+A long list that is told to many is spelled once: the field remembers the last one, as long as it is the same object.
 
 What must stay true: what arrives is bounded and named well before anybody uses it. Which message is legal when, this
 file does not know.
@@ -15,7 +16,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
 from functools import cache
 from math import inf, isnan
@@ -32,6 +33,7 @@ MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 param
 MAX_INTEGER = (1 << 53) - 1  # exact as a double and in JSON; a thousand of them still add up in SQLite's 64 bits
 MAX_REAL = float(1 << 53)  # seconds, bytes/s, weights: products of two stay finite
 MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
+LONG_LIST = 16  # items: a shorter one is spelled anew
 MAX_TEXT = 256  # nonces, addresses, digests, states
 MAX_REASON = 2000  # longer reasons are cut, not refused: a long complaint must not cost a push
 
@@ -64,7 +66,7 @@ _REALS = {
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
-_LOCAL = frozenset({"req"})
+_LOCAL = frozenset({"req", "rival_heard_s"})
 _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 
 
@@ -179,9 +181,15 @@ def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
 
 def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
     spell_item, read_item = _item_pair(cls, name, item)
+    last: list[tuple[Sequence[Any], list[Any]]] = [((), [])]  # one assignment, so that no thread sees half of it
 
-    def write_field(message: Message, values: Iterable[Any]) -> None:
-        getattr(message, name).extend([spell_item(v) for v in values])
+    def write_field(message: Message, values: Sequence[Any]) -> None:
+        told, spelled = last[0]
+        if told is not values or not values:
+            spelled = [spell_item(v) for v in values]
+            if len(values) >= LONG_LIST:
+                last[0] = (values, spelled)
+        getattr(message, name).extend(spelled)
 
     return write_field, lambda message: tuple(read_item(v) for v in _check_length(name, getattr(message, name)))
 
@@ -189,11 +197,6 @@ def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
 def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if dataclasses.is_dataclass(item):
         return to_proto, lambda raw: from_proto(raw, cast(type, item))
-    if typing.get_origin(item) is tuple:  # a list within a list, of whole numbers
-        return (
-            lambda values: cluster_pb2.Indices(values=values),
-            lambda raw: tuple(_check_leaf(name, v, _REAL) for v in _check_length(name, raw.values)),
-        )
     reals = _REALS.get((cls.__name__, name), _REAL)
     return lambda value: value, lambda value: _check_leaf(name, value, reals)
 

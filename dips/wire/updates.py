@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,10 @@ class UpdateRange(Range):
     def depth(self) -> int:
         """How many updates follow one another."""
         return 1
+
+    def cut(self, most: int) -> Self:
+        """As much more as ends with a block of the parameter: one that is cut in two would travel with two steps."""
+        return Range.cut(self, most + -(self.offset + most) % BLOCK)
 
 
 class Bf16UpdateRange(UpdateRange):

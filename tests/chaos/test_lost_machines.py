@@ -129,6 +129,26 @@ def test_mirrors_that_are_gone_hold_up_nothing(mirrored: Deployment) -> None:
     deployment.check()
 
 
+def test_a_mirror_that_is_not_mounted_is_no_empty_one(mirrored: Deployment) -> None:
+    """The status says what is missing, and asks; when it is there the slave restores it without being started again."""
+    deployment = mirrored
+    mirror, away = deployment.directory / "mirror" / "test" / "ps1", deployment.directory / "away"
+    deployment.process("ps1").kill()
+    mirror.rename(away)
+    held = max(VersionId.parse(path.parent.name) for path in away.glob("v*@r*/manifest.json"))
+    shutil.rmtree(deployment.directory / "ps1")
+    deployment.start_slave("ps1")
+    deployment.wait_for_status(
+        lambda s: "ps1 holds no snapshot of it either: is it mounted?" in s["slaves"]["ps1"]["reason"],
+        SEEN_S,
+        "the status asks for the mirror",
+    )
+    away.rename(mirror)
+    deployment.progress(2, by=deployment.clusters)
+    deployment.check()
+    assert held in deployment.lineage()
+
+
 # ---- without ---------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
+from tests.loading import load_version
 from tests.unit.protocol.scripted_run import MANIFEST, ScriptedRun
 
 ROUNDS = 8
@@ -41,7 +42,7 @@ class ToyRun(ScriptedRun):
     def __init__(self) -> None:
         self.memory = Versions(KernelPool(kernels), slots=4, pinned=1)
         self.memory.allocate_banks({0: MANIFEST.numel})
-        self.memory.load_version(GENESIS, _initial)
+        load_version(self.memory, GENESIS, _initial)
         self.step_size = 0.125
         super().__init__(OPTIONS)
 

@@ -29,7 +29,7 @@ from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant
 
-GRANT = Grant(GENESIS, (), ((), ()), 60.0)
+GRANT = Grant(GENESIS, (), 60.0)
 
 
 def sharded(mesh: Any) -> nn.Module:

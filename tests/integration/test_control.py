@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from dips.config import RunFile, load_run
 from dips.errors import (
     ConfigError,
     CorruptManifest,
+    DifferentModel,
     DipsError,
     FailedDisk,
     RemoteProtocolError,
@@ -197,9 +199,16 @@ class ClusterScript:
         self.done = Counter[str]()  # tokens and inner steps, as heartbeats tell them
 
     async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
+        """Join as an agent does: by the model's digest, and with the manifest itself if the master wants it."""
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
-        said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
-        joined: effects.Joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        said = events.ClusterJoined(
+            0, self.name, nonce, "toy", sha256, digest or self.config.shared.digest, take_over=True
+        )
+        joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
+        if isinstance(joined, effects.ManifestWanted):
+            joined = messages.unwrap_oneof(await ask(self.stub.Join, replace(said, manifest=text)))
+        assert isinstance(joined, effects.Joined), joined
         self.inc = joined.inc
         return joined
 
@@ -358,7 +367,7 @@ async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
     """A cluster whose manifest differs hears the first differences, by class and by name; others are not disturbed."""
     other = '{"format":1,"layers":[{"name":"layers.0","parameters":[["layers.0.w",[4,5]]]}]}'
     async with running_master(config) as (cluster, _, _):
-        with pytest.raises(CorruptManifest, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
+        with pytest.raises(DifferentModel, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
             await cluster.join(manifest=other)
         with pytest.raises(ConfigError, match="digest"):
             await cluster.join(digest="0" * 64)
@@ -451,7 +460,9 @@ async def test_ledger_and_run_file_must_agree(tmp_path: Path, config: RunFile) -
     """Another run, other shared options, other slaves, another model beside the ledger: each refused by name."""
     with pytest.raises(ConfigError, match=r"run 'toy', the run file's shared\.run is 'other'"):
         await serve(load_run(write_run(tmp_path, run="other")), structlog.get_logger())
-    with pytest.raises(ConfigError, match="shared options of digest"):
+    with pytest.raises(
+        ConfigError, match=r"shared\.chunk_bytes: the run has 1048576, this file 8192: put the options back"
+    ):
         await serve(load_run(write_run(tmp_path, chunk_bytes=8192)), structlog.get_logger())
     fewer = config.model_copy(update={"slaves": config.slaves[:1]})
     with pytest.raises(ConfigError, match="places layers on s0, s1, the run file's slaves are s0"):
@@ -548,7 +559,7 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     """A trainer stands still for it; the next incarnation of the slave, at the same address, is found within
     seconds.
     """
-    slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
+    slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), 1, 5.0)
     async with listening(slave):
         link = SlaveLink("s0", slave.address)
         opened = await link.execute_order(order(1, body=open_push))

@@ -54,7 +54,7 @@ def running_flow(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]
 
 
 def grant(flow: ZmqFlow, key: str, deadline_s: float = 20.0) -> Grant:
-    return Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0, 1), key),), ((0,),), deadline_s)
+    return Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0, 1), key),), deadline_s)
 
 
 def pieces(value: float) -> list[Piece]:

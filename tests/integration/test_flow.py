@@ -111,7 +111,7 @@ class FlowUnderTest:
         self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: str = "fp32"
     ) -> Grant:
         base = None if codec == "fp32" else V
-        return Grant(V, (self.address(lanes),), ((0,),) * ranks, deadline_s, codec, base)
+        return Grant(V, (self.address(lanes),), deadline_s, codec, base)
 
     def open_push(
         self, push_id: PushId, ranks: int = 1, deadline_s: float = 30.0, codec: str = "fp32", theta: Model | None = None
@@ -735,7 +735,7 @@ def test_what_ends_a_push_is_named():
         cancel.set()
         with pytest.raises(TransferCancelled):
             push_pieces(slave.grant(1), base(1), pieces, cancel=cancel)
-        lives_on = Grant(V, (slave.address(sinc=SINC - 1),), ((0,),), 30.0)
+        lives_on = Grant(V, (slave.address(sinc=SINC - 1),), 30.0)
         with pytest.raises(StaleIncarnation, match="incarnation 3"):
             push_pieces(lives_on, base(1), pieces)
         slave.open_push(PushId("fast", 1, 2))
@@ -748,7 +748,7 @@ def test_an_unreachable_slave_is_tried_until_the_deadline():
     """Nobody listens there: the error names slave, address and what was seen."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    grant = Grant(V, (SlaveAddress("s0", SINC, (address,), LAYERS),), ((0,),), 0.5)
+    grant = Grant(V, (SlaveAddress("s0", SINC, (address,), LAYERS),), 0.5)
     with pytest.raises(UnavailableSlave, match=f"slave s0 at {address} is not connected"):
         push_pieces(grant, base(1), shares(model(1), 1)[0])
 
@@ -806,7 +806,7 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
             flow.start(index, FlowRecorder())
             flow.open_pull(pull_id, V, {i: source[i] for i in layers})
             addresses.append(SlaveAddress(f"s{index}", index, flow.lane_addresses(), layers))
-        grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
+        grant = Grant(V, tuple(addresses), 30.0, first=1)
         pull_pieces(grant, base(1), shares(target, 1)[0])
         assert same(source, target)
 
@@ -906,7 +906,7 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
             flows[i].start(SINC, FlowRecorder())
             flows[i].open_pull(PullId("fast", 1, 1), V, {i: source[i]})
         addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].lane_addresses(), (i,)) for i in range(slaves))
-        grant, target = Grant(V, addresses, (tuple(range(slaves)),), 30.0), np.empty_like(source)
+        grant, target = Grant(V, addresses, 30.0), np.empty_like(source)
         pieces = [Piece(i, 0, 0, items, target[i]) for i in range(slaves)]
         order, begun = LayerOrder(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
         stats = SlowRank(order, 5 * stall_s / (slaves * 48)).run(threading.Event(), None)
@@ -935,7 +935,7 @@ def test_a_pull_does_not_depend_on_when_libzmq_lets_go(monkeypatch):
         flow.start(SINC, FlowRecorder())
         flow.open_pull(PullId("fast", 1, 1), V, {0: source})
         timer.start()
-        grant = Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0,)),), ((0,),), 30.0)
+        grant = Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0,)),), 30.0)
         target = np.empty_like(source)
         assert pull_pieces(grant, base(1), [Piece(0, 0, 0, source.size, target)]).connections == 1
         assert np.array_equal(source, target)

@@ -47,6 +47,7 @@ from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
 from dips.slave.shard_registration import Followed
 from dips.slave.snapshots import Snapshots
+from tests.loading import follow_load
 from tests.unit.slave.shard_rig import carry_out
 
 SHAPES = [
@@ -108,7 +109,7 @@ class SlaveSet:
             disk.bind_layers(MANIFEST, layers, genesis, 1)
             shard = Shard(name, Versions(kernel_pool, slots, 1), disk, self.flows[i])
             shard.on_registered(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
-            assert shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
+            assert follow_load(shard, GENESIS) is Followed.DONE
             assert shard.reason == ""
             assert shard.follow_order(Hold()) is Followed.SERVES
             self.disks.append(disk)
@@ -127,7 +128,7 @@ class SlaveSet:
 
     def push(self, push: PushId, theta_j: Model, rng: random.Random) -> None:
         """Stage one push, at each slave when its turn comes."""
-        self.order(OpenPush(push, (0,), 60.0))
+        self.order(OpenPush(push, 1, 60.0))
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
@@ -260,7 +261,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
             assert shard.make_registration(0, "", "run", "", ()).complete == (version,)
-            shard.follow_order(LoadVersion(version))
+            follow_load(shard, version)
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]
     loaded = load_file(tmp_path / "out.safetensors")

@@ -13,6 +13,7 @@ from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from tests.integration import cluster_harness as harness
 from tests.integration import train_ranges as script
+from tests.integration.test_client_agent import TINY, tensors
 
 HERE = Path(__file__).parent
 RANGES = 8
@@ -52,3 +53,33 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     assert finished == [r.version for r in rounds if r.version is not None][-1]
     earned = sum(fold.tokens for r in rounds for fold in r.folds)
     assert earned == len(expected) * script.SEQUENCES * script.LENGTH, "each step once"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("ranges", "steps", "pace", "clusters"),
+    [
+        pytest.param(2, 3, 3, 1, id="a range is H steps"),
+        pytest.param(2, 3, 2, 1, id="H + 1"),
+        pytest.param(2, 3, 4, 1, id="H - 1"),
+        pytest.param(1, 3, 100, 1, id="one range, less than H"),
+        pytest.param(2, 2, 2, 3, id="more clusters than ranges"),
+    ],
+)
+def test_every_range_is_settled_once(tmp_path: Path, ranges: int, steps: int, pace: int, clusters: int) -> None:
+    """However ranges and H fit together: each once, the run is finished, and its tokens are those of the data."""
+    shared = {"data": {"ranges": ranges}, "penalty": {"rule": "none"}}
+    with harness.Run(tmp_path, tensors(), shared=shared, slaves=1) as run:
+        run.start_master()
+        run.start_slaves()
+        started = []
+        for i in range(clusters):
+            command = [sys.executable, TINY, f"ranges:{steps}", str(tmp_path / f"{i}.out")]
+            started.append(run.start_cluster(f"c{i}", command, steps=pace))
+        for cluster in started:
+            run.wait(cluster, 60)
+        with run.ledger() as ledger:
+            rounds, finished = ledger.read_history(1000), ledger.read_state().finished
+    settled = [number for r in rounds for o in r.outcomes for number in o.ranges]
+    assert sorted(settled) == list(range(ranges)) and finished is not None
+    assert sum(fold.tokens for r in rounds for fold in r.folds) == ranges * steps * 8

@@ -29,6 +29,7 @@ from tests.integration.test_flow import (
     shares,
     together,
 )
+from tests.loading import load_version
 
 PULL = PullId("fast", 1, 1)
 V3 = VersionId(3, 4)
@@ -49,7 +50,7 @@ def two_steps(codec: str, open_at: FlowUnderTest) -> dict[VersionId, Model]:
         for i in LAYERS:
             theta[i][:], momentum[i][:] = start[i], 0
 
-    versions.load_version(GENESIS, load)
+    load_version(versions, GENESIS, load)
     thetas = {GENESIS: start}
     for seq, version in enumerate((V3, V), 1):
         change, push = model(seq + 1), PushId("fast", 1, seq)

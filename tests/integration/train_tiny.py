@@ -1,9 +1,10 @@
 """A training script of one plain process: steps until the run is over, or walks the data ranges leased to it.
 
-    train_tiny.py steps OUT | train_tiny.py ranges OUT | train_tiny.py wrong OUT
+    train_tiny.py steps OUT | train_tiny.py ranges[:N] OUT | train_tiny.py wrong|still OUT
 
-`steps` and `ranges` append a line to OUT for each incarnation and each range; `wrong` brings a model that is not the
-run's.
+`steps` and `ranges` append a line to OUT for each incarnation and each range; N inner steps are
+taken on each range, one by default; `wrong` brings a model that is not the
+run's, `still` reports three steps that move nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from dips.client import OuterLoop
 
 def main(mode: str, out: Path) -> None:
     model = ConstantModel()
+    mode, _, steps = mode.partition(":")
     if mode == "wrong":
         model.head = nn.Linear(3, 2)
     with OuterLoop(model) as outer, out.open("a", buffering=1) as log:
         log.write(f"incarnation {outer.version}\n")
-        if mode == "ranges":
+        if mode == "still":
+            for _ in range(3):
+                outer.step(tokens=8)  # as if the optimizer had the parameters from before fully_shard
+        elif mode == "ranges":
             for given in outer.ranges():
                 log.write(f"range {given}\n")
-                train(model, outer)
+                for _ in range(int(steps or 1)):
+                    train(model, outer)
         else:
             while not outer.finished:
                 train(model, outer)

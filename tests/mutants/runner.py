@@ -27,7 +27,7 @@ import pytest
 from tests.mutants.mutant import LostAnchor, Mutant, apply, locate
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("dips", "tests", "configs", "pyproject.toml")
+COPIED = ("dips", "tests", "benchmarks", "configs", "pyproject.toml")
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
 TIMEOUT_S = 120.0  # of one mutant; a test that never ends has noticed something, but is no good witness

@@ -10,13 +10,14 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import mirrors, pushes, rollback, settlement, slaves
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
-from dips.protocol.data import RangeBook
 from dips.protocol.effects import Outcome, Result
-from dips.protocol.entities import Cluster, Fanout, Slave
+from dips.protocol.entities import Cluster, Fanout, Pull, Slave
 from dips.protocol.enums import FanoutKind, OutcomeKind
 from dips.protocol.events import OrderAnswered, SlaveRegistered
+from dips.protocol.intervals import Intervals
 from dips.protocol.records import LedgerState, Record
 from dips.protocol.run_state import RunState
+from dips.protocol.transfer_book import TransferBook
 from dips.sim.master import MasterProcess
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
@@ -35,7 +36,7 @@ def record_before_all_persisted() -> list[Patch]:
     honest = slaves.take_answer
 
     def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
-        found = run.fanouts.get(event.number)
+        found = run.orders.find_order(event.number)
         fanout = honest(run, event)
         if fanout is None and found is not None and found[0].kind is FanoutKind.PERSIST and found[0].answers:
             run.forget_orders(frozenset({FanoutKind.PERSIST}))
@@ -108,15 +109,25 @@ def believe_fresh_slaves() -> list[Patch]:
 
 
 def lease_twice() -> list[Patch]:
-    honest = RangeBook._take_next
+    honest = Intervals.take_smallest
 
-    def take(self: RangeBook) -> int:
+    def take(self: Intervals) -> int:
         taken = honest(self)
         if taken % 16 == 15:
-            self._freed.append(taken)
+            self.add_number(taken)
         return taken
 
-    return [(RangeBook, "_take_next", take)]
+    return [(Intervals, "take_smallest", take)]
+
+
+def tell_old_lists() -> list[Patch]:
+    honest = TransferBook.close_pull
+
+    def close(self: TransferBook, pull: Pull) -> None:
+        honest(self, pull)
+        self.number -= 1
+
+    return [(TransferBook, "close_pull", close)]
 
 
 def drop_queue() -> list[Patch]:

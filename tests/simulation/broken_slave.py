@@ -132,9 +132,8 @@ def offers_without_ledger() -> list[Patch]:
         complete = self._disk.complete_versions()
         if self.versions.served_version is None and complete:
             newest = max(complete)
-            self.versions.load_version(
-                newest, lambda theta, momentum: self._disk.read_snapshot(newest, theta, momentum)
-            )
+            self._disk.read_snapshot(newest, *self.versions.begin_load(newest))
+            self.versions.end_load(True)
 
     return [(Shard, "on_registered", welcome)]
 

@@ -49,6 +49,7 @@ POINTS: dict[str, str] = {
     "rank_in_push": "a rank died in the middle of a push",
     "rank_in_pull": "a rank died in the middle of a pull",
     "hung": "a trainer hung, and no window waited for it",
+    "denied_agent": "an agent found its name taken by one that lives, and exited",
     "fenced_agent": "an agent learned that it is fenced, and exited",
     "answer_lost": "an answer was lost, and the same question got it again",
     "room": "the whole room died",
@@ -215,7 +216,7 @@ class Coverage(Observer):
         self._dead_trainers[agent.name] = agent.inc
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
-        self.met("fenced_agent")
+        self.met("fenced_agent" if reason.startswith("StaleIncarnation") else "denied_agent")
 
     # ---- links -----------------------------------------------------------------------------------------------------
 

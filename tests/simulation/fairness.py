@@ -83,7 +83,7 @@ class QueueInvariant(Invariant):
                 other.overtaken_by.add(push)
 
     def _refused(self, run: RunState, event: PushRequested, wait: _Wait) -> None:
-        now, held = self.world.heap.now, {push.id for push in run.open_pushes()}
+        now, held = self.world.heap.now, set(run.transfers.pushes)
         self.began = {push: since for push, since in self.began.items() if push in held}
         wait.stood_behind |= wait.overtaken_by & held
         wait.asked_at, wait.punctual_s = now, event.step_s + run.options.timing.busy_retry_s

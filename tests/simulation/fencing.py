@@ -160,7 +160,7 @@ class MemoryInvariant(Invariant):
         master = self.world.master.process
         now = self.world.heap.now
         listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
-        live = master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and listening else ()
+        live = master.coordinator.slave_live(process.name, process.shard.sinc)[2].pushes if master and listening else ()
         for push in slots:
             key = (process.nonce, push)
             if not listening or push in live:

@@ -7,7 +7,9 @@ from statistics import median
 from dips.protocol.effects import Outcome
 from dips.protocol.events import ClusterSilent, Event, SlaveSilent
 from dips.protocol.records import (
+    ClusterReadmitted,
     LedgerState,
+    PenaltyRow,
     Record,
     RoundEnded,
     RunFinished,
@@ -130,20 +132,26 @@ class ReadmissionInvariant(Invariant):
 
     number = 12
 
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.rows: dict[str, PenaltyRow] = {}  # a round's record has those that it changed
+
     def record_written(self, record: Record) -> None:
+        if isinstance(record, ClusterReadmitted):
+            self.rows[record.penalty.cluster] = record.penalty
         if not isinstance(record, VersionCommitted | RoundEnded):
             return
         patience = self.world.options.penalty.gate_patience
-        rows = {row.cluster: row for row in record.penalty}
+        self.rows |= {row.cluster: row for row in record.penalty}
         for outcome in record.outcomes:
             cluster = outcome.push.cluster
             if outcome.kind != "gated" or outcome.norm == 0.0:
                 continue
-            row = rows[cluster]
+            row = self.rows[cluster]
             if row.gated_in_a_row < patience or row.broken:
                 continue
             others = [
-                r.last_norm for r in record.penalty if r.cluster != cluster and r.accepted > 0 and r.last_norm > 0
+                r.last_norm for r in self.rows.values() if r.cluster != cluster and r.accepted > 0 and r.last_norm > 0
             ]
             unusual = bool(others) and outcome.norm >= 2 * median(others)
             self.require(unusual, f"{cluster} was gated {row.gated_in_a_row} times in a row at norm {outcome.norm:.4g}")

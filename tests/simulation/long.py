@@ -44,7 +44,7 @@ def long_scenario(seed: int) -> Scenario:
         drawn,
         clusters=shapes,
         slaves=2,
-        slots=len(shapes),  # who waits for one is another story: slots go to whoever asks first
+        slots=len(shapes) - (seed % 3 == 2),  # in a third of the seeds there are fewer: they wait for one another
         layers=rng.randint(12, 14),
         inner_steps=2,
         options=options,

@@ -55,7 +55,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
     ),
     "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 1, slave.accept_old_stream),
-    "install-alone": Sabotage("all ranks install, or none", (6,), 1, cluster.install_alone),
+    "install-alone": Sabotage("all ranks install, or none", (6,), 4, cluster.install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), 3, master.blind_leases),
     "tokens-cut-at-pull": Sabotage(
         "progress is cut at the freeze, not at the pull", (9,), 0, cluster.tokens_cut_at_pull
@@ -67,12 +67,12 @@ SABOTAGES: dict[str, Sabotage] = {
         1,
         cluster.lose_what_was_settled,
     ),
-    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 15, slave.offers_without_ledger),
+    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 6, slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
         "the outcome of a push is what the ledger has", (4,), 0, master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage(
-        "a run does not begin anew for an empty slave", (7,), 4, master.believe_fresh_slaves
+        "a run does not begin anew for an empty slave", (7,), 11, master.believe_fresh_slaves
     ),
     "forget-mirrors": Sabotage(
         "what a mirror holds as its newest stays on every disk", (3, 12), 0, master.forget_mirrors
@@ -88,6 +88,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "update-from-anywhere": Sabotage(
         "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
     ),
+    "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 

@@ -19,6 +19,7 @@ from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
 from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
+from tests.simulation.indexes import IndexInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
 from tests.simulation.numerics import FiniteInvariant
 from tests.simulation.sabotage import SABOTAGES, sabotaged
@@ -97,7 +98,7 @@ class Trial:
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
             WholeInstallsInvariant, TokensInvariant, DataInvariant, MonotoneInvariant, MemoryInvariant,
-            LeaseInvariant, ReadmissionInvariant,
+            LeaseInvariant, ReadmissionInvariant, IndexInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
         self.invariants = [self.lineage, self.liveness, self.queue, numerics, *(make(world) for make in others)]

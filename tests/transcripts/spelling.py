@@ -26,7 +26,8 @@ def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
 def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
-            return f"OpenPush {body.push}, asking ranks {_list(body.order)}{_codec(body)}"
+            first = f", from worker {body.first}" if body.first else ""
+            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.DropPush():
@@ -115,6 +116,9 @@ def spell_record(record: r.Record) -> str:
             return f"ClusterEnded {record.cluster}/{record.inc}, {record.tokens_lost} tokens lost{out}: {record.reason}"
         case r.ClusterReadmitted():
             return f"ClusterReadmitted {record.penalty.cluster}, warm-up of {record.penalty.warm_left} pushes"
+        case r.ClusterDiverged():
+            quarantined = ", quarantined" if record.penalty.quarantined else ""
+            return f"ClusterDiverged {record.penalty.cluster}, {record.penalty.gated_in_a_row} in a row{quarantined}"
         case r.VersionsRetired():
             return f"VersionsRetired {_list(record.versions)}"
         case r.RunFinished():
@@ -141,3 +145,7 @@ def _grant(grant: e.Grant) -> str:
 
 def _list(things: tuple[object, ...]) -> str:
     return ",".join(map(str, things)) or "none"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

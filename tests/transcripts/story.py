@@ -143,7 +143,20 @@ class Teller:
     # ---- commands: clusters ----------------------------------------------------------------------------------------
 
     def joins(self, cluster: str, words: Words) -> list[str]:
-        event = ev.ClusterJoined(0, cluster, words.get("process", "p1"), RUN, self.manifest.to_json(), CONFIG)
+        # Another process of the same directory names the incarnation before it; one of another directory knows none.
+        former = 0 if words.get("directory") == "another" else self.lives.get(cluster, 0)
+        process, taking_over = words.get("process", "p1"), words.get("takes") == "over"
+        event = ev.ClusterJoined(
+            0,
+            cluster,
+            process,
+            RUN,
+            self.manifest.digest,
+            CONFIG,
+            former=former,
+            take_over=taking_over,
+            rival_heard_s=float(words.get("heard_s", "0")),
+        )
         return self.step(event, cluster)
 
     def asks_push(self, cluster: str, words: Words) -> list[str]:
@@ -158,7 +171,8 @@ class Teller:
         return self.step(ev.PushFinished(0, self._push(words["push"]), tokens, steps, ranges, 2.5), cluster)
 
     def aborts_push(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.PushAborted(0, self._push(words["push"]), words.get("why", "its trainer died")), cluster)
+        push, why, diverged = self._push(words["push"]), words.get("why", "its trainer died"), "diverged" in words
+        return self.step(ev.PushAborted(0, push, why, diverged), cluster)
 
     def awaits(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.RoundAwaited(0, self._push(words["push"])), cluster)
@@ -205,8 +219,8 @@ class Teller:
         """What a heartbeat of this incarnation would be answered."""
         incarnation = self._incarnation(peer, words)
         if peer.startswith("s"):
-            register, as_of, pushes, pulls = self.machine.slave_live(peer, incarnation)
-            live = " ".join(map(str, (*pushes, *pulls))) or "nothing"
+            register, as_of, listed = self.machine.slave_live(peer, incarnation)
+            live = " ".join(map(str, (*listed.pushes, *listed.pulls))) or "nothing"
             return [f"{peer} ← {'register anew' if register else f'live is {live}, as of order {as_of}'}"]
         standing, push, pull = self.machine.cluster_standing(peer, incarnation)
         return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]

@@ -17,8 +17,11 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.differences",
+    "dips.distribution",
     "dips.fsync",
     "dips.mirror",
+    "dips.open_files",
     "dips.pidlock",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
@@ -28,14 +31,17 @@ ROLES = {"dips.master", "dips.slave", "dips.client"}
 
 # What a room may import of Di-PS, besides itself. A name stands for the module and all below it.
 MAY: dict[str, set[str]] = {
-    "dips.__init__": set(),
+    "dips.__init__": {"dips.client.load"},
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.differences": set(),
+    "dips.distribution": LOW,
     "dips.fsync": LOW,
+    "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
-    "dips.telemetry": LOW,
+    "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},

@@ -19,7 +19,7 @@ from dips.config import (
     load_run,
 )
 from dips.errors import ConfigError, treatment_of
-from dips.protocol.options import Options, TimingOptions
+from dips.protocol.options import TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -46,15 +46,6 @@ def changed(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
         at = at[int(part)] if part.isdigit() else at.setdefault(part, {})
     at[last] = value
     return copy
-
-
-def test_the_examples_in_configs_load() -> None:
-    """configs/dips.yaml and configs/cluster.yaml are right as they stand, agree, and mean the paper's."""
-    run, cluster = load_run(CONFIGS / "dips.yaml"), load_cluster(CONFIGS / "cluster.yaml")
-    assert run.shared.digest == cluster.shared.digest
-    assert run.make_options().outer == Options().outer
-    assert run.make_options().penalty == Options().penalty
-    assert cluster.pace.steps == 64
 
 
 @pytest.mark.parametrize("preset", ["paper", "diloco"])
@@ -98,16 +89,6 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
     """No address is advertised that plain text may not go to."""
     with pytest.raises(ConfigError, match=rf"slaves.s0.{key}: plain text"):
         load_run(write(tmp_path / "dips.yaml", changed(RUN, f"slaves.0.{key}", value)))
-
-
-def test_commented_keys_of_the_examples_are_real() -> None:
-    """A key that an example shows as a comment exists and has the default that it shows."""
-    text = (CONFIGS / "cluster.yaml").read_text()
-    lines = [line[2:].split("#")[0] for line in text.splitlines() if line.startswith("# ") and ": " in line[:20]]
-    shown = dict(line.split(": ", 1) for line in lines)
-    config = load_cluster(CONFIGS / "cluster.yaml")
-    for key in ("heartbeat_s", "poll_s", "stall_s", "retry_s", "max_restarts"):
-        assert getattr(config, key) == yaml.safe_load(shown[key])
 
 
 @pytest.mark.parametrize(
@@ -304,9 +285,7 @@ def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}])
 def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
     """steps, seconds or aligned: one, and the others are None."""
-    cluster = yaml.safe_load((CONFIGS / "cluster.yaml").read_text())
-    cluster["shared"] = str(CONFIGS / "paper.yaml")
-    loaded = load_cluster(write(tmp_path / "cluster.yaml", changed(cluster, "pace", pace)))
+    loaded = load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))
     assert loaded.pace.model_dump(exclude_none=True) == pace
 
 
@@ -316,7 +295,5 @@ def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
 )
 def test_a_wrong_pace_is_refused(tmp_path: Path, pace: dict[str, Any], said: str) -> None:
     """H = 0, two paces at once, an unknown one: the message names the key."""
-    cluster = yaml.safe_load((CONFIGS / "cluster.yaml").read_text())
-    cluster["shared"] = str(CONFIGS / "paper.yaml")
     with pytest.raises(ConfigError, match=said):
-        load_cluster(write(tmp_path / "cluster.yaml", changed(cluster, "pace", pace)))
+        load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dips.distribution import refuse_other_dips
+from dips.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 OTHERS = "dips"  # on PyPI, a package for the photometry of stars
@@ -43,3 +49,31 @@ def test_no_text_installs_the_other_project(pattern: str) -> None:
     told = [f"{path.relative_to(ROOT)}: {line}" for path in paths for line in path.read_text().splitlines()
             if wrong.search(line)]  # fmt: skip
     assert not told
+
+
+@pytest.fixture(name="other_dips")
+def installed_other_dips(tmp_path: Path) -> Path:
+    """A directory on the path with what pip leaves of the other project."""
+    info = tmp_path / "dips-0.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dips\nVersion: 0.2.0\n")
+    return tmp_path
+
+
+def test_the_other_project_beside_ours_is_found(other_dips: Path) -> None:
+    """The message names the directory, says why and what to do; alone, nothing is refused."""
+    refuse_other_dips()
+    with pytest.raises(ConfigError, match=r"'dips' 0\.2\.0.*overwritten.*pip uninstall dips di-ps") as refused:
+        refuse_other_dips([str(other_dips)])
+    assert str(other_dips) in str(refused.value)
+
+
+@pytest.mark.real_commands
+@pytest.mark.parametrize("module", ["dips.cli", "dips.master.app", "dips.slave.app", "dips.client.app"])
+def test_no_command_starts_beside_the_other_project(module: str, other_dips: Path) -> None:
+    """All four refuse with the exit code of a wrong configuration, before they read anything."""
+    path = os.pathsep.join([str(ROOT), str(other_dips)])
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 78 and "another project" in done.stderr and not done.stdout

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import nan
 
 from dips.protocol.enums import OutcomeKind
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Progress between two cuts; `loss` is the mean of the reported losses, 0 if none was."""
+    """Progress between two cuts; `loss` is the mean of the reported losses, NaN if none was."""
 
     tokens: int = 0
     inner_steps: int = 0
@@ -27,7 +28,7 @@ class Portion:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.losses if self.losses else 0.0
+        return self.loss_sum / self.losses if self.losses else nan
 
     def __add__(self, other: Portion) -> Portion:
         return Portion(

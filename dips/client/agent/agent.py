@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import isfinite
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
+# Marks of every outer step that goes well.
+ROUTINE = frozenset({"push_begin", "push_end", "window_begin", "window_end", "pull_begin", "pull_end"})
 LEAVE_S = 3.0  # to take leave of a master that may be gone
 
 
@@ -102,12 +104,19 @@ class Agent:
                     self._save(past)
                 case RecordMark(kind, fields):
                     self._timeline.record_mark(kind, **fields)
-                    if kind != "inner":
-                        self._log.info(kind, **fields)
+                    self._log_mark(kind, fields)
                 case StopTrainer():
                     self._signals.stopped.set()
         if actions:
             self._signals.notify_change()
+
+    def _log_mark(self, kind: str, fields: Mapping[str, object]) -> None:
+        """An outer step is one line, its outcome; what is worth a remark is a warning."""
+        if kind == "remark":
+            self._log.warning(kind, **fields)
+        elif kind != "inner":
+            routine = kind in ROUTINE and fields.get("ok", True)
+            (self._log.debug if routine else self._log.info)(kind, **fields)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 

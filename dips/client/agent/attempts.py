@@ -12,7 +12,10 @@ from dips.client.agent.pulls import close_pull
 from dips.client.agent.pushes import abort_push, give_back
 from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps
-from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, Noted
+from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, ManifestSent, Noted
+from dips.client.ipc.packed_manifest import unpack_manifest
+from dips.errors import DifferentModel, RemoteProtocolError
+from dips.protocol.effects import ManifestWanted
 
 
 def attach_trainer(s: AgentState, message: Attach) -> Answer:
@@ -24,9 +27,39 @@ def attach_trainer(s: AgentState, message: Attach) -> Answer:
             over = f"attempt {message.launch}.{message.restart} is over, a newer one has begun"
             return ErrorReply("StaleIncarnation", over)
         _begin_attempt(s, message)
+    return _answer_attach(s)
+
+
+def take_manifest(s: AgentState, message: ManifestSent) -> Answer:
+    """Rank 0 sends the manifest that the master wanted; a repetition waits for what came of it."""
+    if message.process != s.trainer.process:
+        return ErrorReply("StaleIncarnation", "this attempt is over, a newer one has begun")
+    if s.membership.wants_manifest and not s.failure:
+        _send_manifest(s, message.packed)
+    return _answer_attach(s)
+
+
+def _send_manifest(s: AgentState, packed: bytes) -> None:
+    if not packed:
+        s.fail_training(DifferentModel(f"{s.sync.reason}, and too large to be compared here: see dips-client check"))
+        return
+    try:
+        text = unpack_manifest(packed, s.membership.manifest_digest)
+    except RemoteProtocolError as error:
+        s.fail_training(error)
+    else:
+        join_run(s, "the master compares its model with the run's", text)
+
+
+def _answer_attach(s: AgentState) -> Answer:
     if s.failure:
         return s.failure
-    return Attached(trainer.attempt, s.fraction) if s.joined else AskAgain(s.sync.reason)
+    if s.membership.wants_manifest:
+        return ManifestWanted(s.membership.manifest_digest)
+    if not s.joined:
+        return AskAgain(s.sync.reason)
+    s.trainer.attached = True
+    return Attached(s.trainer.attempt, s.fraction)
 
 
 def _begin_attempt(s: AgentState, message: Attach) -> None:
@@ -37,14 +70,16 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.attempt, trainer.alive, trainer.process = trainer.attempt + 1, True, message.process
     trainer.launch = max(trainer.launch, message.launch)
     trainer.push_ranks, trainer.pull_ranks = message.push_ranks, message.pull_ranks
+    trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
+    trainer.attached = False
     sync.question, sync.waiting, sync.verdict = 0, False, None
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
     s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
-    if sync.phase is SyncPhase.UNJOINED or message.manifest != s.membership.manifest:
-        s.membership.manifest = message.manifest
+    if sync.phase is SyncPhase.UNJOINED or message.manifest_digest != s.membership.manifest_digest:
+        s.membership.manifest_digest = message.manifest_digest
         join_run(s, "its model is not yet compared with the run's")
 
 

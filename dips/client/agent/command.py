@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from dips.client.agent.actions import Actions, RecordMark
 from dips.client.agent.core import AgentCore
+from dips.client.agent.error_tail import ErrorTail
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.signals import AgentSignals
 from dips.client.agent.trainer import TrainerProcess, kill_leftovers
@@ -27,12 +28,14 @@ class CommandRunner:
         """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
         plan: LaunchCommand | EndAgent = self._core.plan_first_launch()
         while isinstance(plan, LaunchCommand):
-            code = await self._launch_once(plan.launch, command, environment)
-            plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set())
+            code, last_line = await self._launch_once(plan.launch, command, environment)
+            plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set(), last_line)
             if isinstance(plan, LaunchCommand):
-                self._log.warning("trainer crashed", code=code, restarts_left=plan.launches_left + 1)
+                left = plan.launches_left + 1
+                self._log.warning("trainer crashed", code=code, last_line=last_line, restarts_left=left)
                 if await self._signals.wait_terminated(plan.delay_s):
                     return code
+        self._perform(self._core.tick(time.monotonic()))  # what was remarked at the end
         if plan.reason:
             self._log.error("stopped", reason=plan.reason)
         return plan.code
@@ -53,14 +56,19 @@ class CommandRunner:
             await asyncio.sleep(0.1)
         return stop.code
 
-    async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> int:
-        process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)})
+    async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+        """Return its exit code, and what it said last on standard error."""
+        tail = ErrorTail()
+        try:
+            process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)}, tail.writer)
+        finally:
+            tail.close_writer()
         self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
         code = await self._wait_or_end(process)
         left = kill_leftovers()
         self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", time.monotonic()))
         self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": len(left)})])
-        return code
+        return code, await asyncio.to_thread(tail.finish)
 
     async def _wait_or_end(self, process: TrainerProcess) -> int:
         """Wait for its end, or bring it about."""

@@ -14,7 +14,18 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import attempts, checkpoints, heartbeats, membership, outer_sync, ranges, restarts, training
+from dips.client.agent import (
+    attempts,
+    checkpoints,
+    heartbeats,
+    in_vain,
+    membership,
+    outer_sync,
+    ranges,
+    remarks,
+    restarts,
+    training,
+)
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.actions import SAVED_AT, Actions, AskMaster, Channel, RecordMark, SaveIncarnation, StopTrainer
 from dips.client.agent.pace import Pace
@@ -28,6 +39,7 @@ from dips.client.ipc.messages import (
     Detach,
     ErrorReply,
     LossReported,
+    ManifestSent,
     Message,
     Notice,
     PullMoved,
@@ -35,6 +47,7 @@ from dips.client.ipc.messages import (
     PushMoved,
     PushWanted,
     RangeWanted,
+    Remarked,
     Resume,
     SaveWanted,
     Stepped,
@@ -47,10 +60,17 @@ from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
 EXIT_BUG = 70  # EX_SOFTWARE
 
+# What answers a trainer that has no attempt's number yet.
+ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
+    Attach: attempts.attach_trainer,
+    ManifestSent: attempts.take_manifest,
+}
+
 # What answers each message of the present attempt; notices are answered by None.
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Stepped: training.record_step,
     LossReported: training.record_losses,
+    Remarked: training.take_remark,
     TransferProgress: on_transfer_progress,
     PushWanted: outer_sync.answer_question,
     PushMoved: outer_sync.answer_question,
@@ -94,11 +114,8 @@ class AgentCore:
     def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
         """Answer rank 0; None for notices, AskAgain if it is to ask the same again after a change."""
         self.state.now = now
-        answer = (
-            attempts.attach_trainer(self.state, message)
-            if isinstance(message, Attach)
-            else self._answer_message(message)
-        )
+        attach = ATTACHING.get(type(message))
+        answer = attach(self.state, message) if attach else self._answer_message(message)
         return answer, self._take_actions()
 
     def on_trainer_gone(self, reason: str, now: float) -> Actions:
@@ -116,9 +133,11 @@ class AgentCore:
         """The first start of the training command."""
         return restarts.plan_first_launch(self.state)
 
-    def plan_next_launch(self, before: LaunchCommand, code: int, terminated: bool = False) -> LaunchCommand | EndAgent:
-        """What follows the end of a launch; `terminated`: SIGTERM has come."""
-        return restarts.plan_next_launch(self.state, before, code, terminated)
+    def plan_next_launch(
+        self, before: LaunchCommand, code: int, terminated: bool = False, last_line: str = ""
+    ) -> LaunchCommand | EndAgent:
+        """What follows the end of a launch; `terminated`: SIGTERM has come; `last_line`: on its standard error."""
+        return restarts.plan_next_launch(self.state, before, code, terminated, last_line)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
@@ -173,6 +192,8 @@ class AgentCore:
     def tick(self, now: float) -> Actions:
         """Do what is due."""
         self.state.now = now
+        remarks.tell_wait(self.state)
+        in_vain.look_for_steps(self.state)
         return self._take_actions()
 
     def next_deadline(self) -> float:

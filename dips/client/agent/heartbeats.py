@@ -5,7 +5,7 @@ Must stay true: an answer is believed about the incarnation that asked, from a m
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 
 from dips.client.agent.actions import SaveIncarnation, SendHeartbeat
 from dips.client.agent.membership import past_incarnation, rejoin_run
@@ -13,6 +13,7 @@ from dips.client.agent.phases import ACTIVITY, SyncPhase
 from dips.client.agent.pulls import end_transfer
 from dips.client.agent.pushes import give_back
 from dips.client.agent.questions import end_pauses
+from dips.client.agent.remarks import write_note
 from dips.client.agent.state import AgentState, TrainerAttempt
 from dips.client.agent.transfers import halt_dropped, moving_transfer
 from dips.errors import StaleIncarnation
@@ -61,7 +62,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         trainer.inner_steps,
         account.unsettled_tokens,
         account.lost,
-        trainer.loss,
+        nan if trainer.loss is None else trainer.loss,
         trainer.base,
         *sync.moved,
         sync.bytes_per_s,
@@ -70,6 +71,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         s.pace.since_push,
         account.consumed_tokens,
         sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
+        write_note(s),
     )
 
 

@@ -13,6 +13,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+CANNOT_START = 127  # exit code, as a shell's
 
 
 def set_process_attribute(option: int, value: int) -> None:
@@ -31,7 +32,8 @@ def main(argv: list[str]) -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        raise SystemExit(f"error: cannot start {command[0]!r}: {error.strerror}") from error
+        sys.stderr.write(f"error: cannot start {command[0]!r}: {error.strerror}\n")
+        raise SystemExit(CANNOT_START) from error
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ is legal, this file does not know.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
 from grpc import aio
 
-from dips.errors import UnavailableMaster
+from dips.differences import differing_options
+from dips.errors import ConfigError, DifferentModel, DipsError, UnavailableMaster
 from dips.protocol.effects import Result
 from dips.protocol.events import (
     ClusterJoined,
@@ -27,6 +29,8 @@ from dips.protocol.events import (
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
+from dips.wire.generated.status_pb2 import DescribeRequest
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 CALL_S = 10.0  # a question that the master answers at once
@@ -49,15 +53,21 @@ CALLS: Mapping[type, tuple[str, float]] = {
 class MasterLink:
     """Two channels to one master; they connect at the first call and again after each loss."""
 
-    def __init__(self, address: str) -> None:
-        self._peer = f"the master at {address}"
+    def __init__(self, address: str, shared: Mapping[str, Any]) -> None:
+        """`shared`: our options, to name those that differ from the run's."""
+        self._peer, self._shared = f"the master at {address}", shared
         self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(address), control.open_channel(address))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
     async def ask_master(self, event: object) -> Result:
         """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
         method, deadline_s = CALLS[type(event)]
-        reply = await self._call_method(getattr(self._questions, method), event, deadline_s)
+        try:
+            reply = await self._call_method(getattr(self._questions, method), event, deadline_s)
+        except DifferentModel:
+            raise
+        except ConfigError as error:
+            raise await self._name_keys(error) from error
         return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
@@ -69,6 +79,18 @@ class MasterLink:
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
+
+    async def _name_keys(self, refused: ConfigError) -> ConfigError:
+        """The master compares digests; ask for its options to name the keys that differ."""
+        describe = StatusServiceStub(self._channels[0]).Describe
+        try:
+            reply = await control.call_method(
+                describe, DescribeRequest(), deadline_s=CALL_S, peer=self._peer, unavailable=UnavailableMaster
+            )
+            lines = differing_options(self._shared, json.loads(reply.json)["shared"])
+        except DipsError:
+            return refused
+        return ConfigError("; ".join(lines) + ": copy the run file's section `shared`") if lines else refused
 
     async def _call_method(self, method: Any, event: object, deadline_s: float) -> Any:
         return await control.call_method(

@@ -13,20 +13,45 @@ from dips.client.agent.pulls import end_transfer
 from dips.client.agent.questions import ask_master, close_channel
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
-from dips.protocol.effects import Joined
+from dips.errors import Denied, DifferentModel
+from dips.protocol.effects import Joined, ManifestWanted, Refused
 from dips.protocol.events import ClusterJoined, ClusterLeft
+from dips.protocol.heartbeats import NOTE_CHARS
+
+TAKEN_TRIES = 5  # in a row, one a heartbeat of the master's: who is dead is silent by then
+LEAST_RETRY_S = 0.1
 
 
-def join_run(s: AgentState, reason: str) -> None:
-    """Begin a new incarnation; the one before, if there was one, ends by this."""
+def join_run(s: AgentState, reason: str, manifest: str = "") -> None:
+    """Begin a new incarnation; the one before, if there was one, ends by this.
+
+    manifest  JSON; "" unless the master wanted it
+    """
     member = s.membership
     if s.joined:
         member.former, s.account = PastIncarnation(member.inc, s.account.consumed_tokens), Account()
-    member.nonce = s.new_nonce()
+    member.nonce, member.wants_manifest = s.new_nonce(), False
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.JOINING, reason, None
-    who = s.settings.identity
-    event = ClusterJoined(0, who.cluster, member.nonce, who.run, member.manifest, who.config_digest)
-    ask_master(s, Channel.SYNC, event)
+    _ask_to_join(s, manifest)
+
+
+def _ask_to_join(s: AgentState, manifest: str = "", delay_s: float = 0.0) -> None:
+    """With the nonce of this try: asked twice, it gets the same incarnation."""
+    member, who, last = s.membership, s.settings.identity, max(s.membership.inc, s.membership.former.inc)
+    event = ClusterJoined(
+        0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest, manifest,
+        former=last, take_over=s.settings.take_over and member.inc == 0,
+    )  # fmt: skip
+    ask_master(s, Channel.SYNC, event, delay_s)
+
+
+def on_manifest_wanted(s: AgentState, result: ManifestWanted) -> None:
+    """The model is not the run's: have rank 0 send the manifest, so that the master can say where they differ."""
+    digests = f"this model is not the run's: its manifest's digest is {s.membership.manifest_digest[:12]}, the run's"
+    s.sync.reason = f"{digests} is {result.digest[:12]}"
+    s.membership.wants_manifest = True
+    if s.trainer.alive and s.trainer.attached:  # the same manifest was the run's: `dips init` made another run
+        s.fail_training(DifferentModel(f"{s.sync.reason}, and was another when this trainer attached"))
 
 
 def on_joined(s: AgentState, result: Joined) -> None:
@@ -41,6 +66,7 @@ def on_joined(s: AgentState, result: Joined) -> None:
     s.ranges.add_leased(result.ranges, False)
     s.range_requests.seq, s.range_requests.claimed = 0, ()
     close_channel(s, Channel.RANGES)
+    member.times_taken = 0
     member.term, member.inc, member.settled = result.term, result.inc, result.settled
     sync.seq = sync.accepted_seq = 0
     sync.pull_due = True
@@ -48,6 +74,16 @@ def on_joined(s: AgentState, result: Joined) -> None:
     s.update_progress(result.progress)
     s.record_mark("joined", inc=result.inc, head=str(result.head))
     end_transfer(s, f"joined as {s.cluster}/{member.inc}")
+
+
+def on_name_taken(s: AgentState, result: Refused) -> None:
+    """Another agent bears the name and was heard just now, or this master has just started and believes so."""
+    s.membership.times_taken += 1
+    if s.membership.times_taken > TAKEN_TRIES:
+        s.fail_training(Denied(f"{result.reason}: take another name, end that agent, or say --take-over to replace it"))
+        return
+    s.sync.reason = result.reason
+    _ask_to_join(s, delay_s=max(result.retry_after_s, LEAST_RETRY_S))
 
 
 def _take_unreported(s: AgentState, result: Joined) -> int:
@@ -74,7 +110,9 @@ def rejoin_run(s: AgentState) -> None:
 
 def leave_run(s: AgentState) -> ClusterLeft | None:
     """The last message to the master; None if the cluster has no incarnation there."""
-    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens) if s.joined else None
+    if not s.joined:
+        return None
+    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens, s.leaves_for[:NOTE_CHARS])
 
 
 def past_incarnation(s: AgentState) -> PastIncarnation:

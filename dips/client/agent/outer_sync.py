@@ -35,6 +35,7 @@ from dips.protocol.effects import (
     Finished,
     Grant,
     Joined,
+    ManifestWanted,
     Outcome,
     Pending,
     Refused,
@@ -120,6 +121,7 @@ def on_sync_reply(s: AgentState, result: Result) -> None:
     """Take the master's reply to the open question."""
     if isinstance(result, Pending):
         s.sync.reason = result.reason
+        s.membership.times_taken = 0  # who has the name is silent
         repeat_question(s, Channel.SYNC)
         return
     close_channel(s, Channel.SYNC)
@@ -148,6 +150,8 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
 # Which reply is legal in which phase, and what handles it. Pending is legal everywhere: the same is asked again.
 REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
     (SyncPhase.JOINING, Joined): membership.on_joined,
+    (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,
+    (SyncPhase.JOINING, Refused): membership.on_name_taken,
     (SyncPhase.ASKING_PUSH, Grant): pushes.on_push_granted,
     (SyncPhase.ASKING_PUSH, Refused): pushes.on_push_refused,
     (SyncPhase.ASKING_PUSH, Dropped): pushes.on_push_dropped,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.agent.actions import Channel
+from dips.client.agent.divergence import judge_divergence
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.questions import ask_master
 from dips.client.agent.state import AgentState
@@ -82,7 +83,9 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
         record_pull_failure(s, f"its pull failed: {moved.reason}")
     close_pull(s, moved.installed)
     want_final_pull(s)
-    if not sync.pull_due:  # it need not stand still while the pull is being closed
+    if moved.installed and sync.merge and not moved.merged:
+        judge_divergence(s, moved.seq, "what it trained beside its pull was not finite")
+    if sync.waiting and not sync.pull_due:  # it need not stand still while the pull is being closed
         conclude_question(s, sync.reason)
 
 

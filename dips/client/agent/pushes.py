@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.agent.actions import Channel
+from dips.client.agent.divergence import judge_divergence
+from dips.client.agent.in_vain import look_at_outcome
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import RETRY_S, close_pull, end_transfer, on_pull_granted
 from dips.client.agent.questions import ask_master
@@ -60,6 +62,9 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     """All bytes are at the slaves: have the push committed. If some are not, abort it; the trainer trains on."""
     sync = s.sync
     s.record_mark("push_end", seq=moved.seq, ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
+    if moved.diverged:
+        _heal_diverged(s, moved)
+        return
     if not moved.ok:
         give_back(s)
         abort_push(s, f"its push failed: {moved.reason}")
@@ -70,6 +75,17 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     sync.phase, sync.reason = SyncPhase.FINISHING, "its push waits to be committed"
     p = s.account.frozen
     ask_master(s, Channel.SYNC, PushFinished(0, s.push_id, p.tokens, p.inner_steps, p.ranges, p.loss))
+
+
+def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
+    """The model is not finite: what it trained since its last pull is lost, and the head replaces it.
+
+    With another policy than `reset` the ranks end with an error, and the next attempt pulls.
+    """
+    s.ranges.take_back_unserved((*s.account.lose_frozen(), *s.account.lose_carried()))
+    s.trainer.must_pull = s.sync.pull_due = True
+    abort_push(s, f"its model diverged: {moved.reason}", diverged=True)
+    judge_divergence(s, moved.seq, s.sync.reason)
 
 
 def on_push_refused(s: AgentState, result: Refused) -> None:
@@ -100,6 +116,7 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         end_transfer(s, f"its round was skipped: {result.reason}")
         return
     s.account.settle_outcome(result.kind)
+    look_at_outcome(s, result.kind, result.reason)
     s.membership.settled += 1
     sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq
     sync.pull_due = sync.waiting
@@ -146,9 +163,9 @@ def give_back(s: AgentState) -> None:
         s.ranges.take_back_unserved(s.account.lose_frozen())
 
 
-def abort_push(s: AgentState, reason: str) -> None:
+def abort_push(s: AgentState, reason: str, diverged: bool = False) -> None:
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.ABORTING, reason, None
-    ask_master(s, Channel.SYNC, PushAborted(0, s.push_id, reason))
+    ask_master(s, Channel.SYNC, PushAborted(0, s.push_id, reason, diverged))
 
 
 def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> None:

@@ -91,6 +91,8 @@ class RankServer:
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             if attempt:
                 self._log.info("rank 0 hung up", attempt=attempt)
+        except asyncio.CancelledError:
+            pass  # the agent ends; asyncio of Python 3.11 prints a traceback for a connection's task that was cancelled
         except RemoteProtocolError as error:
             self._log.warning("rank 0 was not understood", error=str(error))
         finally:

@@ -1,12 +1,25 @@
-"""Whether the training command is started again when it has ended."""
+"""Whether the training command is started again when it has ended.
+
+A crash is worth another try unless another try must end like it: the command is not there, the configuration is wrong,
+or it has crashed in the same way three times before the first inner step.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from dips.client.agent.state import AgentState
+from dips.client.agent.in_vain import look_at_end
+from dips.client.agent.launch import CANNOT_START
+from dips.client.agent.remarks import make_remark
+from dips.client.agent.state import AgentState, Crash
+from dips.errors import ConfigError, class_named, treatment_of
 
 RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
+SAME_CRASHES = 3  # before the first inner step: the next would be the same
+BY_SIGNAL = 128  # exit codes above it: killed, perhaps from outside, which says nothing of the next try
+EXIT_CONFIG = treatment_of(ConfigError()).exit_code
+_NUMBER = re.compile(r"\d+")  # processes, ports and addresses differ in the same crash
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +43,60 @@ def plan_first_launch(s: AgentState) -> LaunchCommand:
     return LaunchCommand(1, 0.0, s.settings.max_restarts)
 
 
-def plan_next_launch(s: AgentState, before: LaunchCommand, code: int, terminated: bool) -> LaunchCommand | EndAgent:
-    """The command has ended with exit code `code`: start it again if it crashed, and not too often."""
+def plan_next_launch(
+    s: AgentState, before: LaunchCommand, code: int, terminated: bool, last_line: str = ""
+) -> LaunchCommand | EndAgent:
+    """The command has ended with exit code `code`, `last_line` on standard error: start it again if that may help."""
     if s.stop is not None:
-        return EndAgent(s.stop.code, s.stop.reason)
+        return _end_agent(s, s.stop.code, s.stop.reason)
     if code == 0 or terminated or s.membership.progress.finished:
+        if code == 0 and not terminated:
+            look_at_end(s)
         return EndAgent(code)
-    if before.launches_left == 0:
-        return EndAgent(code, f"the trainer crashed {before.launch} times, max_restarts is {s.settings.max_restarts}")
-    return LaunchCommand(before.launch + 1, RESTART_PAUSE_S, before.launches_left - 1)
+    crash = Crash(s.now, code, last_line, s.trainer.inner_steps > 0)
+    s.crashes.append(crash)
+    while s.crashes[0].at < s.now - s.settings.restart_window_s:
+        s.crashes.popleft()
+    if reason := _why_hopeless(s, crash):
+        return _end_agent(s, EXIT_CONFIG if _is_configuration(crash) else code, reason)
+    left = s.settings.max_restarts - len(s.crashes)
+    make_remark(s, "crash", f"crashing, {len(s.crashes)} of {s.settings.max_restarts}, {describe_crash(crash)}")
+    return LaunchCommand(before.launch + 1, RESTART_PAUSE_S, left)
+
+
+def describe_crash(crash: Crash) -> str:
+    return f"exit {crash.code}" + (f", last line: {crash.last_line}" if crash.last_line else "")
+
+
+def _end_agent(s: AgentState, code: int, reason: str) -> EndAgent:
+    s.leaves_for = reason
+    return EndAgent(code, reason)
+
+
+def _why_hopeless(s: AgentState, crash: Crash) -> str:
+    """Why another try cannot help, or is one too many; empty if it may help."""
+    how = describe_crash(crash)
+    if crash.code == CANNOT_START:
+        return f"the training command cannot be started: {how}"
+    if _is_configuration(crash):
+        return f"an error of configuration: {how}"
+    if _is_same_crash(s):
+        return f"crashed {SAME_CRASHES} times in the same way before its first step: {how}"
+    if len(s.crashes) > s.settings.max_restarts:
+        limit = f"max_restarts is {s.settings.max_restarts} in {s.settings.restart_window_s:.0f} s"
+        return f"crashed too often: {len(s.crashes)} times, {limit}: {how}"
+    return ""
+
+
+def _is_configuration(crash: Crash) -> bool:
+    """By its exit code, or, since torchrun has one of its own, by the error that its last line names."""
+    named = class_named(crash.last_line.partition(":")[0].rpartition(".")[2])
+    raised = "dips.errors." in crash.last_line and named is not None and issubclass(named, ConfigError)
+    return crash.code == EXIT_CONFIG or raised
+
+
+def _is_same_crash(s: AgentState) -> bool:
+    newest = list(s.crashes)[-SAME_CRASHES:]
+    kinds = {(crash.code, _NUMBER.sub("#", crash.last_line)) for crash in newest}
+    untried = not any(crash.stepped or crash.code > BY_SIGNAL for crash in newest)
+    return len(newest) == SAME_CRASHES and len(kinds) == 1 and untried

@@ -8,6 +8,7 @@ how far the present push or pull is (OuterSync). Beside them stand what was earn
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -22,6 +23,7 @@ from dips.client.ipc.messages import Answer, ErrorReply
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
+from dips.protocol.enums import DivergencePolicy
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
@@ -45,8 +47,11 @@ class AgentSettings:
     heartbeat_s: float
     retry_s: float  # the longest pause before a master that did not answer is asked again
     overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
-    max_restarts: int = 0  # of the training command, after it crashed
+    max_restarts: int = 0  # of the training command, after it crashed, within `restart_window_s`
     ranges_at_once: int = RANGES_AT_ONCE
+    restart_window_s: float = inf
+    take_over: bool = False  # fence an incarnation of another agent, if one lives
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
 
     @property
     def patience_s(self) -> float:
@@ -60,12 +65,24 @@ class Membership:
 
     inc: int = 0  # 0: never joined
     nonce: str = ""  # of the last Join
-    manifest: str = ""  # of the model that was joined with, JSON
+    manifest_digest: str = ""  # of the model that was joined with
+    wants_manifest: bool = False  # the master does: the model is not the run's
     term: int = 0
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
     former: PastIncarnation = NO_INCARNATION  # the incarnation before, until the master reports what it has of it
     unreachable_since: float | None = None
+    times_taken: int = 0  # Joins in a row that were refused, since another agent bears the name
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """One end of the training command that was not wanted."""
+
+    at: float
+    code: int
+    last_line: str  # of its standard error, cut
+    stepped: bool  # this agent's trainer had taken an inner step
 
 
 @dataclass
@@ -81,13 +98,17 @@ class TrainerAttempt:
     pull_ranks: int = 1
     base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
     must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
+    attached: bool = False  # it was told so
     starved: bool = False  # it waits for a data range
     detached: bool = False  # it ended the outer loop itself
     inner_steps: int = 0  # since the agent's start, as are tokens and loss
     tokens: int = 0
-    loss: float = 0.0
+    loss: float | None = None  # of the last step that gave one
     loss_not_finite: bool = False  # since the last freeze, and that was recorded
     marked_at: float = 0.0  # when the timeline last got inner steps
+    steps_before: int = 0  # inner_steps when this attempt began
+    idle_since: float = 0.0  # it could have taken a step since then, and has taken none
+    accepted_pushes: int = 0  # since the agent's start
 
 
 @dataclass
@@ -170,6 +191,10 @@ class AgentState:
     tally: Tally = field(default_factory=Tally)
     questions: dict[Channel, OpenQuestion] = field(default_factory=dict)
     questions_asked: int = 0
+    crashes: deque[Crash] = field(default_factory=deque)  # of the training command, within the window
+    remarks: dict[str, str] = field(default_factory=dict)  # what a person should know now, by subject: remarks.py
+    waits_for: tuple[str, float, bool] = ("", 0.0, False)  # why nothing goes on, since when, whether that was logged
+    leaves_for: str = ""  # why the agent ends, for the master
     failure: ErrorReply | None = None  # why this agent cannot go on, for the ranks
     stop: StopTrainer | None = None  # the first reason why it cannot go on
     now: float = 0.0

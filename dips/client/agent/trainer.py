@@ -22,12 +22,15 @@ class TrainerProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> TrainerProcess:
-        """Start `command` with `environment` added to ours, in a process group of its own."""
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], stderr: int | None = None
+    ) -> TrainerProcess:
+        """Start `command` with `environment` added to ours, in a process group of its own; `stderr`: a file of ours."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command),
             env={**os.environ, **environment},
             process_group=0,
+            stderr=stderr,
         )
         return cls(process)
 

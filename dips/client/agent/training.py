@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dips.client.agent.in_vain import look_at_step
 from dips.client.agent.phases import STANDSTILL
+from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState
-from dips.client.ipc.messages import LossReported, Stepped
+from dips.client.ipc.messages import LossReported, Remarked, Stepped
+from dips.protocol.heartbeats import NOTE_CHARS
 
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
 
@@ -16,6 +19,7 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     s.pace.record_step(s.now)
     trainer.tokens += notice.tokens
     s.tally.record_step(notice.tokens, s.now)
+    look_at_step(s, notice.tokens)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
     s.account.record_step(notice.tokens, notice.loss)
     _check_loss(s, notice.finite)
@@ -31,6 +35,11 @@ def record_losses(s: AgentState, notice: LossReported) -> None:
         s.trainer.loss = notice.loss_sum / notice.losses
     s.account.add_losses(notice.loss_sum, notice.losses)
     _check_loss(s, notice.finite)
+
+
+def take_remark(s: AgentState, notice: Remarked) -> None:
+    """A rank has something to say to a person."""
+    make_remark(s, "script", notice.text[:NOTE_CHARS])
 
 
 def _check_loss(s: AgentState, finite: bool) -> None:

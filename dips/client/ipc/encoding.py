@@ -17,7 +17,7 @@ import msgpack
 from dips.client.ipc.messages import Answer, Message, Notice, Question
 from dips.errors import LocalProtocolError, RemoteProtocolError
 
-MOST_BYTES = 1 << 20  # of one message; the largest is Attach, with the manifest of the model
+MOST_BYTES = 1 << 20  # of one message; the largest is ManifestSent, if the model is not the run's
 LENGTH = struct.Struct(">I")
 
 MESSAGES: dict[str, type[Message]] = {

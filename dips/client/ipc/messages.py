@@ -1,15 +1,14 @@
 """The messages between the agent and rank 0 of its training job.
 
-Rank 0 asks and the agent answers, at once or after at most `poll_s` with AskAgain; then rank 0 asks the same question,
-with the same number, again. A notice has no answer. Every message names its attempt (given by the agent in Attached),
-so that messages of an older attempt change nothing. How messages travel: encoding.py.
+Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the same is asked again. A notice
+has no answer. Messages name their attempt (given in Attached): those of an older one change nothing. See encoding.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.protocol.effects import Grant
+from dips.protocol.effects import Grant, ManifestWanted
 
 # ---- questions of rank 0 ---------------------------------------------------------------------------------------------
 
@@ -21,9 +20,17 @@ class Attach:
     launch: int  # DIPS_ATTEMPT: which start of the training command by the agent; 0: others started it
     restart: int  # torchrun's own count of restarts, on rank 0's host
     process: str  # a name that no other process of the job has or had
-    manifest: str  # JSON
+    manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSent:
+    """The model's manifest itself, after ManifestWanted; answered as Attach is."""
+
+    process: str  # as in Attach
+    packed: bytes  # packed_manifest.py; empty: it is too large to travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class PushMoved:
     reason: str
     nbytes: int
     at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
+    diverged: bool = False  # the model is not finite on some rank: nothing travelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +149,14 @@ class LossReported:
     loss_sum: float
     losses: int  # inner steps whose loss was given and finite
     finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Remarked:
+    """Something about the script that a person should know, with its remedy."""
+
+    attempt: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +277,7 @@ class ErrorReply:
 
 Question = (
     Attach
+    | ManifestSent
     | PushWanted
     | PushMoved
     | PullWanted
@@ -271,10 +288,11 @@ Question = (
     | Resume
     | Detach
 )
-Notice = Stepped | LossReported
+Notice = Stepped | LossReported | Remarked
 Answer = (
     AskAgain
     | Attached
+    | ManifestWanted
     | PushNow
     | PullNow
     | TrainOn

@@ -16,18 +16,22 @@ for it, `install_shard` only begins, and the next forward does the rest (lazy.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Protocol
 
 import torch
 
+from dips.client.parallel.checksum import sum_bits
 from dips.client.parallel.devices import Device
+from dips.client.parallel.finiteness import find_not_finite
 from dips.client.parallel.kept_shard import KeptShard, ShardCopy
 from dips.client.parallel.memory_map import map_memory
+from dips.client.parallel.model_memory import ModelMemory
 from dips.client.parallel.plan import LocalRect, Redistribution, TransferPlan
-from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock
+from dips.client.parallel.remainders import Remainders
+from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.shard_copies import ShardBlocks, part_of
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
@@ -53,15 +57,12 @@ class HostMemory:
     ) -> None:
         """`held` is what `adapter` described when the plan was made."""
         self._adapter, self._plan, self._exchange = adapter, plan, exchange
-        by_name = {h.name: h for h in held}
-        names = [[p.name for p in layer.parameters] for layer in plan.manifest.layers]
-        self._held = [[by_name.get(name) for name in layer] for layer in names]
+        self._model_memory, self._remainders = ModelMemory(adapter, held), Remainders()
         self._device = Device([b.view for h in held for b in (*h.reads, *h.writes)])
-        self._allocate_layers()
-        self._params = [list(self._parameter_copies(layer)) for layer in range(len(names))]
-        self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
         self._kept = KeptShard(self._device)
-        self._addresses = {address for address in self._present_addresses() if address[0] in by_name}
+        self._held = self._sort_by_layer(held)
+        self._allocate_layers()
+        self._bind_copies()
 
     @property
     def pieces(self) -> list[Piece]:
@@ -83,15 +84,57 @@ class HostMemory:
         return self._host.numel()
 
     def find_replaced_parameter(self) -> str:
-        """The first parameter whose memory is not where it was when this was made; "" if there is none.
+        """The first parameter that is another than was laid out, or lies here in other parts; "" if there is none.
 
-        `fully_shard`, `to(device)` and load_state_dict(assign=True) replace a model's memory: what would be read here
-        is not what is trained any more.
+        Parameters whose memory was moved, and masters that an optimizer has made since, are found anew by this: it
+        comes before whatever reads or writes the model.
         """
-        return min((name for name, _ in self._addresses - self._present_addresses()), default="")
+        if replaced := self._model_memory.find_replaced():
+            return replaced
+        if not self._model_memory.has_moved():
+            return ""
+        held, other = self._model_memory.describe_again()
+        if not other:
+            self._held = self._sort_by_layer(held)
+            self._bind_copies()
+        return other
 
-    def _present_addresses(self) -> set[tuple[str, int]]:
-        return {(name, memory.data_ptr()) for name, memory in self._adapter.local_tensors()}
+    def _sort_by_layer(self, held: Sequence[HeldParameter]) -> list[list[HeldParameter | None]]:
+        by_name = {h.name: h for h in held}
+        return [[by_name.get(p.name) for p in layer.parameters] for layer in self._plan.manifest.layers]
+
+    def _bind_copies(self) -> None:
+        """Find what an install copies to; the model's tensors are where `_held` says."""
+        self._blocks = ShardBlocks(self._held, self._block_at, self._host)
+        self._params = [list(self._blocks.parameter_copies(layer)) for layer in self.layers]
+        self._masters = [list(self._blocks.master_copies(layer)) for layer in self.layers]
+        self._kept.move_copies(chain(*self._params, *self._masters))
+
+    @torch.no_grad()
+    def find_not_finite(self) -> str:
+        """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
+        held = [h for layer in self._held for h in layer if h is not None]
+        views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
+        return find_not_finite(views)
+
+    @property
+    def remainders(self) -> Remainders:
+        """What the last install rounded away."""
+        return self._remainders
+
+    @torch.no_grad()
+    def sum_bits(self) -> int:
+        """This rank's share of the checksum of θ: of what it would push or hand over, each element on one rank."""
+        gathered = (
+            (layer, rect)
+            for layer, moves in enumerate(self._plan.gather)
+            for rect in chain((source for source, _ in moves.local), *moves.sends.values())
+        )
+        return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
+
+    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+        """The model's own memory that installs write."""
+        return [(copy.name, copy.view) for copy in chain(*self._params)]
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
@@ -107,6 +150,7 @@ class HostMemory:
                     if (frozen := self._frozen_tensor(target)) is not None:
                         frozen.copy_(self._read_rect(layer, source), non_blocking=True)
                 self._device.synchronize()
+                self._add_remainders(layer, moves, sends)
                 self._exchange_layer(moves, sends, lambda _, rect: self._frozen_tensor(rect), layer)
 
     @torch.no_grad()
@@ -137,6 +181,7 @@ class HostMemory:
         self._copy_shards(self._params)
         self._adapter.reload_masters()
         self._copy_shards(self._masters)
+        self._remainders.keep_installed(chain(*self._params))
 
     @torch.no_grad()
     def is_merge_finite(self) -> bool:
@@ -149,10 +194,14 @@ class HostMemory:
         self._adapter.reshard()
         masters = [(copy, copy.view + self._kept.pulled_difference(copy)) for copy in chain(*self._masters)]
         for copy in chain(*self._params):
-            copy.view.add_(self._kept.pulled_difference(copy))
+            self._remainders.write_merged(copy, copy.view + self._kept.pulled_difference(copy))
         self._adapter.reload_masters()
         for copy, master in masters:
             copy.view.copy_(master)
+
+    def sync_masters(self) -> None:
+        """All layers were installed, one after the other."""
+        self._adapter.sync_masters()
 
     def finish_install(self) -> None:
         """Copy into the model what an install that goes on beside training has left (lazy.py)."""
@@ -179,18 +228,11 @@ class HostMemory:
         ]
         self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
 
-    def _host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
-        """A block that is written, and its host memory of the same shape."""
-        held = self._held[layer][param]
-        assert held is not None
-        block, at = held.writes[index], self._block_at[layer, param, index]
-        return block, self._host[at : at + block.rect.numel].view(block.rect.rows, block.rect.cols)
-
     def _read_rect(self, layer: int, rect: LocalRect) -> torch.Tensor:
         held = self._held[layer][rect.param]
         assert held is not None
         block = held.reads[rect.index]
-        return _part_of(block.view, block.rect, rect.rect)
+        return part_of(block.view, block.rect, rect.rect)
 
     def _piece_tensor(self, rect: LocalRect) -> torch.Tensor:
         piece, memory, part = self._plan.pieces[rect.index], self._memory[rect.index], rect.rect
@@ -202,12 +244,22 @@ class HostMemory:
         return self._piece_tensor(rect)
 
     def _shard_tensor(self, layer: int, rect: LocalRect) -> torch.Tensor:
-        block, host = self._host_block(layer, rect.param, rect.index)
-        return _part_of(host, block.rect, rect.rect)
+        block, host = self._blocks.host_block(layer, rect.param, rect.index)
+        return part_of(host, block.rect, rect.rect)
 
     def _is_in_place(self, layer: int, source: LocalRect, target: LocalRect) -> bool:
         piece, shard = self._piece_tensor(source), self._shard_tensor(layer, target)
         return piece.data_ptr() == shard.data_ptr() and piece.is_contiguous() and shard.is_contiguous()
+
+    def _add_remainders(self, layer: int, moves: Redistribution, sends: dict[int, torch.Tensor]) -> None:
+        """To what was read from the model: what the last install had to round away (remainders.py)."""
+        for peer, rects in moves.sends.items():
+            parts = _split_packed(sends[peer], [self._read_rect(layer, rect) for rect in rects])
+            for part, rect in zip(parts, rects, strict=True):
+                self._remainders.add_to(part, layer, rect, self._blocks)
+        for source, target in moves.local:
+            if (frozen := self._frozen_tensor(target)) is not None:
+                self._remainders.add_to(frozen, layer, source, self._blocks)
 
     # ---- between the ranks of the cluster ----------------------------------------------------------------------------
 
@@ -233,35 +285,6 @@ class HostMemory:
         for peer, views in targets.items():
             for part, view in zip(_split_packed(receives[peer], views), views, strict=True):
                 view.copy_(part)
-
-    # ---- copies into the model ---------------------------------------------------------------------------------------
-
-    def _parameter_copies(self, layer: int) -> Iterator[ShardCopy]:
-        for l, k, b in self._block_at:
-            if l == layer:
-                block, host = self._host_block(l, k, b)
-                yield ShardCopy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
-
-    def _master_copies(self, layer: int) -> Iterator[ShardCopy]:
-        for k, held in enumerate(self._held[layer]):
-            for master in held.masters if held else ():
-                yield from self._copies_of_master(layer, k, master)
-
-    def _copies_of_master(self, layer: int, param: int, master: TensorBlock) -> Iterator[ShardCopy]:
-        held = self._held[layer][param]
-        assert held is not None
-        for b in range(len(held.writes)):
-            block, host = self._host_block(layer, param, b)
-            for part in block.rect.cut_between(master.rect.first, master.rect.end):
-                for shared in master.rect.cut_between(part.first, part.end):
-                    view, source = _part_of(master.view, master.rect, shared), _part_of(host, block.rect, shared)
-                    yield ShardCopy(held.name, view, source)
-
-
-def _part_of(view: torch.Tensor, rect: Rect, part: Rect) -> torch.Tensor:
-    """The part of a rectangle's memory, [part.rows, part.cols]."""
-    row, col = rect.place_of(part)
-    return view[row : row + part.rows, col : col + part.cols]
 
 
 def _split_packed(packed: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,6 +17,8 @@ class ShardCopy:
     name: str  # of the parameter
     view: torch.Tensor  # the framework's
     host: torch.Tensor
+    rounds: bool = False  # the tensor has fewer bits than what is pulled, and is what is pushed
+    key: tuple[int, int, int] = (-1, -1, -1)  # layer, parameter, block; of a parameter's own memory
 
 
 class KeptShard:
@@ -35,9 +37,14 @@ class KeptShard:
                 kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
             self._device.synchronize()
 
+    def move_copies(self, copies: Iterable[ShardCopy]) -> None:
+        """The framework's tensors lie elsewhere: `copies` are the same, in the same order, or nothing is kept."""
+        moved = list(copies)
+        self._kept = dict(zip(moved, self._kept.values(), strict=True)) if len(moved) == len(self._kept) else {}
+
     def is_finite(self) -> bool:
         """Whether neither the tensors nor what was kept of them hold a NaN or an infinity."""
-        return all(
+        return bool(self._kept) and all(
             bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(kept).all())
             for copy, kept in self._kept.items()
         )

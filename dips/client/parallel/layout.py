@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
-import msgpack
 import torch
 from torch import nn
 
-from dips.client.parallel.plan import SPREAD_ITEMS, ParameterClaim, RankLayout, TransferPlan, make_plan
+from dips.client.parallel.model_memory import merge_tied
+from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
+from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 
@@ -26,17 +27,9 @@ SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTenso
 # What no adapter supports, by the module and name of a class in the model, and what to do instead.
 FOREIGN = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
-    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own",
+    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own; use fully_shard (FSDP2)",
     ("megatron.core.distributed.fsdp", "FullyShardedDataParallel"): "use Megatron's distributed optimizer",
 }
-
-
-class LayoutCollectives(Protocol):
-    """The collectives that are needed here; JobCollectives has them."""
-
-    rank: int
-
-    def all_gather(self, message: bytes) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class ModelLayout:
 
 def lay_out(
     model: nn.Module | Sequence[nn.Module],
-    collectives: LayoutCollectives,
+    collectives: GatherMessages,
     optimizer: Any = None,
     max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
@@ -61,17 +54,13 @@ def lay_out(
             hold different models
     """
     adapter, held, problem = _describe_model(model, optimizer)
-    own = {"problem": problem, "host": socket.gethostname(), "staged": bool(adapter and adapter.staged)}
-    own["claims"] = [
-        (h.name, h.shape, *([astuple(block.rect) for block in blocks] for blocks in (h.reads, h.writes))) for h in held
-    ]
-    by_rank = [msgpack.unpackb(message) for message in collectives.all_gather(msgpack.packb(own))]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
+    claims = ((h.name, Holding(h.shape, _rects_of(h.reads), _rects_of(h.writes))) for h in held)
+    own = RankLayout.from_claims(claims, socket.gethostname(), adapter is not None and adapter.staged)
+    ranks, by_rank = gather_layouts(own, problem, collectives)
+    problems = [f"rank {rank}: {one}" for rank, one in enumerate(by_rank) if one]
     if problems:
-        same = {one["problem"] for one in by_rank}
-        raise ConfigError(problem if len(same) == 1 else "; ".join(problems[:5]))
+        raise ConfigError(problem if len(set(by_rank)) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    ranks = [RankLayout(tuple(_read_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in by_rank]
     return ModelLayout(adapter, held, make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items))
 
 
@@ -86,12 +75,19 @@ def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None
         if any(cls.__name__ == name and cls.__module__.startswith(package) for cls in classes):
             raise ConfigError(f"the model holds a {package}.{name}: {instead}; supported: {SUPPORTED}")
     if any(hasattr(p, "ds_id") for part in parts for p in part.parameters()):
-        raise ConfigError(f"the parameters are partitioned by DeepSpeed ZeRO-3; supported: {SUPPORTED}")
+        raise ConfigError(
+            f"the parameters are partitioned by DeepSpeed ZeRO-3; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
+    if any(hasattr(p, "_hp_mapping") for part in parts for p in part.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO keeps fp32 masters of these parameters in partitions of its own, which would undo every "
+            f"pull; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
     if any(cls.__module__.startswith("megatron.core.") for cls in classes):
         from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 
         return MegatronAdapter(parts, optimizer)
-    return TorchAdapter(parts, staged=not isinstance(model, nn.Module))
+    return TorchAdapter(parts, not isinstance(model, nn.Module), optimizer)
 
 
 def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -112,23 +108,10 @@ def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str
 def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
         adapter = choose_adapter(model, optimizer)
-        return adapter, _merge_tied(adapter.held_parameters()), ""
+        return adapter, merge_tied(adapter.held_parameters()), ""
     except ConfigError as error:
         return None, [], str(error)
 
 
-def _merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
-    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
-    found: dict[str, HeldParameter] = {}
-    for h in held:
-        first = found.get(h.name)
-        if first is not None and first.shape != h.shape:
-            raise ConfigError(f"{h.name}: shape {first.shape} in one chunk of the model, {h.shape} in another")
-        found[h.name] = (
-            replace(first, writes=first.writes + h.writes, masters=first.masters + h.masters) if first else h
-        )
-    return list(found.values())
-
-
-def _read_claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:
-    return ParameterClaim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))
+def _rects_of(blocks: Sequence[TensorBlock]) -> tuple[Rect, ...]:
+    return tuple(block.rect for block in blocks)

@@ -19,6 +19,7 @@ Single-threaded: everything runs on the training's own thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,18 +45,20 @@ class LazyMemory(HostMemory):
         """Raise ConfigError if a forward would not read what is written just before it."""
         read_groups = adapter.read_groups()
         super().__init__(adapter, held, plan, exchange)
-        assert not any(self._masters), "an adapter with masters has no read groups"
         self._groups = read_groups
         self._group_by_state = {group.state: group for group in read_groups if group.state is not None}
         self._parameters = {name: p for group in read_groups for name, p in group.reads.items()}
-        self._copies_of: dict[str, list[ShardCopy]] = {name: [] for name in self._parameters}
-        for copies in self._params:
-            for copy in copies:
-                self._copies_of[copy.name].append(copy)
         self._pending: dict[str, torch.Event | None] = {}  # to be installed; the event of its copies if enqueued
         self._write_copy: Callable[[ShardCopy], None] = _write_pulled
         self._forward_seen = False  # of any group, since the install began
         self._handles: list[RemovableHandle] = []
+
+    def _bind_copies(self) -> None:
+        super()._bind_copies()
+        assert not any(self._masters), "an adapter with masters has no read groups"
+        self._copies_of: dict[str, list[ShardCopy]] = {}
+        for copy in chain(*self._params):
+            self._copies_of.setdefault(copy.name, []).append(copy)
 
     def gather_pieces(self) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
@@ -65,6 +68,7 @@ class LazyMemory(HostMemory):
     def install_shard(self) -> None:
         """Begin to copy the shard into the model: the next read of a parameter sees the new value."""
         self._begin_install(_write_pulled)
+        self._remainders.keep_installed(chain(*self._params))
 
     def merge_shard(self) -> None:
         """Begin to add to the model what the shard differs in from what was kept."""
@@ -141,12 +145,12 @@ class LazyMemory(HostMemory):
     def _write_parameters(self, names: list[str]) -> None:
         self.torn = True  # until the last of them is written
         for name in names:
-            for copy in self._copies_of[name]:
+            for copy in self._copies_of.get(name, ()):
                 self._write_copy(copy)
         self.torn = False
 
     def _write_merged(self, copy: ShardCopy) -> None:
-        copy.view.add_(self._kept.difference_on_device(copy))
+        self._remainders.write_merged(copy, copy.view + self._kept.difference_on_device(copy))
 
     def _check_not_torn(self) -> None:
         if self.torn:

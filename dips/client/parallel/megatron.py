@@ -50,11 +50,16 @@ class MegatronAdapter(Adapter):
     def held_parameters(self) -> list[HeldParameter]:
         return list(self._held_parameters())
 
-    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for chunk in self._chunks:
             names = dict(_global_names(chunk))
             for path, parameter in chunk.named_parameters():
-                yield names[path], parameter.detach()
+                yield names[path], parameter, parameter.detach()
+
+    def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        for name, parameter, _ in self.local_tensors():
+            if isinstance(master := getattr(parameter, "main_param", None), torch.Tensor):
+                yield name, master, master.detach()
 
     def reload_masters(self) -> None:
         if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):

@@ -10,43 +10,27 @@ The full parameters are cut into *pieces*, contiguous ranges that one rank each 
 If the job has more ranks than may move bytes (`max_transfer_ranks`), the others exchange their ranges with a transfer
 rank on their host in the same way.
 
+A rank looks at each arrangement once (arrangement.py), then at each parameter, and there only at what it holds itself
+or what decides who moves that.
+
 What must stay true: over all ranks the pieces cover every parameter exactly once, and both ends of an exchange list
 its rectangles in the same order. Pure: no torch, no clock, no socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dips.client.parallel.arrangement import Arrangement, PieceExchange, SlabCut, TransferRanks
+from dips.client.parallel.rank_layout import RankLayout
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.slabs import Slab, cut_slabs
+from dips.client.parallel.ways import ParameterWays, Way
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
 from dips.wire.chunks import Range
 
 SPREAD_ITEMS = 1 << 20  # elements of a replicated range that one rank moves rather than cutting it: 4 MiB, few chunks
-CUT_ITEMS = 1024  # pieces of a range are cut at multiples of it
-SHOWN = 5  # differences in one message
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterClaim:
-    """One parameter as one rank holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    reads: tuple[Rect, ...]
-    writes: tuple[Rect, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankLayout:
-    """Everything that one rank tells the others about its part of the model."""
-
-    claims: tuple[ParameterClaim, ...]
-    host: str
-    staged: bool = False  # it may hold other parameters than its neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +50,15 @@ class Redistribution:
     receives: dict[int, list[LocalRect]] = field(default_factory=dict)
     local: list[tuple[LocalRect, LocalRect]] = field(default_factory=list)  # from, to: both on this rank
 
+    def add_exchange(self, me: int, source: int, here: LocalRect, target: int, there: LocalRect) -> None:
+        """A rectangle goes from `here` on `source` to `there` on `target`; `me` is one of the two."""
+        if source == target:
+            self.local.append((here, there))
+        elif source == me:
+            self.sends.setdefault(target, []).append(here)
+        else:
+            self.receives.setdefault(source, []).append(there)
+
 
 @dataclass(frozen=True)
 class TransferPlan:
@@ -83,135 +76,82 @@ def make_plan(
     """Plan for rank `me` of the job.
 
     Errors  ConfigError, the same on every rank: ranks disagree on a parameter, an element is held by no rank or twice
-    Cost    every rank reads what all ranks hold: some microseconds for each parameter of each rank
+    Cost    about 20 µs for each parameter that this rank holds; the other ranks count by their ways to hold one
     """
-    _check_agreement(ranks)
-    held = {claim.name: claim.shape for rank in ranks for claim in rank.claims}
-    if not held:
+    ways = ParameterWays(ranks)
+    if not ways.by_name:
         raise ConfigError("the model has no parameter with requires_grad: nothing would be trained")
-    manifest = Manifest.from_shapes(held.items())
-    return _Planner(ranks, me, manifest, max_transfer_ranks, spread_items).make_plan()
-
-
-def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
-    """At most `most` ranks, evenly from each host, in the ranks' order; all of them if they are no more."""
-    if len(hosts) <= most:
-        return dict.fromkeys(range(len(hosts)))
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    rounds = max(len(ranks) for ranks in by_host.values())
-    turns = (ranks[i] for i in range(rounds) for ranks in by_host.values() if i < len(ranks))
-    return dict.fromkeys(sorted(rank for rank, _ in zip(turns, range(most), strict=False)))
-
-
-def _check_agreement(ranks: Sequence[RankLayout]) -> None:
-    lines: list[str] = []
-    shapes: dict[str, tuple[tuple[int, ...], int]] = {}
-    for number, rank in enumerate(ranks):
-        for claim in rank.claims:
-            shape, first = shapes.setdefault(claim.name, (claim.shape, number))
-            if shape != claim.shape:
-                lines.append(f"{claim.name}: shape {shape} on rank {first}, {claim.shape} on rank {number}")
-    if not any(rank.staged for rank in ranks):
-        for number, rank in enumerate(ranks):
-            missing = shapes.keys() - {claim.name for claim in rank.claims}
-            lines += [f"{name}: on rank {shapes[name][1]}, not on rank {number}" for name in sorted(missing)]
-    if lines:
-        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        raise ConfigError(f"the ranks hold different models: {'; '.join([*lines[:SHOWN], *more])}")
+    manifest = Manifest.from_shapes((name, ways.shape_of(name)) for name in ways.by_name)
+    transfer_ranks = TransferRanks([rank.host for rank in ranks], max_transfer_ranks)
+    found: dict[Way, Arrangement] = {}
+    for parameter in (p for layer in manifest.layers for p in layer.parameters):
+        if (way := ways.by_name[parameter.name]) not in found:
+            found[way] = Arrangement(parameter.name, ways.holders[way], me, transfer_ranks, spread_items)
+    by_name = {name: found[way] for name, way in ways.by_name.items()}
+    return _Planner(me, len(ranks), manifest, by_name).make_plan()
 
 
 class _Planner:
-    """Cuts the parameters into pieces and gives each to a transfer rank, in the order of the manifest."""
+    """Gives each piece to a transfer rank, in the order of the manifest."""
 
-    def __init__(
-        self, ranks: Sequence[RankLayout], me: int, manifest: Manifest, max_transfer_ranks: int, spread_items: int
-    ) -> None:
-        self._ranks, self._me, self._manifest, self._spread_items = ranks, me, manifest, spread_items
-        self._transfer_ranks = choose_transfer_ranks([rank.host for rank in ranks], max_transfer_ranks)
-        self._load = [0] * len(ranks)  # elements, by rank
+    def __init__(self, me: int, ranks: int, manifest: Manifest, arrangements: Mapping[str, Arrangement]) -> None:
+        self._me, self._manifest, self._arrangements = me, manifest, arrangements
+        self._load = [0] * ranks  # elements, by rank; of those only that decide who moves what this rank holds
         self._pieces: list[Range] = []
         self._gather = [Redistribution() for _ in manifest.layers]
         self._spread = [Redistribution() for _ in manifest.layers]
-        self._reads: dict[str, dict[Rect, list[tuple[int, int]]]] = {}  # rectangle → (rank, block) that hold it
-        self._writes: dict[str, list[tuple[int, int, Rect]]] = {}
-        self._own_writes: dict[str, list[tuple[int, int, Rect]]] = {}
-        for number, rank in enumerate(ranks):
-            for claim in rank.claims:
-                self._add_claim(number, claim)
-
-    def _add_claim(self, rank: int, claim: ParameterClaim) -> None:
-        reads = self._reads.setdefault(claim.name, {})
-        for block, rect in enumerate(claim.reads):
-            reads.setdefault(rect, []).append((rank, block))
-        writes = [(rank, block, rect) for block, rect in enumerate(claim.writes)]
-        self._writes.setdefault(claim.name, []).extend(writes)
-        if rank == self._me:
-            self._own_writes.setdefault(claim.name, []).extend(writes)
+        self._cuts = _find_cuts(arrangements.values())
 
     def make_plan(self) -> TransferPlan:
         for l, layer in enumerate(self._manifest.layers):
             for k, parameter in enumerate(layer.parameters):
-                reads = self._reads[parameter.name]
-                for slab in cut_slabs(parameter.name, sorted(reads), parameter.numel):
-                    holders = sorted({rank for rect in slab.rects for rank, _ in reads[rect]})
-                    for begin, end, mover in self._deal_slab(slab, holders):
-                        self._add_piece(Range(l, k, begin, end - begin), mover, slab, parameter.name)
+                arrangement = self._arrangements[parameter.name]
+                for cut in self._cuts[arrangement]:
+                    for begin, end, mover in self._deal_cut(cut):
+                        if cut.concerns_me:
+                            exchange = arrangement.find_exchange(cut, begin, end, mover)
+                            self._add_piece(Range(l, k, begin, end - begin), mover, exchange)
         return TransferPlan(self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread))
 
-    def _deal_slab(self, slab: Slab, holders: list[int]) -> Iterator[tuple[int, int, int]]:
-        """Cut a slab among as few transfer ranks as `spread_items` asks for, those with the least load first."""
-        candidates = self._candidate_ranks(holders)
-        length = slab.end - slab.begin
-        count = min(len(candidates), -(-length // self._spread_items))
-        chosen = sorted(candidates, key=lambda rank: (self._load[rank], rank))[:count]
-        step = -(-length // count)
-        if step > CUT_ITEMS:
-            step = -(-step // CUT_ITEMS) * CUT_ITEMS
-        for mover, begin in zip(chosen, range(slab.begin, slab.end, step), strict=False):
-            end = min(begin + step, slab.end)
-            self._load[mover] += end - begin
+    def _deal_cut(self, cut: SlabCut) -> Iterator[tuple[int, int, int]]:
+        """Deal a slab's pieces to its candidates, those with the least load first."""
+        slab, load = cut.slab, self._load
+        if len(cut.candidates) == 1:  # the usual case: a shard that one rank holds
+            load[cut.candidates[0]] += slab.end - slab.begin
+            yield slab.begin, slab.end, cut.candidates[0]
+            return
+        chosen = sorted(cut.candidates, key=lambda rank: (load[rank], rank))[: cut.count]
+        for mover, begin in zip(chosen, range(slab.begin, slab.end, cut.step), strict=False):
+            end = min(begin + cut.step, slab.end)
+            load[mover] += end - begin
             yield begin, end, mover
 
-    def _candidate_ranks(self, holders: list[int]) -> list[int]:
-        """The transfer ranks for what these ranks hold: among themselves, else on their hosts, else any."""
-        among = [rank for rank in holders if rank in self._transfer_ranks]
-        if among:
-            return among
-        hosts = {self._ranks[rank].host for rank in holders}
-        nearby = [rank for rank in self._transfer_ranks if self._ranks[rank].host in hosts]
-        return nearby or list(self._transfer_ranks)
-
-    def _add_piece(self, piece: Range, mover: int, slab: Slab, name: str) -> None:
+    def _add_piece(self, piece: Range, mover: int, exchange: PieceExchange) -> None:
         """Give a piece to the rank `mover`, and list what this rank exchanges for it before a push and after a pull."""
-        me, number = self._me, len(self._pieces)
-        begin, end = piece.offset, piece.offset + piece.length
-        gather, spread = self._gather[piece.layer], self._spread[piece.layer]
-        for rect in slab.rects:
-            parts = rect.cut_between(begin, end)
-            source, block = self._nearest_copy(self._reads[name][rect], mover)
-            if me in (source, mover):
-                for part in parts:
-                    held, moved = LocalRect(piece.param, block, part), LocalRect(piece.param, number, part)
-                    _add_exchange(gather, me, source, held, mover, moved)
-        for target, block, rect in self._writes[name] if me == mover else self._own_writes.get(name, ()):
-            for part in rect.cut_between(begin, end):
-                moved, held = LocalRect(piece.param, number, part), LocalRect(piece.param, block, part)
-                _add_exchange(spread, me, mover, moved, target, held)
+        me, param, number = self._me, piece.param, len(self._pieces)
+        for source, block, part in exchange.gather:
+            held, moved = LocalRect(param, block, part), LocalRect(param, number, part)
+            self._gather[piece.layer].add_exchange(me, source, held, mover, moved)
+        for target, block, part in exchange.spread:
+            moved, held = LocalRect(param, number, part), LocalRect(param, block, part)
+            self._spread[piece.layer].add_exchange(me, mover, moved, target, held)
         if me == mover:
             self._pieces.append(piece)
 
-    def _nearest_copy(self, holders: list[tuple[int, int]], mover: int) -> tuple[int, int]:
-        """The copy that a transfer rank reads: its own, else one on its host, else any."""
-        host = self._ranks[mover].host
-        return min(holders, key=lambda h: (h[0] != mover, self._ranks[h[0]].host != host, h[0]))
 
+def _find_cuts(arrangements: Iterable[Arrangement]) -> dict[Arrangement, list[SlabCut]]:
+    """Of each arrangement the cuts that a rank must deal: those that concern it, and all that their loads depend on.
 
-def _add_exchange(moves: Redistribution, me: int, source: int, here: LocalRect, target: int, there: LocalRect) -> None:
-    if source == target == me:
-        moves.local.append((here, there))
-    elif source == me:
-        moves.sends.setdefault(target, []).append(here)
-    elif target == me:
-        moves.receives.setdefault(source, []).append(there)
+    Who moves a slab is decided by the loads of its candidates, these by other slabs of theirs, and so on.
+    """
+    distinct = list(dict.fromkeys(arrangements))
+    shared = {cut.candidates: cut.concerns_me for one in distinct for cut in one.cuts if len(cut.candidates) > 1}
+    shared |= {c.candidates: True for one in distinct for c in one.cuts if len(c.candidates) > 1 and c.concerns_me}
+    counted = {rank for candidates, mine in shared.items() if mine for rank in candidates}
+    grown = True
+    while grown:
+        more = {rank for ranks in shared if not counted.isdisjoint(ranks) for rank in ranks} - counted
+        counted, grown = counted | more, bool(more)
+    return {
+        one: [cut for cut in one.cuts if cut.concerns_me or not counted.isdisjoint(cut.candidates)] for one in distinct
+    }

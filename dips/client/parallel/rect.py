@@ -89,13 +89,13 @@ def box_rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int])
     """
     if 0 in sizes:
         return []
+    if tuple(sizes) == tuple(shape):
+        return [Rect.flat_run(0, prod(shape))]
     cut = [d for d in range(len(shape)) if sizes[d] != shape[d]]
-    inner = cut[-1] if cut else 0
+    inner = cut[-1]
     outer = next((d for d in reversed(cut) if d < inner), 0)
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    if not shape:
-        return [Rect.flat_run(0, 1)]
     cols, width = sizes[inner] * strides[inner], shape[inner] * strides[inner]
     rows = prod(sizes[outer:inner])
     steps = product(*(range(size) for size in sizes[:outer]))

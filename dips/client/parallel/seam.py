@@ -8,11 +8,12 @@ travels inside the cluster, what is written when (plan.py, host.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup
 from dips.client.parallel.rect import Rect
@@ -54,8 +55,12 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name every parameter that lies on this rank, frozen ones too, and this rank's memory of it as it is now."""
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name every parameter that lies on this rank, frozen ones too, with its object and this rank's memory now."""
+
+    def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Likewise the optimizer's masters that are known now, by the names of their parameters."""
+        yield from ()
 
     def read_groups(self) -> list[ReadGroup]:
         """Which modules read which of these parameters, in the order of the forward as far as that is known.
@@ -66,6 +71,14 @@ class Adapter(ABC):
 
     def reshard(self) -> None:
         """Have the framework drop gathered parameters: the next forward gathers the shards as they are by then."""
+
+    @property
+    def loses_bits(self) -> str:
+        """The first parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""
+        return ""
+
+    def sync_masters(self) -> None:
+        """All of a version was installed layer by layer: have the script's function make masters, if it gave one."""
 
     def reload_masters(self) -> None:
         """Have the framework make its masters from the parameters, which were written."""
@@ -83,6 +96,35 @@ def pair_blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Ten
         at += rect.numel
     assert at == flat.numel(), (name, at, flat.numel())
     return tuple(made)
+
+
+def check_made(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter whose memory is still to come."""
+    if parameter.is_meta or is_lazy(parameter):
+        raise ConfigError(f"{name}: has no memory yet: give the model its parameters (to_empty, init) before OuterLoop")
+
+
+def check_plain(name: str, memory: torch.Tensor) -> None:
+    """Refuse memory that cannot be copied like a plain tensor's."""
+    if type(memory) is not torch.Tensor:
+        raise ConfigError(
+            f"{name}: a parameter held as {type(memory).__name__} cannot be copied exactly: keep it as a plain "
+            "tensor of bf16 or fp32, and quantize it in the forward"
+        )
+
+
+def check_devices(held: Iterable[HeldParameter]) -> None:
+    """Refuse a model that one process has spread over several devices."""
+    first: dict[torch.device, str] = {}
+    for h in held:
+        for block in h.writes:
+            first.setdefault(block.view.device, h.name)
+    if len(first) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ConfigError(
+            f"one process holds the model on several devices ({places}; device_map?): start one process for each "
+            "device, with fully_shard, tensor or pipeline parallelism"
+        )
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -32,7 +32,6 @@ class StreamedMemory(HostMemory):
         self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
     ) -> None:
         super().__init__(adapter, held, plan, exchange)
-        self._in_model = dict(self._find_in_model())
         self._staged: dict[int, torch.Tensor] = {}
         self.encode_chunk = self._read_chunk
         # Never written nor read: a transfer needs an array for each piece, and untouched ones take no physical memory.
@@ -66,6 +65,10 @@ class StreamedMemory(HostMemory):
         self.scatter_pieces((layer,))
         self._adapter.reshard()
         self._copy_shards((self._params[layer], self._masters[layer]))
+
+    def _bind_copies(self) -> None:
+        super()._bind_copies()
+        self._in_model = dict(self._find_in_model())
 
     def _find_in_model(self) -> list[tuple[int, torch.Tensor]]:
         """The pieces that lie in one run of the model's own memory, and that memory, flat."""

@@ -4,9 +4,9 @@ A DTensor knows where its local tensor lies, on a mesh of any dims, in uneven sh
 whole on this rank. On TP × FSDP the parameters without a TP plan live on the dp sub-mesh: every TP
 rank holds a replica of their shards.
 
-A push takes the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. A model whose
-own parameters are bf16 or fp16 has no fp32 masters: what it pushes is the parameter, and what it
-pulls is rounded to its type, so outer changes below half a unit in the last place are lost on its clusters.
+A push takes the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. Of parameters
+that are bf16 or fp16 it takes the optimizer's fp32 masters where the script has given it (masters.py); where there are
+none, what a pull rounds away is kept for the next push (remainders.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from dips.client.parallel.masters import OptimizerMasters
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, find_read_groups
 from dips.client.parallel.rect import Rect, box_rects
-from dips.client.parallel.seam import Adapter, HeldParameter, check_dtype, pair_blocks
+from dips.client.parallel.seam import (
+    Adapter,
+    HeldParameter,
+    check_devices,
+    check_dtype,
+    check_made,
+    check_plain,
+    pair_blocks,
+)
 from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+# By mesh, placements and shape: the local shape and its rectangles. torch takes 20 µs to compute them.
+Places = dict[tuple[Any, ...], tuple[tuple[int, ...], list[Rect]]]
 
 # Names that wrappers insert into a parameter's path.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -35,20 +47,46 @@ class TorchAdapter(Adapter):
 
     kind = "plain, DDP, FSDP2, HSDP or tensor-parallel"
 
-    def __init__(self, parts: Sequence[nn.Module], staged: bool) -> None:
-        """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
+    def __init__(self, parts: Sequence[nn.Module], staged: bool, optimizer: Any = None) -> None:
+        """
+        staged     the ranks hold different parts, under the names of the whole model (torch's pipelining)
+        optimizer  it may keep fp32 masters; or a function that makes them from the parameters
+        """
         self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
+        self._optimizer = OptimizerMasters(optimizer)
 
     def held_parameters(self) -> list[HeldParameter]:
         self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
-        return list(self._held_parameters())
+        named = list(self._trainable_parameters())
+        masters = self._optimizer.find_masters([parameter for _, parameter in named])
+        places: Places = {}
+        held = [_describe_parameter(name, parameter, masters.get(parameter), places) for name, parameter in named]
+        check_devices(held)
+        return held
 
-    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         self.reshard()
         for part in self._parts:
             for path, parameter in part.named_parameters():
-                local = parameter.to_local() if is_dtensor(parameter) else parameter
-                yield plain_name(path), local.detach()
+                yield plain_name(path), parameter, _local_tensor(parameter)
+
+    def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        self.reshard()
+        named = list(self._trainable_parameters())
+        masters = self._optimizer.find_masters([parameter for _, parameter in named])
+        yield from ((name, masters[p], _local_tensor(masters[p])) for name, p in named if p in masters)
+
+    def reload_masters(self) -> None:
+        self._optimizer.call_sync()
+
+    def sync_masters(self) -> None:
+        self._optimizer.call_sync()
+
+    @property
+    def loses_bits(self) -> str:
+        """The first trainable parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""
+        coarse = (name for name, p in self._trainable_parameters() if p.dtype is not torch.float32)
+        return "" if self._optimizer.known else next(coarse, "")
 
     def reshard(self) -> None:
         """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
@@ -60,18 +98,22 @@ class TorchAdapter(Adapter):
     def read_groups(self) -> list[ReadGroup]:
         if self.staged:
             raise ConfigError(f"install: lazy is not supported for a model given in parts: {INSTEAD}")
+        if self._optimizer.known and any(p.dtype is not torch.float32 for _, p in self._trainable_parameters()):
+            raise ConfigError(f"install: lazy does not write an optimizer's fp32 masters: {INSTEAD}")
         (wrapped,), (model,) = self._wrapped, self._parts
+        if kind := next((type(m).__name__ for m in wrapped.modules() if _compiled_module(m) is not None), ""):
+            raise ConfigError(f"install: lazy would break the compiled graph of a {kind} at its hooks: {INSTEAD}")
         if getattr(wrapped, "mixed_precision", None) is not None:
             raise ConfigError(
                 f"install: lazy: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
             )
         return find_read_groups(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
-    def _held_parameters(self) -> Iterator[HeldParameter]:
+    def _trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self._parts:
             for path, parameter in part.named_parameters():
                 if parameter.requires_grad:
-                    yield _describe_parameter(plain_name(path), parameter)
+                    yield plain_name(path), parameter
 
 
 def plain_name(path: str) -> str:
@@ -80,21 +122,43 @@ def plain_name(path: str) -> str:
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    """The model in torch.compile and DistributedDataParallel, whichever is around the other."""
+    while True:
+        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else _compiled_module(module)
+        if inner is None:
+            return module
+        module = inner
 
 
-def _describe_parameter(name: str, parameter: nn.Parameter) -> HeldParameter:
+def _compiled_module(module: nn.Module) -> nn.Module | None:
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+
+
+def _describe_parameter(
+    name: str, parameter: nn.Parameter, master: torch.Tensor | None, places: Places
+) -> HeldParameter:
+    check_made(name, parameter)
+    check_plain(name, _local_tensor(parameter))
     check_dtype(name, parameter.dtype)
     shape = tuple(parameter.shape)
     if is_dtensor(parameter):
-        parts, local = _local_shard(name, parameter)
+        parts, local = _local_shard(name, parameter, places)
     else:
         parts, local = box_rects(shape, (0,) * len(shape), shape), parameter.detach()
     made = pair_blocks(name, local, parts)
-    return HeldParameter(name, shape, made, made)
+    if master is None:
+        return HeldParameter(name, shape, made, made)
+    exact = pair_blocks(name, _local_tensor(master), parts)
+    return HeldParameter(name, shape, exact, made, exact)
 
 
-def _local_shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tensor]:
+def _local_shard(name: str, parameter: DTensor, places: Places) -> tuple[list[Rect], torch.Tensor]:
+    """This rank's rectangles, and its memory of them; `places` are those that were computed before."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:
@@ -105,7 +169,11 @@ def _local_shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tenso
     local = parameter.to_local().detach()
     if parameter.device_mesh.get_coordinate() is None:
         return [], local.flatten()[:0]
-    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if tuple(local.shape) != tuple(shape):
-        raise ConfigError(f"{name}: expected a local shard of shape {tuple(shape)}, got {tuple(local.shape)}")
-    return box_rects(parameter.shape, start, shape), local
+    key = (parameter.device_mesh, parameter.placements, parameter.shape)
+    if key not in places:
+        sizes, starts = compute_local_shape_and_global_offset(parameter.shape, *key[:2])
+        places[key] = tuple(sizes), box_rects(parameter.shape, starts, sizes)
+    sizes, rects = places[key]
+    if tuple(local.shape) != sizes:
+        raise ConfigError(f"{name}: expected a local shard of shape {sizes}, got {tuple(local.shape)}")
+    return rects, local

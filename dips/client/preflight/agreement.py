@@ -1,33 +1,15 @@
-"""What must be equal: shared options and the model, ours against the run's, with the first differences."""
+"""Our model, to be compared with the run's: from a safetensors file or from the function that makes it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
-
-MOST = 5  # differences that are listed
-
-
-def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
-    """Say which keys of `shared` differ, at most MOST lines."""
-    lines = list(_find_differing("shared", ours, runs))
-    return lines if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more"]
-
-
-def _find_differing(key: str, ours: Any, runs: Any) -> Iterator[str]:
-    if isinstance(ours, Mapping) and isinstance(runs, Mapping):
-        for name in sorted({*ours, *runs}):
-            yield from _find_differing(f"{key}.{name}", ours.get(name), runs.get(name))
-    elif ours != runs:
-        yield f"{key}: the run has {runs!r}, this file {ours!r}"
 
 
 def manifest_of_file(path: Path) -> Manifest:

@@ -19,6 +19,7 @@ from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.protocol.manifest import Manifest
+from dips.telemetry import exits
 from dips.transport import control
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
@@ -27,7 +28,7 @@ MASTER_S = 10.0  # for the master to describe the run
 MIB = 1 << 20
 STYLES = {OK: "green", FAIL: "bold red", NOTE: "yellow"}
 
-command_line = typer.Typer(add_completion=False, rich_markup_mode=None)
+command_line = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
 
 @command_line.command()

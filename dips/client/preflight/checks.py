@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, token_of
-from dips.client.preflight.agreement import differing_options
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
-from dips.errors import CorruptManifest, DipsError, Unavailable, treatment_of
+from dips.differences import differing_options
+from dips.errors import DifferentModel, DipsError, Unavailable, advice_for
 from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
 
@@ -56,7 +56,7 @@ def check_host(config: ClusterFile) -> list[CheckRow]:
         todo = "name another under the key `directory`"
         rows.append(CheckRow("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
     except DipsError as error:
-        rows.append(failed_row("directory", error, treatment_of(error).advice))
+        rows.append(failed_row("directory", error, advice_for(error)))
     rows += _check_agent_address(config)
     try:
         holder = lock_holder(config.directory / PID_FILE)
@@ -85,7 +85,7 @@ def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
         seen = f"{named_by}: {host} is no address of this host: {error.strerror or error}"
         return [CheckRow("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
     except DipsError as error:
-        return [failed_row("agent's line", error, treatment_of(error).advice)]
+        return [failed_row("agent's line", error, advice_for(error))]
     return [CheckRow("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
 
 
@@ -132,7 +132,7 @@ def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any
     try:
         mine = ours()
         if mine.digest != runs.digest:
-            raise CorruptManifest("; ".join(runs.describe_differences(mine)))
+            raise DifferentModel("; ".join(runs.describe_differences(mine)))
     except DipsError as error:
         return CheckRow("model", FAIL, str(error), "take the model that `dips init` was given", 78)
     return CheckRow("model", OK, f"{size}, as the run's")

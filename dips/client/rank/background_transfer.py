@@ -29,6 +29,7 @@ class TransferResult:
     reason: str  # this rank's
     nbytes: int  # over all ranks
     torn: bool = False  # a pull that failed after its first layer was installed
+    diverged: bool = False  # a push that was not begun: the model is not finite on some rank
 
 
 class BackgroundTransfer(ABC):
@@ -61,6 +62,22 @@ class StreamedTransfer(BackgroundTransfer):
 
     def cancel(self) -> None:
         pass  # nothing moves between two calls
+
+
+class EndedTransfer(BackgroundTransfer):
+    """A transfer that all ranks agreed not to begin."""
+
+    def __init__(self, result: TransferResult) -> None:
+        self._result = result
+
+    def wait(self, poll_s: float) -> TransferResult:
+        return self._result
+
+    def poll(self) -> TransferResult | None:
+        return self._result
+
+    def cancel(self) -> None:
+        pass  # nothing moves
 
 
 class ThreadedTransfer(BackgroundTransfer):

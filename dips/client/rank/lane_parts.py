@@ -11,6 +11,7 @@ import zmq
 from dips.client.rank.transfer_types import LayerOrder
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
+from dips.protocol.order import slaves_in_order
 from dips.transport import curve
 from dips.transport.intake import Intake
 from dips.transport.shares import Share, check_piece, deal_pieces
@@ -35,16 +36,12 @@ class LanePart:
 
 
 def check_order(order: LayerOrder, name: str) -> None:
-    """Raise LocalProtocolError unless the grant has a slave for each piece, and an order of slaves for the rank."""
-    grant, rank = order.grant, order.base.rank
+    """Raise LocalProtocolError unless the grant has a slave for each piece."""
     for piece in order.pieces:
         check_piece(piece)
-    strays = sorted({p.layer for p in order.pieces} - {layer for slave in grant.slaves for layer in slave.layers})
-    if strays:
+    held = {layer for slave in order.grant.slaves for layer in slave.layers}
+    if strays := sorted({p.layer for p in order.pieces} - held):
         raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
-    slaves = grant.order[rank] if rank < len(grant.order) else ()
-    if sorted(slaves) != list(range(len(grant.slaves))):
-        raise LocalProtocolError(f"{name}: expected an order of all {len(grant.slaves)} slaves, got {slaves}")
 
 
 def open_parts(
@@ -55,7 +52,7 @@ def open_parts(
     version = str(grant.version) if kind == "pull" else ""
     held = str(order.held or "")
     own_keys = curve.new_keys()  # anonymous, for this transfer only
-    for index in grant.order[base.rank]:
+    for index in slaves_in_order(grant.order, grant.first + base.rank, len(grant.slaves), str(grant.version)):
         slave = grant.slaves[index]
         hands = deal_pieces((p for p in order.pieces if p.layer in slave.layers and p.length), len(slave.lanes))
         for lane, pieces in enumerate(hands):

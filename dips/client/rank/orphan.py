@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from dips.client.ipc.address import Address, OnThisHost
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
@@ -73,7 +74,11 @@ def _watch_process(pid: int) -> None:
 
 def _end_process(which: str) -> None:
     """SIGTERM first; a rank that is blocked in a collective that never ends does not handle it, so then exit hard."""
-    sys.stderr.write(f"dips: the agent {which} is gone: this rank ends\n")
+    for stream in (sys.stderr, sys.stdout):  # standard error went through the agent
+        with suppress(OSError):
+            stream.write(f"dips: the agent {which} is gone: this rank ends\n")
+            stream.flush()
+            break
     threading.Thread(target=_exit_after_grace, daemon=True).start()
     os.kill(os.getpid(), signal.SIGTERM)
 

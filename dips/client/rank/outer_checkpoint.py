@@ -11,13 +11,16 @@ import torch
 from dips.client.ipc.messages import Saved
 from dips.errors import LocalProtocolError
 
-STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
+STATE_FORMAT = 2  # of state_dict; another number is refused, never guessed at. 1 had no checksum
 
 
-def make_state(saved: Saved, inner_steps: int, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def make_state(
+    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
     """Build the state_dict; the names of this rank's own tensors end with its rank."""
     own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
-    return {"format": STATE_FORMAT, "inner_steps": inner_steps, **asdict(saved), **own}
+    taken = {"steps": inner_steps, "checksum": checksum}  # Saved has `inner_steps` of its own, since the last push
+    return {"format": STATE_FORMAT, **taken, **asdict(saved), **own}
 
 
 def read_saved(state: Mapping[str, Any]) -> Saved:

@@ -16,30 +16,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
-from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
-from dips.client.ipc.process import process_name
+from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
-from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
-from dips.client.rank.orphan import watch_agent
+from dips.client.rank.inner_optimizers import InnerOptimizers
+from dips.client.rank.joining import attach_trainer, find_agent, find_config, warn_of_coarse, watch_run
+from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
-from dips.client.rank.outer_state import InnerState, OuterState
+from dips.client.rank.outer_state import InnerState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
+from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
-from dips.config import ClusterFile, Shared, load_cluster
-from dips.errors import ConfigError, LocalProtocolError
-from dips.ids import VersionId
+from dips.config import Shared
+from dips.errors import ConfigError, Diverged, LocalProtocolError
+from dips.ids import GENESIS, VersionId
+from dips.protocol.enums import DivergencePolicy
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
+LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
 
 class OuterLoop:
@@ -58,33 +59,40 @@ class OuterLoop:
                    pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
                    frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
         config     the cluster file; None: the one that the agent was started with
-        optimizer  Megatron's: its fp32 masters are what is pushed, and a pull updates them. Not needed otherwise:
-                   torch's own optimizers work on the parameters themselves
-        Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
-                   supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
+        optimizer  the inner optimizer, if it keeps fp32 masters: they are what is pushed, and a pull updates them. Or a
+                   function that makes them from the parameters, called after every pull. Not needed otherwise
+        Without an agent, or with DIPS_ALONE=1, it trains alone: every call is legal, and nothing is pulled or pushed.
+        Errors     the same on every rank. ConfigError: a wrong file, a model of a kind or dtype that is not
+                   supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
-        self._config = _load_config(config)
-        agent = address.find_address(self._config)
-        self._unwatch = watch_agent(agent, self._config.poll_s)
+        self._config, alone = find_config(config), is_alone(config)
+        self._unwatch = watch_run(self._config, alone)
         self._collectives = JobCollectives(self._config.collective_s)
+        self._agent_client = find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
+        if layout.adapter.loses_bits and self._collectives.rank == 0:
+            warn_of_coarse(layout.adapter.loses_bits, self._config.install)
+        self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
-        shared = self._config.shared
+        codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
         self._shard_transfer = ShardTransfer(
-            memory, self._collectives, self._config.stall_s, shared.codec, shared.pull_codec
+            memory, self._collectives, self._config.stall_s, *codecs, optimizer_steps=lambda: self._optimizers.steps
         )
-        self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = _attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
-        self._inner = InnerState()
-        self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
+        self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
+        self._outer_steps = OuterSteps(
+            self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
+        )
         self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
         self._step_reports = StepReports(
             self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
         )
         self._pid, self._closed = os.getpid(), False
+        self._state.version = GENESIS if alone else None
         self._outer_steps.pull_newest()
-        self._inner.warming_up = self.version.version > 0  # its optimizer is empty, until a checkpoint is loaded
+        if self.version.version > 0:
+            self._inner.begin_warmup()  # its optimizer is empty, until a checkpoint is loaded
 
     # ---- where it stands ---------------------------------------------------------------------------------------------
 
@@ -149,8 +157,13 @@ class OuterLoop:
         self._inner.steps += 1
         self._state.steps_until_poll -= 1
         self._step_reports.report_step(tokens, loss)
+        self._step_checks.on_step(tokens, self._optimizers.steps)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
+
+    def remark(self, text: str) -> None:
+        """Have a person told something: in the agent's log, and in `dips status`. Rank 0's word counts."""
+        self._agent_client.notify_agent(Remarked(self._state.attempt, text))
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
@@ -191,6 +204,7 @@ class OuterLoop:
     def _poll_outer_step(self, demanded: bool) -> None:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
+            self._step_checks.compare_ranks()
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
 
@@ -206,10 +220,13 @@ class OuterLoop:
         self._check_usable()
         self._collectives.barrier("OuterLoop.state_dict")
         self._shard_transfer.finish_install()
+        if self._config.on_divergence is not DivergencePolicy.RESET:
+            self._shard_transfer.check_finite("it is not saved over the last good checkpoint")
         saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
-        return make_state(saved, self.inner_steps, self._collectives.rank, self._shard_transfer.feedback_state())
+        own = self._shard_transfer.checkpoint_tensors()
+        return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Continue from a checkpoint whose model and optimizer have just been loaded; return what came of it.
@@ -222,6 +239,9 @@ class OuterLoop:
         self._check_usable()
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
+        if self._shard_transfer.checksum() != state["checksum"]:
+            self._outer_steps.pull_newest()
+            return f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}; pulled {self.version}"
         answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
         self._inner.warming_up = False
         if isinstance(answer, Healed):
@@ -230,8 +250,8 @@ class OuterLoop:
         if not isinstance(answer, Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         self._state.version = VersionId.parse(saved.base)
-        self._shard_transfer.restore_feedback(self.version, read_tensors(state, self._collectives.rank))
-        self._inner.steps, self._state.steps_until_poll = int(state["inner_steps"]), answer.steps
+        self._shard_transfer.restore_tensors(self.version, read_tensors(state, self._collectives.rank))
+        self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
         return answer.reason
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -247,6 +267,7 @@ class OuterLoop:
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(Detach(self._state.attempt))
         self._closed = True
+        self._optimizers.close()
         self._agent_client.disconnect()
         self._collectives.close()
 
@@ -259,7 +280,18 @@ class OuterLoop:
         if kind is None:
             self.close()
         else:
+            self._optimizers.close()
             self._agent_client.disconnect()
+
+    def _reset_optimizers(self) -> None:
+        """The model was not finite, and now is the run's: the optimizer begins anew."""
+        problem = self._optimizers.drop_state() if self._config.on_divergence is DivergencePolicy.RESET else ""
+        (mended,) = self._collectives.all_min([int(not problem)])
+        if not mended:
+            raise Diverged(
+                f"the model diverged, and on some rank a reset does not mend it: {problem or 'not this one'}"
+            )
+        self._inner.begin_warmup()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -268,20 +300,3 @@ class OuterLoop:
             raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
-
-
-def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
-    path = config or os.environ.get("DIPS_CLUSTER_FILE")
-    if path is None:
-        raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
-    return load_cluster(Path(path))
-
-
-def _attach_trainer(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
-    """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
-    incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
-    attached = agent_client.ask_until_answered(question)
-    if not isinstance(attached, Attached):
-        raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
-    return OuterState(attached.attempt, attached.progress)

@@ -19,6 +19,7 @@ class OuterState:
     progress: float  # accepted tokens over the run's target
     version: VersionId | None = None  # that was installed last; None until the first pull
     finished: bool = False  # the run is
+    diverged: bool = False  # the model is not finite, until a version is installed
     torn: bool = False  # the model mixes two versions: a pull failed after its first layer was installed
     steps_until_poll: int = 0  # inner steps until the ranks ask the agent what is due
     last_request: int = 0  # number of it
@@ -34,11 +35,16 @@ class InnerState:
     """Where this trainer stands in its inner steps."""
 
     steps: int = 0  # taken since the OuterLoop was made, or since what a checkpoint continues
-    warming_up: bool = False  # it joined a run under way with an empty optimizer
+    warming_up: bool = False  # its optimizer was empty: it joined a run under way, or its state was dropped
+    warm_from: int = 0  # `steps` when that was
+
+    def begin_warmup(self) -> None:
+        """The optimizer is empty."""
+        self.warming_up, self.warm_from = True, self.steps
 
     def lr_scale(self, warmup_steps: int) -> float:
         """The factor of the inner learning rate: rises to 1 over the warm-up."""
-        return min(1.0, (self.steps + 1) / max(1, warmup_steps)) if self.warming_up else 1.0
+        return min(1.0, (self.steps - self.warm_from + 1) / max(1, warmup_steps)) if self.warming_up else 1.0
 
 
 @dataclass(frozen=True, slots=True)

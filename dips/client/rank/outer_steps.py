@@ -30,7 +30,7 @@ from dips.client.ipc.messages import (
     TrainOn,
 )
 from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.background_transfer import TransferResult
+from dips.client.rank.background_transfer import TransferResult, do_nothing
 from dips.client.rank.outer_state import OpenTransfer, OuterRequest, OuterState
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer_types import TransferIdentity
@@ -42,10 +42,17 @@ class OuterSteps:
     """Carries out outer steps, and owns the one that is in flight."""
 
     def __init__(
-        self, config: ClusterFile, state: OuterState, agent_client: AgentClient, shard_transfer: ShardTransfer
+        self,
+        config: ClusterFile,
+        state: OuterState,
+        agent_client: AgentClient,
+        shard_transfer: ShardTransfer,
+        on_healed: Callable[[], None] = do_nothing,
     ) -> None:
+        """`on_healed`: a model that was not finite was replaced by a version; its optimizer still is of the old one."""
         self._config, self._state = config, state
         self._agent_client, self._shard_transfer = agent_client, shard_transfer
+        self._on_healed = on_healed
         self._overlaps = config.overlap == "full"
         # Under `overlap: full`: a transfer that moves, or a request that the agent has not answered.
         self._in_flight: OpenTransfer | OuterRequest | None = None
@@ -164,7 +171,11 @@ class OuterSteps:
 
     def _report_push(self, order: PushNow, result: TransferResult) -> PushMoved:
         state = self._state
-        return PushMoved(state.attempt, state.next_request(), order.seq, result.ok, result.reason, result.nbytes)
+        state.diverged = result.diverged
+        return PushMoved(
+            state.attempt, state.next_request(), order.seq, result.ok, result.reason, result.nbytes,
+            diverged=result.diverged,
+        )  # fmt: skip
 
     def _install_pulled(self, order: PullNow, result: TransferResult) -> PullMoved:
         state, version, merged = self._state, order.grant.version, False
@@ -176,6 +187,9 @@ class OuterSteps:
             else:
                 self._shard_transfer.install_version(version)
             state.version, state.progress = version, order.progress
+            if state.diverged or (order.merge and not merged):
+                state.diverged = False
+                self._on_healed()
         return PullMoved(
             state.attempt, state.next_request(), order.seq, result.ok, result.reason, result.nbytes, state.torn,
             merged=merged,

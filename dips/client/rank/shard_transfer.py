@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from dips.client.parallel import HostMemory, StreamedMemory
+from dips.client.parallel.checksum import wrap_sum
 from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
+    EndedTransfer,
     StreamedTransfer,
     ThreadedTransfer,
     TransferResult,
@@ -28,17 +30,18 @@ from dips.client.rank.background_transfer import (
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
-from dips.errors import LocalProtocolError
+from dips.client.rank.undo_watch import UndoWatch
+from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import slaves_for_worker
 from dips.transport.shares import Piece
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as this one estimates them; returns why to give up, "" to go on.
 ReportProgress = Callable[[int, int], str]
 Move = Callable[..., TransferStats]
+ROUNDED = "rounded"  # the name of the remainders in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,13 @@ class ShardTransfer:
         stall_s: float,
         codec: str = "fp32",
         pull_codec: str = "fp32",
+        optimizer_steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        """The codecs are the run's: a lossy one takes 8 B more for each parameter that this rank moves."""
+        """
+        codec, pull_codec  the run's: a lossy one takes 8 B more for each parameter that this rank moves
+        optimizer_steps    how often the inner optimizer has stepped
+        """
+        self._undo_watch, self._optimizer_steps = UndoWatch(), optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
         self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
@@ -97,6 +105,8 @@ class ShardTransfer:
         Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
         self._check_parameters()
+        if reason := self._find_not_finite():
+            return EndedTransfer(TransferResult(False, reason, 0, diverged=True))
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
@@ -115,14 +125,28 @@ class ShardTransfer:
         total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
         return self._begin_move(move, self._memory.pieces, total, request, release)
 
+    def check_finite(self, consequence: str) -> None:
+        """Raise Diverged, the same on all ranks, if the model is not finite on one of them."""
+        if reason := self._find_not_finite():
+            raise Diverged(f"the model diverged: {reason}; {consequence}")
+
+    def _find_not_finite(self) -> str:
+        """Where the model is not finite, on any rank; "" if it is on all, which costs one number of each."""
+        found = self._memory.find_not_finite()
+        (all_finite,) = self._collectives.all_min([int(not found)])
+        if all_finite:
+            return ""
+        by_rank = enumerate(self._collectives.all_gather(found.encode()))
+        return next(f"{name.decode()} is not finite on rank {rank}" for rank, name in by_rank if name)
+
     def _check_parameters(self) -> None:
         by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())
         replaced = [f"rank {rank}: {name.decode()}" for rank, name in enumerate(by_rank) if name]
         if replaced:
             raise LocalProtocolError(
                 f"{replaced[0]}: the model's parameters were replaced after OuterLoop was made, so what it would push "
-                "is not what is trained: call fully_shard first, then OuterLoop (as well as to(device) and "
-                "load_state_dict(assign=True))"
+                "or pull is not what is trained: call fully_shard first, then OuterLoop (as well as whatever swaps "
+                "modules, and load_state_dict(assign=True))"
             )
 
     def _failed_transfer(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
@@ -139,6 +163,7 @@ class ShardTransfer:
         With a memory of one layer the version is installed when this is finished, or the model may be torn.
         """
         self._memory.finish_install()  # it may still read the host memory
+        self._check_parameters()
         if isinstance(self._memory, StreamedMemory):
             return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
@@ -154,9 +179,11 @@ class ShardTransfer:
         pulled once per cluster, and is exchanged between the ranks here.
         """
         if isinstance(self._memory, StreamedMemory):
-            return  # layer by layer, while it was pulled
-        self._take_version(version)
-        self._memory.install_shard()
+            self._memory.sync_masters()  # layer by layer it was installed while it was pulled
+        else:
+            self._begin_install(version)
+            self._memory.install_shard()
+        self._undo_watch.take_after(self._optimizer_steps())
 
     def merge_version(self, version: VersionId) -> bool:
         """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
@@ -164,17 +191,19 @@ class ShardTransfer:
         Legal after a push that was kept (docs/rationale.md#36). If either of the two is not finite on any rank, the sum
         would never be finite again: the version is installed as it is, on all ranks, and this returns False.
         """
-        self._take_version(version)
+        self._begin_install(version)
         (finite,) = self._collectives.all_min([int(self._memory.is_merge_finite())])
         if finite:
             self._memory.merge_shard()
         else:
             self._memory.install_shard()
+        self._undo_watch.take_after(self._optimizer_steps())
         return bool(finite)
 
     def on_inner_step(self) -> None:
         """An inner step was taken: what a lazy install has left is installed."""
         self._memory.on_inner_step()
+        self._undo_watch.on_inner_step(self._optimizer_steps())
 
     def finish_install(self) -> None:
         """Install all of what was pulled."""
@@ -185,28 +214,40 @@ class ShardTransfer:
         """An install failed half-way: the model mixes two versions."""
         return self._memory.torn
 
-    def _take_version(self, version: VersionId) -> None:
-        """The pieces hold `version`: it is the base of differences from now on; make each rank's whole shard of it."""
+    def _begin_install(self, version: VersionId) -> None:
+        """Make each rank's whole shard of the pieces, which hold `version`: the base of differences from now on."""
+        self._check_parameters()  # training may have gone on since the pull began
+        self._undo_watch.take_before(self._memory.named_views())
         if self._feedback is not None:
             self._feedback.set_base(version)
         self._memory.scatter_pieces()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def feedback_state(self) -> dict[str, torch.Tensor]:
-        """What this rank owes after lossy pushes, and the base of its differences; empty in fp32 runs."""
-        return feedback_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's own: what it owes after lossy pushes, the base of its differences, what 16 bits rounded away."""
+        owed = feedback_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
+        rounded = self._memory.remainders.take_state()
+        return owed if rounded is None else {**owed, ROUNDED: rounded}
 
-    def restore_feedback(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `feedback_state` saved; raise LocalProtocolError if layout or codec were others."""
+    def restore_tensors(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `checkpoint_tensors` saved; raise LocalProtocolError if layout or codec were others."""
         if self._feedback is not None:
             feedback_checkpoint.restore_feedback(self._feedback, version, saved)
+        if not self._memory.remainders.restore_state(saved.get(ROUNDED)):
+            raise LocalProtocolError("the checkpoint was saved by another layout of ranks")
+
+    def checksum(self) -> int:
+        """Of the parameters that all ranks would push now, the same in every layout; collective."""
+        self._check_parameters()
+        return wrap_sum(self._collectives.all_sum([self._memory.sum_bits()])[0])
 
     # ---- the transfer itself -----------------------------------------------------------------------------------------
 
     def _pull_layers(self, memory: StreamedMemory, request: TransferRequest, poll_s: float) -> TransferResult:
         """Pull and install one layer after the other, each on all ranks or on none."""
         total, before, epoch = self._total["pull", "fp32"], 0, [1]
+        self._undo_watch.take_before(memory.named_views())
 
         def move_pieces(*args: Any, **options: Any) -> TransferStats:
             stats = transfer.pull_pieces(*args, first_epoch=epoch[0], **options)
@@ -234,9 +275,6 @@ class ShardTransfer:
     ) -> BackgroundTransfer:
         """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over."""
         grant, base = request.grant, request.base
-        if base.rank >= len(grant.order):  # requested by a former attempt of the trainer, with fewer ranks
-            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
-            grant = replace(grant, order=tuple(order))
         moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))
 
         def run_move(cancel: threading.Event) -> TransferStats:

@@ -30,7 +30,7 @@ from dips.client.rank.transfer_types import (
 from dips.errors import RemoteProtocolError, UnavailableSlave
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.transport.intake import Intake
+from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit
 from dips.transport.shares import Piece
 from dips.transport.stream import Arrived
@@ -150,6 +150,7 @@ class PullTransfer(TransferLoop):
     def __init__(self, order: LayerOrder) -> None:
         super().__init__(order)
         self._pool = Transit(TRANSIT_BYTES)
+        self._link = LinkRate()
 
     def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
         spelling = spelling_of(welcome.dtype, welcome.depth)
@@ -159,7 +160,7 @@ class PullTransfer(TransferLoop):
             part.spelling, ranges = spelling, part.share.ranges
             if spelling is not None:
                 ranges = tuple(spelling.range(*piece) for piece in ranges)
-            part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now)
+            part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now, self._link)
             self._total += part.intake.total - part.nbytes
             part.nbytes = part.intake.total
         elif part.spelling is not spelling:

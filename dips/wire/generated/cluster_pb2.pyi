@@ -28,14 +28,24 @@ class ClusterJoined(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    MANIFEST_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    FORMER_FIELD_NUMBER: _builtins.int
+    TAKE_OVER_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
-    manifest: _builtins.str
+    manifest_digest: _builtins.str
+    """SHA-256 of the JSON, in hexadecimal"""
     config_digest: _builtins.str
+    manifest: _builtins.str
+    """JSON; empty unless the master wanted it"""
+    former: _builtins.int
+    """the incarnation that this agent was last, or that its directory remembers; 0: none"""
+    take_over: _builtins.bool
+    """an operator said that an incarnation that lives is to be fenced"""
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
     def __init__(
@@ -44,13 +54,16 @@ class ClusterJoined(_message.Message):
         cluster: _builtins.str = ...,
         nonce: _builtins.str = ...,
         run: _builtins.str = ...,
-        manifest: _builtins.str = ...,
+        manifest_digest: _builtins.str = ...,
         config_digest: _builtins.str = ...,
+        manifest: _builtins.str = ...,
+        former: _builtins.int = ...,
+        take_over: _builtins.bool = ...,
         protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,6 +91,7 @@ class ClusterHeartbeat(_message.Message):
     SINCE_PUSH_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     TRANSFER_SEQ_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -97,6 +111,8 @@ class ClusterHeartbeat(_message.Message):
     """by this incarnation in all"""
     transfer_seq: _builtins.int
     """of the push or pull that its ranks come to, or move; 0: none"""
+    note: _builtins.str
+    """what a person should know of this cluster"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -120,10 +136,11 @@ class ClusterHeartbeat(_message.Message):
         since_push: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
         transfer_seq: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "note", b"note", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,7 +220,9 @@ class PushAborted(_message.Message):
 
     PUSH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    diverged: _builtins.bool
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     def __init__(
@@ -211,10 +230,11 @@ class PushAborted(_message.Message):
         *,
         push: _names_pb2.PushId | None = ...,
         reason: _builtins.str = ...,
+        diverged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "push", b"push", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,29 +345,56 @@ class ClusterLeft(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     INC_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     tokens_consumed: _builtins.int
     """by this incarnation in all"""
+    reason: _builtins.str
+    """why; empty: it is done"""
     def __init__(
         self,
         *,
         cluster: _builtins.str = ...,
         inc: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "tokens_consumed", b"tokens_consumed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "reason", b"reason", "tokens_consumed", b"tokens_consumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterLeft: _TypeAlias = ClusterLeft  # noqa: Y015
 
 @_typing.final
-class Joined(_message.Message):
-    """---- answers -----------------------------------------------------------------------------------------------------------"""
+class ManifestWanted(_message.Message):
+    """---- answers -----------------------------------------------------------------------------------------------------------
 
+    The model is not the run's: join again with the manifest, and hear where they differ.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """of the run's"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestWanted: _TypeAlias = ManifestWanted  # noqa: Y015
+
+@_typing.final
+class Joined(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TERM_FIELD_NUMBER: _builtins.int
@@ -490,45 +537,26 @@ class SlaveAddress(_message.Message):
 Global___SlaveAddress: _TypeAlias = SlaveAddress  # noqa: Y015
 
 @_typing.final
-class Indices(_message.Message):
-    """A list within a list."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALUES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        values: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Indices: _TypeAlias = Indices  # noqa: Y015
-
-@_typing.final
 class Grant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     SLAVES_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     codec: _builtins.str
+    order: _builtins.str
+    """the rule by which ranks ask the slaves"""
+    first: _builtins.int
+    """rank r is worker first + r of that rule"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
     def slaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlaveAddress]: ...
-    @_builtins.property
-    def order(self) -> _containers.RepeatedCompositeFieldContainer[Global___Indices]: ...
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -536,14 +564,15 @@ class Grant(_message.Message):
         *,
         version: _names_pb2.VersionId | None = ...,
         slaves: _abc.Iterable[Global___SlaveAddress] | None = ...,
-        order: _abc.Iterable[Global___Indices] | None = ...,
         deadline_s: _builtins.float = ...,
         codec: _builtins.str = ...,
         base: _names_pb2.VersionId | None = ...,
+        order: _builtins.str = ...,
+        first: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,6 +751,7 @@ class JoinReply(_message.Message):
     PENDING_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    MANIFEST_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def joined(self) -> Global___Joined: ...
     @_builtins.property
@@ -730,6 +760,8 @@ class JoinReply(_message.Message):
     def refused(self) -> Global___Refused: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def manifest_wanted(self) -> Global___ManifestWanted: ...
     def __init__(
         self,
         *,
@@ -737,12 +769,13 @@ class JoinReply(_message.Message):
         pending: Global___Pending | None = ...,
         refused: Global___Refused | None = ...,
         finished: Global___Finished | None = ...,
+        manifest_wanted: Global___ManifestWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "manifest_wanted", b"manifest_wanted", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "manifest_wanted", b"manifest_wanted", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["joined", "pending", "refused", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["joined", "pending", "refused", "finished", "manifest_wanted"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -39,6 +39,7 @@ class SlaveRegistered(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -49,6 +50,8 @@ class SlaveRegistered(_message.Message):
     key: _builtins.str
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
+    manifest_digest: _builtins.str
+    """of the manifest that it knows"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -78,10 +81,11 @@ class SlaveRegistered(_message.Message):
         key: _builtins.str = ...,
         protocol: _builtins.int = ...,
         mirror: Global___MirrorReport | None = ...,
+        manifest_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,9 +129,16 @@ class Registered(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     GENESIS_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    SLAVES_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     sinc: _builtins.int
     manifest: _builtins.str
+    """JSON; empty if the slave knows it"""
+    place: _builtins.int
+    """of this slave among all of the run"""
+    slaves: _builtins.int
+    """of the run"""
     @_builtins.property
     def hold(self) -> Global___Hold: ...
     @_builtins.property
@@ -158,10 +169,12 @@ class Registered(_message.Message):
         layers: _abc.Iterable[_builtins.int] | None = ...,
         genesis: _abc.Iterable[_builtins.str] | None = ...,
         manifest: _builtins.str = ...,
+        place: _builtins.int = ...,
+        slaves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "head", b"head", "hold", b"hold", "load_version", b"load_version", "order", b"order", "register_later", b"register_later"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "genesis", b"genesis", "head", b"head", "hold", b"hold", "layers", b"layers", "load_version", b"load_version", "manifest", b"manifest", "order", b"order", "register_later", b"register_later", "sinc", b"sinc", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "genesis", b"genesis", "head", b"head", "hold", b"hold", "layers", b"layers", "load_version", b"load_version", "manifest", b"manifest", "order", b"order", "place", b"place", "register_later", b"register_later", "sinc", b"sinc", "slaves", b"slaves", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["hold", "load_version", "commit_version", "abort_version", "register_later"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
@@ -322,6 +335,7 @@ class SlaveHeartbeat(_message.Message):
     APPLY_S_FIELD_NUMBER: _builtins.int
     WORK_BYTES_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -333,6 +347,8 @@ class SlaveHeartbeat(_message.Message):
     apply_s: _builtins.float
     work_bytes: _builtins.int
     """that kernels and disk have worked through: what lasts is told from what hangs"""
+    live: _builtins.int
+    """number of the last list of what is live that it got in this term"""
     @_builtins.property
     def memory(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -358,10 +374,11 @@ class SlaveHeartbeat(_message.Message):
         apply_s: _builtins.float = ...,
         work_bytes: _builtins.int = ...,
         mirror: Global___MirrorReport | None = ...,
+        live: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,17 +392,16 @@ class SlaveHeartbeatAnswer(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
     AS_OF_FIELD_NUMBER: _builtins.int
-    PUSHES_FIELD_NUMBER: _builtins.int
-    PULLS_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     lease_s: _builtins.float
     register: _builtins.bool
     as_of: _builtins.int
     @_builtins.property
-    def pushes(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PushId]: ...
-    @_builtins.property
-    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PullId]: ...
+    def live(self) -> Global___LiveTransfers:
+        """absent: the list whose number the heartbeat named"""
+
     @_builtins.property
     def mirror(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]:
         """what its mirror is to hold"""
@@ -397,17 +413,44 @@ class SlaveHeartbeatAnswer(_message.Message):
         lease_s: _builtins.float = ...,
         register: _builtins.bool = ...,
         as_of: _builtins.int = ...,
-        pushes: _abc.Iterable[_names_pb2.PushId] | None = ...,
-        pulls: _abc.Iterable[_names_pb2.PullId] | None = ...,
+        live: Global___LiveTransfers | None = ...,
         mirror: _abc.Iterable[_names_pb2.VersionId] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["live", b"live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "lease_s", b"lease_s", "mirror", b"mirror", "pulls", b"pulls", "pushes", b"pushes", "register", b"register", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "lease_s", b"lease_s", "live", b"live", "mirror", b"mirror", "register", b"register", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlaveHeartbeatAnswer: _TypeAlias = SlaveHeartbeatAnswer  # noqa: Y015
+
+@_typing.final
+class LiveTransfers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PUSHES_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of this list in its term"""
+    @_builtins.property
+    def pushes(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PushId]: ...
+    @_builtins.property
+    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PullId]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        pushes: _abc.Iterable[_names_pb2.PushId] | None = ...,
+        pulls: _abc.Iterable[_names_pb2.PullId] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "pulls", b"pulls", "pushes", b"pushes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveTransfers: _TypeAlias = LiveTransfers  # noqa: Y015
 
 @_typing.final
 class PushStaged(_message.Message):
@@ -559,30 +602,38 @@ class OpenPush(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    ranks: _builtins.int
+    """that speak"""
     deadline_s: _builtins.float
     codec: _builtins.str
+    order: _builtins.str
+    """the rule by which this slave asks them"""
+    first: _builtins.int
+    """rank r is worker first + r of all that push"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
-    @_builtins.property
-    def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
         self,
         *,
         push: _names_pb2.PushId | None = ...,
-        order: _abc.Iterable[_builtins.int] | None = ...,
+        ranks: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
         codec: _builtins.str = ...,
         base: _names_pb2.VersionId | None = ...,
+        order: _builtins.str = ...,
+        first: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "order", b"order", "push", b"push"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "order", b"order", "push", b"push", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,7 +68,7 @@ class SlaveServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Shows that the peer is alive; the answer lists everything that is live for the slave.
+        """Shows that the peer is alive; the answer lists everything that is live for the slave, if that list is another than the one it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class SlaveServiceStub:
     Register: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]
-    """Shows that the peer is alive; the answer lists everything that is live for the slave."""
+    """Shows that the peer is alive; the answer lists everything that is live for the slave, if that list is another than the one it has."""
     Staged: _grpc.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]
     """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped."""
     Refused: _grpc.UnaryUnaryMultiCallable[_slave_pb2.PushRefused, _names_pb2.Acknowledged]
@@ -47,7 +47,7 @@ class SlaveServiceAsyncStub(SlaveServiceStub):
     Register: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]  # type: ignore[assignment]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]  # type: ignore[assignment]
-    """Shows that the peer is alive; the answer lists everything that is live for the slave."""
+    """Shows that the peer is alive; the answer lists everything that is live for the slave, if that list is another than the one it has."""
     Staged: _aio.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]  # type: ignore[assignment]
     """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped."""
     Refused: _aio.UnaryUnaryMultiCallable[_slave_pb2.PushRefused, _names_pb2.Acknowledged]  # type: ignore[assignment]
@@ -68,7 +68,7 @@ class SlaveServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _slave_pb2.SlaveHeartbeat,
         context: _ServicerContext,
     ) -> _typing.Union[_slave_pb2.SlaveHeartbeatAnswer, _abc.Awaitable[_slave_pb2.SlaveHeartbeatAnswer]]:
-        """Shows that the peer is alive; the answer lists everything that is live for the slave."""
+        """Shows that the peer is alive; the answer lists everything that is live for the slave, if that list is another than the one it has."""
 
     @_abc_1.abstractmethod
     def Staged(

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-AGENT, RANK = "dips/client/agent", "dips/client/rank"
+AGENT, RANK, PARALLEL = "dips/client/agent", "dips/client/rank", "dips/client/parallel"
+MOVED = "tests/unit/client/parallel/test_moved_memory.py"
 TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
+RESTARTS = "tests/unit/client/agent/test_restarts.py"
+ERRORS = "tests/unit/client/agent/test_error_tail.py"
 FEEDBACK = "tests/unit/client/rank/test_feedback.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
+IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
+PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
+PLAN = "tests/unit/client/parallel/test_plan_twins.py"
+GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
 MUTANTS = (
+    # ---- crashes
+    Mutant("the same crash is tried for ever", AGENT, "len(newest) == SAME_CRASHES", "False", RESTARTS),
+    Mutant("a crash after a step ends the agent", AGENT, "crash.stepped or", "", RESTARTS),
+    Mutant("crashes count for a life", AGENT, "while s.crashes[0].at <", "while 0 >", RESTARTS),
+    Mutant("torchrun's last line is shown", AGENT, "if not line.startswith(OF_TORCHRUN)", "", ERRORS),
     # ---- what a rank believes of what it pulls
     Mutant(
         "a pulled chunk's body is not checked",
@@ -34,6 +46,43 @@ MUTANTS = (
     Mutant("what is owed is never sent", RANK, "host += owed", "host += 0 * owed", FEEDBACK),
     Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
     Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
+    # ---- what would train on wrongly
+    Mutant(
+        "a model that is not finite is pushed",
+        RANK,
+        "return EndedTransfer(TransferResult(False, reason, 0, diverged=True))",
+        "pass",
+        TRANSFER,
+    ),
+    Mutant(
+        "an optimizer keeps the moments of a diverged model",
+        RANK,
+        "optimizer.state = defaultdict(dict)",
+        "pass",
+        "tests/unit/client/rank/test_inner_optimizers.py",
+    ),
+    Mutant(
+        "what a diverged model has trained is carried",
+        AGENT,
+        "(*s.account.lose_frozen(), *s.account.lose_carried())",
+        "()",
+        "tests/unit/client/agent/test_divergence.py",
+    ),
+    Mutant("what 16 bits round away is lost", PARALLEL, "target.add_(part_of(", "(part_of(", MOVED),
+    Mutant(
+        "masters that were made since are not found",
+        PARALLEL,
+        "if not self._model_memory.has_moved():",
+        "if True:",
+        MOVED,
+    ),
+    Mutant(
+        "an undone pull is passed over",
+        RANK,
+        "return left < LEFT_OVER * distance",
+        "return False",
+        "tests/unit/client/rank/test_undo_watch.py",
+    ),
     # ---- among ranks, and at the agent
     Mutant("ranks move different transfers", RANK, "[self._seq, -self._seq, int(", "[0, 0, int(", RANKS),
     Mutant("a torn model is not reported", RANK, "torn=layer > 0", "torn=False", TRANSFER),
@@ -48,4 +97,25 @@ MUTANTS = (
         "result.exhausted",
         "tests/unit/client/agent/test_checkpoints.py",
     ),
+    # ---- the manifest, and the plan of a large job
+    Mutant("another manifest than the announced is taken", IPC, "if found != digest:", "if False:", PACKED),
+    Mutant("a torn manifest is taken", IPC, "not inflate.eof or", "False and", PACKED),
+    Mutant("a manifest that unpacks to too much is taken", IPC, "len(text) > MAX_JSON_BYTES:", "False:", PACKED),
+    Mutant(
+        "an older attempt's manifest is compared",
+        AGENT,
+        "if message.process != s.trainer.process:\n        return ErrorReply(",
+        "if False:\n        return ErrorReply(",
+        "tests/unit/client/agent/test_membership.py",
+    ),
+    Mutant("loads that decide are left out", PARALLEL, " or not counted.isdisjoint(cut.candidates)]", "]", PLAN),
+    Mutant("loads that depend on others stand alone", PARALLEL, "bool(more)", "False", PLAN),
+    Mutant(
+        "a piece's exchange is another rank's",
+        PARALLEL,
+        "cut.exchanges[begin, end, mover]",
+        "cut.exchanges[begin, end, 0]",
+        PLAN,
+    ),
+    Mutant("lists of names never travel", PARALLEL + "/rank_layout.py", "if len(first) > 1:", "if False:", GATHERED),
 )

@@ -13,6 +13,7 @@ JOURNAL = "tests/unit/master/test_journal.py"
 RECOVER = "tests/unit/master/test_recover.py"
 MIRROR = "tests/unit/master/test_ledger_mirror.py"
 GENESIS = "tests/unit/master/test_bites_ledger.py tests/unit/master/test_genesis.py"
+ON_VERSION, PLOT = "tests/unit/master/test_on_version.py", "tests/unit/commands/test_plot.py"
 
 MUTANTS = (
     # ---- a gap, and what is said before a Join
@@ -37,6 +38,7 @@ MUTANTS = (
     Mutant(
         "a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE
     ),
+    Mutant("a list is told to nobody", ROOM, "if register or heartbeat.live == live.number", "if True", CORE),
     Mutant("a stranger's heartbeat is kept", ROOM, "if standing is ClusterStanding.LIVE:", "if True:", CORE),
     Mutant("who has gone is judged silent", ROOM, "self._judge.forget_cluster(effect.cluster)", "pass", CORE),
     Mutant("who has gone is waited for", ROOM, "self._alignment.forget_cluster(effect.cluster)", "pass", CORE),
@@ -116,7 +118,7 @@ MUTANTS = (
     Mutant(
         "the initial manifest is not fsynced",
         ROOM,
-        "sync_path(aside)\n    aside.replace(listing)",
+        "sync_path(aside)\n        aside.replace(listing)",
         "aside.replace(listing)",
         GENESIS,
     ),
@@ -134,4 +136,48 @@ MUTANTS = (
         "a ledger of another run is recovered", ROOM, "if state.row.run != config.shared.run:", "if False:", RECOVER
     ),
     Mutant("the journal keeps every segment", ROOM, "[: -self._options.segments]", "[:0]", JOURNAL),
+    # ---- versions for people
+    Mutant(
+        "the whole process group outlives its version",
+        "dips/master/children.py",
+        "os.killpg(self.pid, ",
+        "os.kill(self.pid, ",
+        ON_VERSION,
+    ),
+    Mutant(
+        "a version's process has no bound",
+        "dips/master/on_version.py",
+        "while (left := until - self._clock()) > 0:",
+        "while (left := 1.0) > 0:",
+        ON_VERSION,
+    ),
+    Mutant("a failed process has numbers", "dips/master/on_version.py", "if child.code != 0:", "if False:", ON_VERSION),
+    Mutant(
+        "a retired version is due",
+        "dips/master/ledger_history.py",
+        " AND u.round IS NULL AND t.round IS NULL",
+        " AND u.round IS NULL",
+        ON_VERSION,
+    ),
+    Mutant(
+        "an undone version is due",
+        "dips/master/ledger_history.py",
+        " AND u.round IS NULL AND t.round IS NULL",
+        " AND t.round IS NULL",
+        ON_VERSION,
+    ),
+    Mutant(
+        "tokens of what was rolled back count in the curve",
+        "dips/master/loss_curve.py",
+        "(tokens[r.parent] if r.parent else 0)",
+        "max(tokens.values())",
+        PLOT,
+    ),
+    Mutant(
+        "a missing loss is 0 in the CSV",
+        "dips/master/loss_curve.py",
+        "fold.loss if fold else None",
+        "(fold.loss or 0.0) if fold else None",
+        PLOT,
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ROOM = "dips/protocol"
-STORIES = "tests/transcripts"
+STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
@@ -20,8 +20,27 @@ PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_ali
 TIMES = "tests/unit/protocol/test_deadlines.py"
 ORDER = "tests/unit/protocol/test_order.py"
 CLAIMS = "tests/unit/protocol/test_claims.py"
+INDEXES = "tests/unit/protocol/test_indexes.py"
 
 MUTANTS = (
+    # ---- a name that is taken
+    Mutant(
+        "a second agent takes a name from one that lives",
+        ROOM,
+        "event.rival_heard_s < SILENT",
+        "False and SILENT",
+        NAMES,
+    ),
+    Mutant("an agent may not have its own name again", ROOM, "event.former == cluster.inc or", "", NAMES),
+    Mutant("--take-over is not heard", ROOM, "or event.take_over", "", NAMES),
+    Mutant("a model that did not move counts", ROOM, "g == 0.0 and inner_steps > 0", "False", PENALTY),
+    Mutant(
+        "a push that diverged is not counted",
+        "dips/protocol/pushes.py",
+        "if event.diverged:",
+        "if False:",
+        "tests/transcripts",
+    ),
     # ---- the end of a run
     Mutant("stop.tokens is never reached", ROOM, "(stop.tokens and", "(False and", END),
     Mutant(
@@ -61,7 +80,7 @@ MUTANTS = (
     Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
     Mutant("a slave's NaN is not believed", ROOM, "answer.finite and len(", "len(", ROUND),
     Mutant("ancestors are exempt, strangers scored", ROOM, "exempt = not ", "exempt = ", ROUND),
-    Mutant("a cluster's pace is forgotten", ROOM, "+ cluster.push_interval_s +", "+ 0 *", ROUND),
+    Mutant("a cluster's pace is forgotten", ROOM, "requested_at + interval_s +", "requested_at +", ROUND),
     Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
     Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
     Mutant("windows are half of a pace", ROOM, "WINDOW_SHARE = 0.05", "WINDOW_SHARE = 0.5", ROUND),
@@ -92,7 +111,7 @@ MUTANTS = (
     Mutant("a base of the future is taken", ROOM, "event.base.round >= ", "event.base.round > ", PUSHES),
     Mutant("one push more than slots", ROOM, "else slots - len(", "else slots + 1 - len(", PUSHES),
     Mutant("tokens lead without bound", ROOM, "MOST_LEAD * tokens / (tokens + ", "MOST_LEAD * tokens / (1 + ", QUEUE),
-    Mutant("no slot is kept", ROOM, "now <= w.asked_at + w.kept_s", "False", QUEUE),
+    Mutant("no slot is kept", ROOM, "ahead = bisect_left(self.expected, waiter.place)", "ahead = 0", QUEUE),
     Mutant("a slot is kept without bound", ROOM, "min(most_kept_s, LATE * ", "max(0.0, LATE * ", QUEUE),
     Mutant("who overstays is lent to again", ROOM, "waiter.lends and not waiter.lent", "waiter.lends", QUEUE),
     Mutant("a slot is lent too long", ROOM, "w.asked_at + w.step_s < until", "False", QUEUE),
@@ -115,8 +134,8 @@ MUTANTS = (
     Mutant(
         "a transfer outlives its deadline",
         ROOM,
-        "run.now >= transfer.deadline",
-        "run.now > transfer.deadline",
+        "push_deadlines.take_due(run.now)",
+        "push_deadlines.take_due(run.now - 1e-9)",
         PUSHES,
     ),
     Mutant("a transfer that is awaited ends", ROOM, "run.now + transfer.deadline_s)", "transfer.deadline_s)", PUSHES),
@@ -141,7 +160,13 @@ MUTANTS = (
     Mutant(
         "ranks of a pull without bound", ROOM + "/pulls.py", "<= event.ranks <= MAX_RANKS", "<= event.ranks", PUSHES
     ),
-    Mutant("all pulls begin at one slave", ROOM, "first = sum(", "first = 0 * sum(", PUSHES),
+    Mutant(
+        "all pulls begin at one slave",
+        ROOM,
+        "first = run.transfers.pull_ranks",
+        "first = 0 * run.transfers.pull_ranks",
+        PUSHES,
+    ),
     # ---- durability, rollback, drain
     Mutant("three failures before a disk is given up", ROOM, "FAILURES = 2", "FAILURES = 3", DISKS),
     Mutant("a disk that failed is tried at once", ROOM, "RETRY_S = 30.0", "RETRY_S = 0.0", DISKS),
@@ -169,7 +194,7 @@ MUTANTS = (
     Mutant("a snapshot of the next round is no alarm", ROOM, "if newest >= ", "if newest > ", OLD),
     Mutant("a later term is no alarm", ROOM, "event.term_seen > ", "event.term_seen > 1 + ", OLD),
     # ---- a gap of the master
-    Mutant("Blind moves no transfer deadline", ROOM, "transfer.deadline += ", "transfer.deadline += 0 * ", BLIND),
+    Mutant("Blind moves no transfer deadline", ROOM, "run.transfers.shift_times(event.gap_s)", "pass", BLIND),
     Mutant("Blind moves no window", ROOM, "round.closes += ", "round.closes += 0 * ", BLIND),
     Mutant("Blind counts as a cluster's pace", ROOM, "requested_at += ", "requested_at += 0 * ", BLIND),
     Mutant("Blind counts as the run's time", ROOM, "started += ", "started += 0 * ", BLIND),
@@ -205,22 +230,20 @@ MUTANTS = (
     # ---- penalty
     Mutant("any norm enters the reference whole", ROOM, "min(value, MOST_TIMES_ENTERED * mean)", "value", PENALTY),
     Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),
-    Mutant(
-        "a warm-up forgets the reference", ROOM, "max(row.reference, median(others)", "max(0.0, median(others)", PENALTY
-    ),
+    Mutant("a warm-up forgets the reference", ROOM, "max(row.reference, others", "max(0.0, others", PENALTY),
     Mutant("any number of inner steps is believed", ROOM, "if row.steps <= 0:", "if True:", PENALTY),
     Mutant("what is not finite quarantines nobody", ROOM, "if not verdict.finite:", "if False:", PENALTY),
     Mutant("a broken cluster comes back by itself", ROOM, "        if row.broken:", "        if False:", PENALTY),
     Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
     Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),
     Mutant(
-        "the hard cap follows the largest",
+        "norms are compared with the largest",
         ROOM,
-        "return factor * median(others)",
-        "return factor * max(others)",
+        "return low if count % 2 else",
+        "return self.ordered[-1] or",
         PENALTY,
     ),
-    Mutant("patience follows the largest", ROOM, "2 * median(others)", "2 * max(others)", PENALTY),
+    Mutant("norms are compared with themselves", ROOM, "self.ordered[i + (i >= skip)]", "self.ordered[i]", INDEXES),
     Mutant("variance never fades", ROOM, "(1.0 - alpha) * row.sigma**2", "row.sigma**2", PENALTY),
     Mutant("warm-up for ever", ROOM, "row.warm_left - 1", "row.warm_left", PENALTY),
     Mutant("an outlier moves the mean in full", ROOM, "g = min(g, row.mu", "g = max(g, row.mu", PENALTY),
@@ -245,21 +268,19 @@ MUTANTS = (
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY
     ),
+    # ---- what is found without a look at everything
+    Mutant("a time that was moved counts still", ROOM, "if at.get(name) == when:", "if name in at:", INDEXES),
+    Mutant("stale times pile up", ROOM, "> 2 * len(self.at) + STALE_KEPT", "> 10**9", INDEXES),
     # ---- data ranges
     Mutant("a lease is asked again and grows", ROOM, "if seq <= lease.seq", "if seq < lease.seq", DATA),
-    Mutant("freed ranges come last", ROOM, "self._freed.pop(0)", "self._freed.pop()", DATA),
+    Mutant("freed ranges come last", ROOM, "number = self.begins[0]", "number = self.begins[-1]", DATA),
     Mutant("data is used up while leased", ROOM, "not self.free and not self.leased", "not self.free", DATA),
-    Mutant(
-        "a claim beyond the last range",
-        ROOM,
-        "self._next <= number < self.total",
-        "self._next <= number <= self.total",
-        DATA,
-    ),
-    Mutant("the committed push's ranges are freed", ROOM, "if r not in keep)", "if True)", DATA),
+    Mutant("a claim of what is leased", ROOM, "or self.begins[i] > number:", "or False:", INDEXES),
+    Mutant("freed ranges never join", ROOM, "joins_left = i > 0 and", "joins_left = False and", INDEXES),
+    Mutant("the committed push's ranges are freed", ROOM, "if r not in kept]", "if True]", DATA),
     # ---- order, pace, deadlines
     Mutant("all workers begin where they are", ROOM, "(worker + turn) % slaves", "(turn) % slaves", ORDER),
-    Mutant("a slave's line runs backwards", ROOM, "(slave - w) % slaves", "(slave + w) % slaves", ORDER),
+    Mutant("a slave's line runs backwards", ROOM, "(slave - worker) % slaves", "(slave + worker) % slaves", ORDER),
     Mutant("begin at a slave with hardly any link left", ROOM, "LEAST_SHARE = 0.5 ", "LEAST_SHARE = 0.01 ", ORDER),
     Mutant("meet after the meeting", ROOM, "begin = self._anchor - ", "begin = self._anchor + ", PACE),
     Mutant("shortest push first", ROOM, "(-durations[name], name)", "(durations[name], name)", PACE),
@@ -275,4 +296,18 @@ MUTANTS = (
     Mutant("no slack in a deadline", ROOM, "SLACK = 3.0", "SLACK = 1.0", TIMES),
     Mutant("the newest heartbeat decides", ROOM, "NEWEST_SHARE = 0.3", "NEWEST_SHARE = 0.9", TIMES),
     Mutant("an old measurement bars a link for ever", ROOM, " or measured_s_ago >= timing.transfer_s", "", TIMES),
+    Mutant(
+        "archived versions are retired",
+        "dips/protocol/durability.py",
+        "_archived_versions(run.options, complete)",
+        "()",
+        "tests/unit/protocol/test_archive.py",
+    ),
+    Mutant(
+        "archived versions pile up",
+        "dips/protocol/durability.py",
+        "[-options.keep_most :]",
+        "",
+        "tests/unit/protocol/test_archive.py",
+    ),
 )

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 ROOM, OUTER = "dips/slave", "dips/outer"
 SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds", "orders", "transfers", "registration"))
+REGISTRATION = "tests/unit/slave/test_registration.py"
 DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
 RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
@@ -133,6 +134,27 @@ MUTANTS = (
         "if self._wanted[-1] not in self._held and all(v in self._wanted for v in self._held):",
         MIRROR,
     ),
+    Mutant(
+        "a copy of other layers is a copy",
+        ROOM,
+        "if layers is None or held == sorted(layers):",
+        "if layers is None or layers is not None:",
+        MIRROR,
+    ),
+    Mutant(
+        "what was listed is forgotten first",
+        ROOM,
+        "self._list_due = True\n\n    def on_done",
+        "self._held = None\n\n    def on_done",
+        MIRROR,
+    ),
+    Mutant(
+        "an empty disk registers while its mirror fails",
+        ROOM,
+        "        if work.on_disk:",
+        "        if True:",
+        "tests/unit/slave/test_registration.py",
+    ),
     Mutant("a mirror beats a newer disk", ROOM, "if version.round <= newest:", "if False:", MIRROR),
     # ---- what is believed
     Mutant(
@@ -187,8 +209,8 @@ MUTANTS = (
     Mutant(
         "a heartbeat's answer of an old term is believed",
         ROOM,
-        "answer.register or answer.term < ",
-        "answer.register or None is ",
+        "answer.live is None or answer.term < ",
+        "answer.live is None or None is ",
         SHARD,
     ),
     # ---- the shard's round
@@ -203,7 +225,18 @@ MUTANTS = (
     Mutant("a served version is retired", ROOM, "if needed:", "if False:", SHARD),
     Mutant("an old round begins again", ROOM, "if round_ < self._last", "if False and round_ < self._last", SHARD),
     Mutant("a committed round is aborted", ROOM, "memory.round == order.round", "False", SHARD),
-    Mutant("a late persist's answer crosses terms", ROOM, "if order.term == self.term:", "if True:", SHARD),
+    Mutant(
+        "a late persist's answer crosses terms",
+        ROOM,
+        "if answer is not None and order.term == self.term:",
+        "if answer is not None:",
+        SHARD,
+    ),
+    Mutant(
+        "an order overtakes the load before it", ROOM, "if isinstance(order.body, NEED_A_VERSION):", "if False:", SHARD
+    ),
+    Mutant("what is being loaded is deleted", ROOM, ", self.versions.loading}", "}", SHARD),
+    Mutant("room that is being made is no room", ROOM, "            if self.deleting:", "            if False:", SHARD),
     Mutant("poison is forgotten", ROOM, 'self.poison = f"{what} failed', 'self.reason = f"{what} failed', SHARD),
     Mutant(
         "a tombstone below its transfer",
@@ -212,6 +245,7 @@ MUTANTS = (
         "(transfer.inc, transfer.seq) < closed",
         SHARD,
     ),
+    Mutant("a list outlives its registration", ROOM, "self._list_of == came_under:", "True:", REGISTRATION),
     Mutant("heal drops what the list cannot know", ROOM, "if known.opened <= as_of and", "if", SHARD),
     # ---- pushes in
     Mutant(

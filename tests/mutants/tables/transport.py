@@ -149,4 +149,11 @@ MUTANTS = (
     Mutant("a view beyond its piece", ROOM, "offset + length <= end:", "offset < end:", SHARES),
     Mutant("a view before its piece", ROOM, "if first <= offset and", "if", SHARES),
     Mutant("a piece of another dtype is sent", ROOM, "if array.dtype != np.float32 or", "if", SHARES),
+    Mutant(
+        "an update's block is cut in two",
+        "dips/wire/updates.py",
+        "most + -(self.offset + most) % BLOCK",
+        "most",
+        "tests/unit/transport/test_update_intake.py",
+    ),
 )

@@ -411,7 +411,7 @@ def old_ledger(run: StoppedRun) -> None:
         (forget_new_directory, ConfigError, r"slaves\.s2\.directory: .*s2 is not here"),
         (take_two_directories_for_one, ConfigError, r"s1 is said to be of s1 and of s2"),
         (other_run, ConfigError, r"is the ledger of run 'r', the run file's shared\.run is 'another'"),
-        (other_options, ConfigError, r"made with shared options of digest"),
+        (other_options, ConfigError, r"shared\.outer\.lr: the run has 0\.7, this file 0\.1: put the options back"),
         (too_little_memory, ConfigError, r"slaves\.s0: slots, pinned.* x 28 B = .*it may have 1000 B"),
         (too_many_slaves, ConfigError, r"expected at most 7, one for each layer of the model, got 9"),
         (foreign_snapshot, ConfigError, r"is a snapshot of run 'foreign', expected run 'r'"),

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dips.demo.lost_machines import LostMachines, Way
 from dips.demo.model import build, loss_of
 from dips.demo.verdict import Check, Kill, Losses, check_claims, evaluate_losses, validation_loss
 from dips.ids import PushId, VersionId
-from dips.master.ledger_history import RoundHistory
+from dips.master.ledger_history import ResultHistory, RoundHistory
 from dips.protocol.records import FoldRow
 
 GOOD = Losses(first=5.55, head=1.9, exported=1.9, bigrams=2.4)
@@ -56,7 +57,7 @@ def failed(
 def test_a_good_run_passes() -> None:
     """Every claim holds for a run that keeps them all."""
     assert failed() == []
-    assert len(check_claims(GOOD, ROUNDS, STATUS, KILL, TIMELINES, 200.0)) == 7
+    assert len(check_claims(GOOD, ROUNDS, STATUS, KILL, TIMELINES, 200.0)) == 8
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,15 @@ def test_a_short_run_is_held_to_less() -> None:
 def test_pace(rounds: list[RoundHistory]) -> None:
     """Fast must be in more versions than slow, and slow in one at least."""
     assert any("fast took part" in claim for claim in failed(rounds=rounds))
+
+
+def test_evaluations() -> None:
+    """Each tenth version was evaluated; one whose process was under way at the end may be missing, two may not."""
+    found = ResultHistory(True, "", {"validation_loss": 2.0}, 1.0, 0.0)
+    tenth, last = replace(applied(10, 50, "fast"), result=found), applied(20, 60, "fast")
+    assert failed(rounds=[*ROUNDS, tenth, last]) == []
+    wrong = [*ROUNDS, applied(10, 50, "fast"), last]
+    assert failed(rounds=wrong) == ["every 10th version was evaluated while the run went on"]
 
 
 def test_the_end() -> None:
@@ -115,6 +125,37 @@ def test_a_version_from_before_the_kill_does_not_count() -> None:
     assert any("slave-1" in claim for claim in failed(timelines=refused))
 
 
+def lost(way: Way, left: VersionId, head: VersionId) -> Kill:
+    """slave-1 was killed at `head` and lost its directory; the run could go on from `left`."""
+    return replace(KILL, head=head, lost=LostMachines(way, ("slave-1",), head, left, ()))
+
+
+def test_the_run_goes_on_at_the_mirrored_head_with_its_history() -> None:
+    """The first version after the loss follows the mirrored one, all before it are in the ledger, the loss falls."""
+    v1, v2, since = VersionId(1, 1), VersionId(2, 2), replace(GOOD, left=2.2)
+    after = replace(ROUNDS[2], version=VersionId(2, 1003), round=1003, parent=v1)
+    rounds = [ROUNDS[0], replace(ROUNDS[1], undone="slave-1 cannot offer it"), after]
+    assert failed(since, ROUNDS, kill=lost("mirrored", v2, v2)) == []
+    (claim,) = [c for c in failed(since, rounds, kill=lost("mirrored", v2, v2)) if "mirror held" in c]
+    assert "went on at v2@r2" in claim
+    mirrored = [
+        c.claim for c in check_claims(since, rounds, STATUS, lost("mirrored", v1, v2), TIMELINES, 200.0) if c.holds
+    ]
+    assert any("went on at v1@r1, which slave-1's mirror held: 1 outer steps are lost" in c for c in mirrored)
+    assert any("mirror held" in c for c in failed(since, ROUNDS[1:], kill=lost("mirrored", v2, v2)))
+    assert any("went on falling" in c for c in failed(replace(GOOD, left=1.8), kill=lost("mirrored", v2, v2)))
+
+
+def test_the_run_goes_on_from_an_exported_model() -> None:
+    """A version made of the file is in the history, and the next one follows it."""
+    v1, since = VersionId(1, 1), replace(GOOD, left=2.2)
+    made = replace(ROUNDS[1], recovered="from saved.safetensors: no momentum was lost", folds=())
+    kill = lost("unmirrored", v1, v1)
+    assert not any("dips recover" in c for c in failed(since, [ROUNDS[0], made, ROUNDS[2]], kill=kill))
+    for rounds in (ROUNDS, [ROUNDS[0], made], [made, replace(ROUNDS[2], parent=v1)]):
+        assert any("dips recover" in c for c in failed(since, rounds, kill=kill))
+
+
 def test_losses_come_from_the_files(tmp_path: Path) -> None:
     """Version 0, the slaves' snapshots put together, and the export are loaded strictly and evaluated alike."""
     torch.manual_seed(0)
@@ -131,6 +172,10 @@ def test_losses_come_from_the_files(tmp_path: Path) -> None:
     sample = np.random.default_rng(0).integers(0, 256, (3, 17), dtype=np.uint8)
     found = evaluate_losses(tmp_path / "first", [tmp_path / "0", tmp_path / "1"], tmp_path / "head", sample)
     assert found.head == found.exported != found.first
+    assert found.left is None
+    files = [tmp_path / str(i) / "model.safetensors" for i in (0, 1)]
+    again = evaluate_losses(tmp_path / "first", [tmp_path / "0", tmp_path / "1"], tmp_path / "head", sample, files)
+    assert again.left == found.head
     with torch.no_grad():
         assert found.head == pytest.approx(loss_of(head, torch.from_numpy(sample.astype(np.int64))).item(), rel=1e-5)
     with pytest.raises(RuntimeError, match="Missing key"):

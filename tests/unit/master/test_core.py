@@ -126,8 +126,8 @@ class Shell:
         self._look(make(self.req))
         return self.req
 
-    def join(self, name: str = "a", nonce: str = "n") -> int:
-        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.to_json(), "c"))
+    def join(self, name: str = "a", nonce: str = "n", former: int = 0) -> int:
+        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.digest, "c", former=former))
 
     def ask_pull(self) -> int:
         return self.ask(lambda r: PullRequested(r, PULL, 1))
@@ -138,9 +138,9 @@ class Shell:
         self._carry_out()
         return self.answers.get(self.req)
 
-    def heartbeat_slave(self, term: int = 3, work_bytes: int = 0) -> Any:
+    def heartbeat_slave(self, term: int = 3, work_bytes: int = 0, live: int = 0) -> Any:
         self.req += 1
-        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, work_bytes)
+        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, work_bytes, live=live)
         self.core.on_heartbeat(self.req, heartbeat, self.now)
         self._carry_out()
         return self.answers.get(self.req)
@@ -331,7 +331,7 @@ def test_last_words_come_before_a_join(shell: Shell) -> None:
     """Tokens that only heartbeats have reported are counted as lost when the next incarnation fences this one."""
     shell.join()
     shell.heartbeat(tokens_consumed=50)
-    shell.join(nonce="another process")
+    shell.join(nonce="another process", former=1)
     (ended,) = shell.ended()
     assert (ended.cluster, ended.inc, ended.tokens_lost) == ("a", 1, 50)
     assert shell.heartbeat().standing == "fenced"
@@ -392,6 +392,27 @@ def test_a_slave_of_an_older_term_must_register(shell: Shell) -> None:
     stale, fresh = shell.heartbeat_slave(term=2), shell.heartbeat_slave(term=3)
     assert isinstance(stale, SlaveHeartbeatAnswer)
     assert (stale.register, fresh.register) == (True, False)
+
+
+def test_a_slave_is_told_what_is_live_when_that_has_changed(shell: Shell) -> None:
+    """A list goes to who has another one, or none, or one of another term; its number rises when a pull opens or ends.
+
+    All slaves are told the same object, so that it is spelled once.
+    """
+    shell.join()
+    empty = shell.heartbeat_slave().live
+    assert (empty.pushes, empty.pulls) == ((), ())
+    assert shell.heartbeat_slave(live=empty.number).live is None
+    shell.ask(lambda r: PullRequested(r, PullId("a", 1, 1), 1))
+    pulling = shell.heartbeat_slave(live=empty.number).live
+    assert (pulling.pulls, pulling.number > empty.number) == ((PullId("a", 1, 1),), True)
+    assert shell.heartbeat_slave(live=empty.number).live is pulling
+    assert shell.heartbeat_slave(term=2, live=pulling.number).live is None  # it must register
+    shell.answer_orders(OpenPull)
+    shell.ask(lambda r: PullFinished(r, PullId("a", 1, 1), True))
+    over = shell.heartbeat_slave(live=pulling.number)
+    assert (over.live.pulls, over.live.number > pulling.number) == ((), True)
+    assert shell.heartbeat_slave(live=over.live.number).as_of >= over.as_of
 
 
 def test_only_known_peers_are_kept_for_the_status(shell: Shell) -> None:

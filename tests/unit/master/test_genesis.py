@@ -15,7 +15,7 @@ from dips.errors import ConfigError
 from dips.master import genesis
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 
 
 def run_file(directory: Path, slaves: int = 2) -> RunFile:
@@ -138,4 +138,13 @@ def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     assert calls[:4] == [
         f"sync {model_aside}", f"rename {model_aside}", f"sync {manifest_aside}", f"rename {manifest_aside}",
     ]  # fmt: skip
-    assert calls[4:6] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]
+    assert calls[4:6] == ["sync shared.tmp", "rename shared.tmp"]
+    assert calls[6:8] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]
+
+
+def test_a_manifest_that_no_message_could_carry_is_refused(tmp_path: Path) -> None:
+    """Before anything is written: the master could not tell it to a slave."""
+    tensors = {f"{'n' * (MAX_JSON_BYTES // 4)}{i}": np.ones(1, np.float32) for i in range(4)}
+    with pytest.raises(ConfigError, match="take at most"):
+        make_run(run_file(tmp_path), tensors)
+    assert not ledger_path(run_file(tmp_path)).exists()

@@ -57,7 +57,7 @@ def committed(version: VersionId, parent: VersionId, *pushes: PushId, ranges: tu
         tuple(outcome(p, "accepted", ranges) for p in pushes),
         0.5, 0.7, 0.8, 3.0, True, (("s0", "d0"), ("s1", "d1")),
         tuple(penalty(p.cluster, version.version) for p in pushes),
-        ScoreHistory(((0.5,),) * version.version, (3.0,) * version.version), 12.5,
+        ScoreHistory((0.5,) * version.version, (3.0,) * version.version), 12.5,
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
         (outcome(PushId("b", 1, 5), "accepted"), V2),
     )
     assert state.penalty == (penalty("a", 1), penalty("b", 2))
-    assert state.history == ScoreHistory(((0.5,), (0.5,)), (3.0, 3.0))
+    assert state.history == ScoreHistory((0.5, 0.5), (3.0, 3.0))
     assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
 
 
@@ -242,7 +242,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 5"
+    older = "format 4 was written by an older Di-PS, this one reads 6"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")
@@ -269,14 +269,14 @@ def test_a_push_is_in_one_version_only(ledger: Ledger) -> None:
 
 
 def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
-    """A gated push's infinite norm and a NaN loss survive as what they were."""
-    fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, nan, ())
+    """A gated push's infinite norm and a score of NaN survive as what they were; a missing loss is null, never 0."""
+    fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, None, ())
     version = committed(V1, GENESIS)
     row = VersionCommitted(V1, GENESIS, True, (fold,), (), 1.0, 0.7, 0.8, inf, False, (), (), version.history, 0.0)
     ledger.write_records([RoundReserved(1, 0.0), row])
     (found,) = ledger.read_history()
     assert (found.folds[0].norm, found.delta_norm) == (inf, inf)
-    assert isnan(found.folds[0].loss) and isnan(found.folds[0].score)
+    assert found.folds[0].loss is None and isnan(found.folds[0].score)
 
 
 def test_history_tells_each_round() -> None:
@@ -369,12 +369,12 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
 
-    def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
+    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int) -> Any:
         monkeypatch.undo()
         ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_history._read_round(db, row)
+        return ledger_history._read_pushes(db, first, last)
 
-    monkeypatch.setattr(ledger_history, "_read_round", commits_meanwhile)
+    monkeypatch.setattr(ledger_history, "_read_pushes", commits_meanwhile)
     (seen,) = reader.read_history()
     assert (seen.kind, seen.outcomes) == ("unfinished", ())
     assert [(r.kind, len(r.outcomes)) for r in reader.read_history()] == [("skipped", 1)]

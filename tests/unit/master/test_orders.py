@@ -46,7 +46,7 @@ def test_a_refusal_ends_the_order_at_once(error: DipsError) -> None:
 
 def test_only_open_push_needs_a_listener() -> None:
     """A trainer stands still for its slot: it is refused at once where nobody listens; everything else can wait."""
-    assert sent(OpenPush(PushId("a", 1, 1), (0,), 60.0)).needs_listener
+    assert sent(OpenPush(PushId("a", 1, 1), 1, 60.0)).needs_listener
     assert not sent().needs_listener
 
 

@@ -41,7 +41,7 @@ from dips.protocol.events import (
     RoundAwaited,
     Ticked,
 )
-from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.heartbeats import ClusterHeartbeat, LiveTransfers, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
@@ -81,8 +81,8 @@ class ScriptedCoordinator:
     def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         return self.standing, PUSH, None
 
-    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
-        return False, 7, (PUSH,), ()
+    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, LiveTransfers]:
+        return False, 7, LiveTransfers(1, (PUSH,), ())
 
     def window_timing(self) -> WindowTiming:
         return WindowTiming(None, 1, 0)

@@ -10,6 +10,7 @@ from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import Pool
 from dips.outer.versions import Versions
+from tests.loading import load_version
 
 
 def fill(arrays: dict, value: float) -> None:
@@ -20,7 +21,7 @@ def fill(arrays: dict, value: float) -> None:
 def made(pinned: int) -> Versions:
     versions = Versions(KernelPool(reference), 2, pinned)
     versions.allocate_banks({0: 4})
-    versions.load_version(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
+    load_version(versions, GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions
 
 

@@ -12,6 +12,7 @@ from dips.outer.pool import MemorySum
 from dips.outer.updates import BLOCK, Update, bytes_per_parameter, count_buffers, cut_parameters, returned_share
 from dips.outer.versions import Versions
 from dips.wire import frame
+from tests.loading import load_version
 
 LR, MU = 0.7, 0.8
 FIELDS = {0: ((0, BLOCK + 5), (BLOCK + 5, 3)), 4: ((0, 7),)}
@@ -37,7 +38,7 @@ def made(codec: str, pinned: int = 1) -> Versions:
         for layer, numbers in start.items():
             theta[layer][:], momentum[layer][:] = numbers, 0
 
-    versions.load_version(GENESIS, load)
+    load_version(versions, GENESIS, load)
     return versions
 
 

@@ -14,6 +14,7 @@ from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum, Pool
 from dips.outer.versions import Versions
+from tests.loading import load_version
 
 LAYERS = {0: 3, 4: 2}
 
@@ -21,7 +22,7 @@ LAYERS = {0: 3, 4: 2}
 def made(slots: int = 2, pinned: int = 1) -> Versions:
     versions = Versions(KernelPool(reference), slots, pinned)
     versions.allocate_banks(LAYERS)
-    versions.load_version(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
+    load_version(versions, GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions
 
 
@@ -197,7 +198,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
         raise OSError("bad sector")
 
     with pytest.raises(OSError, match="bad sector"):
-        versions.load_version(VersionId(3, 3), broken)
+        load_version(versions, VersionId(3, 3), broken)
     assert versions.served_version == GENESIS
     np.testing.assert_array_equal(versions.theta(GENESIS)[0], [1.0] * 3)
     assert versions.used_bytes == 2 * 4 * 5
@@ -214,7 +215,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
         (lambda v: v.open_slot(push(1)), LocalProtocolError),
         (lambda v: v.fold_push(push(1), 0.5), LocalProtocolError),
         (lambda v: v.allocate_banks({0: 99}), ConfigError),
-        (lambda v: v.load_version(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
+        (lambda v: v.begin_load(VersionId(1, 1)), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
         (lambda v: v.move_readers(GENESIS), LocalProtocolError),
     ],
@@ -284,8 +285,8 @@ class Life(RuleBasedStateMachine):
         self.seq += 1
         older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
         try:
-            self.versions.load_version(
-                VersionId(self.seq, self.seq), lambda theta, m: fill(theta, value) or fill(m, 0.0)
+            load_version(
+                self.versions, VersionId(self.seq, self.seq), lambda theta, m: fill(theta, value) or fill(m, 0.0)
             )
         except Busy:
             assert len(older) > self.pinned

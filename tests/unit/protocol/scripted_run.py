@@ -87,7 +87,7 @@ class ScriptedRun:
     def train(self, *clusters: str, process: str = "p") -> None:
         """Each joins, and asks for the next transfer under seq 1."""
         for cluster in clusters:
-            self.ask(ev.ClusterJoined(0, cluster, process, "r", MANIFEST.to_json(), "c"))
+            self.ask(ev.ClusterJoined(0, cluster, process, "r", MANIFEST.digest, "c", take_over=True))
             self._seqs[cluster] = 0
             self.pull(cluster)
 

@@ -28,12 +28,12 @@ def after(penalty: Penalty, verdict: Verdict, cluster: str = "a", live: str = "a
     return rows[cluster], history
 
 
-@pytest.mark.parametrize(("scores", "largest"), [((), 1.0), ((0.5,), 1.0), ((2.0,), 2.0), ((1e9,), OPTIONS.e_cap)])
+@pytest.mark.parametrize(("scores", "largest"), [((), 1.0), ((0.5,), 1.0), ((0.0, 2.0), 2.0), ((1e9,), OPTIONS.e_cap)])
 def test_the_threshold_is_beta_times_the_largest_score_within_its_bounds(
     scores: tuple[float, ...], largest: float
 ) -> None:
     """β·min(E_cap, max(1, max E)): a quiet history does not gate everybody, a loud one gates still."""
-    penalty = Penalty(OPTIONS, history=ScoreHistory((scores,), ()))
+    penalty = Penalty(OPTIONS, history=ScoreHistory(scores, ()))
     assert penalty.gate_threshold() == pytest.approx(OPTIONS.beta * largest)
 
 
@@ -110,10 +110,10 @@ def test_a_norm_is_over_the_root_of_its_steps() -> None:
 
 def test_the_scores_of_many_rounds_are_kept() -> None:
     """`history` rounds, the oldest leave."""
-    history = ScoreHistory(tuple((float(i),) for i in range(OPTIONS.history)), ())
+    history = ScoreHistory(tuple(map(float, range(OPTIONS.history))), ())
     penalty = Penalty(OPTIONS, [row("a")], history)
     _, kept = after(penalty, judged(penalty, 1.0))
-    assert kept.scores == (*history.scores[1:], (0.0,))
+    assert kept.scores == (*history.scores[1:], 0.0)
 
 
 # ---- patience --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class BoundedRun:
         self.seq = dict.fromkeys(CLUSTERS, 0)
         self.ask(lambda r: events.SlaveRegistered(r, "s", "n", "r", "s:1", ("s:2",), 1, GENESIS, None, (), 2, ""))
         for name in CLUSTERS:
-            self.ask(lambda r, name=name: events.ClusterJoined(r, name, "n", "r", manifest.to_json(), "c"))
+            self.ask(lambda r, name=name: events.ClusterJoined(r, name, "n", "r", manifest.digest, "c"))
             self.pull(name, self.next(name))
 
     def ask(self, make: Callable[[int], events.Event]) -> Any:

@@ -21,6 +21,7 @@ def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:
     b = teller.machine._run.clusters["b"]
     b.requested_at = teller.now
     b.paces.append(pace_s)
+    teller.machine._run.follow_cluster(b)
     teller.pushes("a", {"push": "a/1#2", "tokens": "100"})
     teller.answers("all", {"only": "Measure"})
     teller.answers("all", {"only": "Fold"})

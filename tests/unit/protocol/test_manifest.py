@@ -23,6 +23,18 @@ def test_legal_shapes(shape: tuple[int, ...]) -> None:
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
+def test_its_json_is_what_json_dumps_writes() -> None:
+    """The digest is of these bytes: names that need escapes, scalars and empty parameters included."""
+    names = ['a"b', "back\\slash", "ä", "line\nend", "emb.0.w"]
+    manifest = Manifest.from_shapes([(name, (2,) * i) for i, name in enumerate(names)])
+    layers = [
+        {"name": layer.name, "parameters": [[p.name, list(p.shape)] for p in layer.parameters]}
+        for layer in manifest.layers
+    ]
+    assert manifest.to_json() == json.dumps({"format": 1, "layers": layers}, separators=(",", ":"))
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
 @pytest.mark.parametrize(
     "dimension", [float("inf"), float("nan"), 1e300, 2.0, True, -1, MAX_NUMEL + 1, 10**4000, "4", None, [4], {}]
 )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.protocol.order import MOST_PAIRS, Lines, Worker, make_lines, plan_turns, slaves_for_worker
+from dips.protocol.enums import AskOrder
+from dips.protocol.order import Lines, Worker, lowest_free, make_lines, places_for_slave, plan_turns, slaves_in_order
 
 Loads = list[list[float]]  # seconds, worker × slave
 
@@ -111,11 +112,38 @@ def test_slow_workers_share_a_slave() -> None:
 
 
 def test_many_workers_walk_a_rotation() -> None:
-    """Beyond what may be matched in a decision, lines are those of a rotation: still no meetings."""
-    slaves = 8
-    workers = MOST_PAIRS // slaves + 1
-    line = make_lines([Worker((1.0,) * slaves, 1.0)] * workers, slaves)
-    assert [row[0] for row in line] == [slaves_for_worker(s, slaves)[0] for s in range(slaves)]
+    """What stands in no plan has its place by a rule: the transpose of the ranks' own order, so still no meetings."""
+    slaves, ranks = 8, 3
+    for first in range(12):  # of other transfers
+        rows = [slaves_in_order(AskOrder.TURNS, first + rank, slaves, "") for rank in range(ranks)]
+        for slave in range(slaves):
+            places = places_for_slave(AskOrder.TURNS, slave, slaves, first, ranks, "")
+            assert places == tuple(row.index(slave) for row in rows)
+            assert len(set(places)) == ranks
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
+def test_transfers_at_once_have_workers_of_their_own(script: list[tuple[bool, int]]) -> None:
+    """Whoever ends makes room, and whoever comes takes the lowest that is wide enough: numbers stay small."""
+    taken = list[tuple[int, int]]()
+    for ends, workers in script:
+        if ends and taken:
+            taken.pop(workers % len(taken))
+            continue
+        first = lowest_free(taken, workers)
+        taken.append((first, workers))
+        numbers = [n for begin, count in taken for n in range(begin, begin + count)]
+        assert len(set(numbers)) == len(numbers)
+        before = {n for begin, count in taken[:-1] for n in range(begin, begin + count)}
+        assert all(before & set(range(lower, lower + workers)) for lower in range(first))
+
+
+def test_a_random_order_has_a_place_for_each() -> None:
+    """It is the same for the same salt, and another for another slave."""
+    rows = [places_for_slave(AskOrder.RANDOM, slave, 8, 0, 6, "salt") for slave in range(8)]
+    assert {tuple(sorted(row)) for row in rows} == {tuple(range(6))}
+    assert len(set(rows)) > 1
+    assert places_for_slave(AskOrder.RANDOM, 0, 8, 0, 6, "salt") == rows[0]
 
 
 # ---- a push joins: a fluid model of links ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from math import inf, nan, sqrt
 
 import pytest
 
+from dips.protocol.enums import PenaltyRule
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty, Settled, Verdict
 
@@ -301,3 +302,25 @@ def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
     assert story.penalty.penalty_row("a").quarantined
     assert story.round(a=1.0, b=1.0, c=1.0)["a"].accepted
     assert not story.penalty.penalty_row("a").quarantined
+
+
+@pytest.mark.parametrize("rule", list(PenaltyRule))
+def test_a_model_that_did_not_move_is_refused(rule: PenaltyRule) -> None:
+    """Norm 0 after inner steps: the optimizer trains other tensors. Without steps there was nothing to move."""
+    penalty = Penalty(PenaltyOptions(rule=rule))
+    verdict = penalty.judge_push("a", [0.0, 0.0], True, 8)
+    assert not verdict.accepted and "norm 0 after 8 inner steps" in verdict.reason and "fully_shard" in verdict.reason
+    assert penalty.judge_push("a", [0.0, 0.0], True, 0).accepted
+
+
+def test_pushes_that_were_kept_back_count_as_gated() -> None:
+    """Its ranks saw that they are not finite: three in a row quarantine as if they had come; one that counts begins
+    anew."""
+    story = PenaltyStory()
+    story.round(a=1.0)
+    assert [story.penalty.count_divergence("a").quarantined for _ in range(2)] == [False, False]
+    story.round(a=1.0)
+    rows = [story.penalty.count_divergence("a") for _ in range(OPTIONS.gate_patience)]
+    assert [row.broken for row in rows] == [False, False, True] and rows[-1].quarantined
+    assert not story.round(a=1.0)["a"].accepted
+    assert not story.penalty.readmit_cluster("a").broken

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.data import RangeBook
+from dips.protocol.enums import AskOrder
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.options import DataOptions
-from dips.protocol.order import slaves_for_worker, workers_for_slave
+from dips.protocol.order import places_for_slave, slaves_for_worker
 from dips.protocol.placement import place_layers
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=7)
@@ -63,8 +64,8 @@ def test_no_two_workers_meet_at_a_slave(workers: int, slaves: int) -> None:
 def test_a_slave_asks_in_the_order_in_which_workers_turn_to_it(workers: int, slaves: int) -> None:
     """Both sides of the order of asking are one table, read by rows and by columns."""
     for slave in range(slaves):
-        turns = [slaves_for_worker(w, slaves).index(slave) for w in workers_for_slave(slave, workers, slaves)]
-        assert turns == sorted(turns)
+        turns = tuple(slaves_for_worker(w, slaves).index(slave) for w in range(workers))
+        assert places_for_slave(AskOrder.TURNS, slave, slaves, 0, workers, "") == turns
 
 
 @given(

@@ -27,6 +27,7 @@ from dips.protocol.effects import (
     OrderBody,
     Persist,
     Registered,
+    Retire,
 )
 from dips.protocol.events import Answer, Done
 from dips.protocol.heartbeats import Transfer
@@ -34,6 +35,7 @@ from dips.protocol.manifest import Manifest
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
 from dips.slave.shard_registration import Followed
+from tests.loading import follow_load
 
 MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("b.w", (4,)), ("c.w", (1,))])
 P1, P2, P3 = (PushId("x", 1, seq) for seq in (1, 2, 3))
@@ -141,19 +143,18 @@ class MemoryDisk:
 
 
 def carry_out(shard: Shard, order: Order) -> Answer:
-    """Have an order carried out; a snapshot is written here and now."""
-    if not isinstance(order.body, Persist):
+    """Have an order carried out; a snapshot is written or deleted here and now."""
+    if not isinstance(order.body, Persist | Retire):
         return shard.execute_order(order)
-    begun = shard.begin_persist(order)
+    begun = shard.begin_disk_order(order)
     if not callable(begun):
         return begun
     try:
-        digest = begun()
+        answer = begun()
     except DipsError:
-        shard.end_persist(order, None)
+        shard.end_disk_order(order, None)
         raise
-    answer = shard.end_persist(order, digest)
-    assert answer is not None
+    shard.end_disk_order(order, answer)
     return answer
 
 
@@ -167,7 +168,7 @@ class ShardRig:
 
     def ready(self) -> ShardRig:
         self.welcome(LoadVersion(GENESIS))
-        assert self.shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
+        assert follow_load(self.shard, GENESIS) is Followed.DONE
         self.welcome(Hold())
         assert self.shard.follow_order(Hold()) is Followed.SERVES
         return self
@@ -186,7 +187,7 @@ class ShardRig:
 
     def stage(self, push: PushId, value: float) -> None:
         """Open a push, fill it, and say so."""
-        assert self.order(OpenPush(push, (0,), 60.0)) == Done()
+        assert self.order(OpenPush(push, 1, 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
         self.shard.transfers.on_push_staged(push, 28)

@@ -121,10 +121,10 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     """θ and m of a restored snapshot are those that were copied, and the slave's own check agrees."""
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
-    assert mirror_copy.list_whole(store, "r", "s", LOG) == ()
+    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == ()
     for version in (V2, V1):
         mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
-    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V1, V2)
+    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V1, V2)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
     mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
@@ -135,7 +135,7 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     assert same(momentum, arrays(LAYERS, 52))
     snapshots.close()
     store.remove_path(str(V1))
-    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
+    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V2,)
 
 
 def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot, match=r"momentum of layer .* expected xxh3-128"):
         mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
     with capture_logs() as logs:
-        assert mirror_copy.list_whole(store, "r", "s", LOG) == ()
+        assert mirror_copy.list_copies(store, "r", "s", LOG).whole == ()
     assert "no manifest" in logs[0]["reason"]
     mirror_copy.copy_out(store, tmp_path / "s", V2, nothing)
     name = f"{V2}/model.safetensors"
@@ -171,10 +171,10 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     store.write_file(f"{V1}/model.safetensors", content[:-1])
     store.write_file("notes/readme.txt", b"not a version")
     with capture_logs() as logs:
-        assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
+        assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V2,)
     assert "bytes" in logs[0]["reason"]
     with capture_logs() as logs:
-        assert mirror_copy.list_whole(MirrorStore(url, "r", "s"), "other", "s", LOG) == ()
+        assert mirror_copy.list_copies(MirrorStore(url, "r", "s"), "other", "s", LOG).whole == ()
     assert "in run other, got v2@r5 of slave s in run r" in logs[-1]["reason"]
 
 
@@ -189,7 +189,7 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
 
     mirror_copy.copy_out(store, tmp_path / "s", V1, retire)
     assert not (tmp_path / "s" / str(V1)).exists()
-    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V1,)
+    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V1,)
 
 
 def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == ()
-    kept(tmp_path, url).restore(())
+    restored = kept(tmp_path, url).restore(())
     assert snapshots.complete_versions() == (), "it was read through, and is not again"
-    snapshots.look_again()
+    snapshots.look_again(restored.versions)
     assert snapshots.complete_versions() == (V1,)
     snapshots.close()
     assert (tmp_path / "s" / f"damaged-{V1}").exists()
@@ -267,7 +267,6 @@ def test_a_mirror_that_comes_back_catches_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("dips.slave.snapshot_mirror.BACKOFF_S", (0.01, 0.05))
     written(tmp_path / "s", V1, V2)
     mirror = kept(tmp_path, str(tmp_path / "mirror"))
-    mirror.restore((V1, V2))
     mirror.start()
     mirror.want((V2,))
     until(lambda: "is not there" in mirror.report().reason)
@@ -277,21 +276,52 @@ def test_a_mirror_that_comes_back_catches_up(tmp_path: Path, monkeypatch: pytest
     mirror.close()
 
 
-def test_an_empty_directory_waits_for_a_mirror_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who registered with nothing could make the run begin anew: it waits, and says for what."""
-    monkeypatch.setattr("dips.slave.snapshot_mirror.BACKOFF_S", (0.01, 0.05))
-    written(tmp_path / "s", V1)
+def test_a_mirror_that_is_gone_is_told_apart_from_one_that_holds_nothing(tmp_path: Path) -> None:
+    """One raises, so an empty disk is not taken for a new one; the other may be a mount point: the reason asks."""
+    mirror = kept(tmp_path, str(tmp_path / "mirror"))
+    with pytest.raises(FailedMirror, match="is not there: mount it"):
+        mirror.restore(())
     (tmp_path / "mirror").mkdir()
-    mirror_copy.copy_out(MirrorStore(str(tmp_path / "mirror"), "r", "s"), tmp_path / "s", V1, nothing)
+    restored = mirror.restore(())
+    assert restored.versions == ()
+    assert restored.reason.endswith("mirror/r/s holds no snapshot of it either: is it mounted?")
+
+
+def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> None:
+    """A rebalance leaves the name and changes the layers: the old copy is no copy, whatever its name says."""
+    url = str(tmp_path / "mirror")
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1, V2)
+    store = MirrorStore(url, "r", "s")
+    for version in (V1, V2):
+        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
-    (tmp_path / "mirror").rename(tmp_path / "away")
-    with capture_logs() as logs:
-        waiting = threading.Thread(target=kept(tmp_path, str(tmp_path / "mirror")).restore, args=((),))
-        waiting.start()
-        until(lambda: any(line["event"] == "restore_waits" for line in logs))
-        (tmp_path / "away").rename(tmp_path / "mirror")
-        waiting.join(10)
-    snapshots = opened(tmp_path / "s")
-    assert snapshots.complete_versions() == (V1,)
+    mirror = kept(tmp_path, url)
+    mirror.bind_layers((0, 1))
+    restored = mirror.restore(())
+    assert restored.versions == ()
+    assert "v2@r5: holds the layers [0, 1, 2, 3], this slave [0, 1] since a rebalance" in restored.reason
+    assert mirror.report().held == ()
+    snapshots = opened(tmp_path / "s", layers=(0, 1))
+    snapshots.write_snapshot(V2, arrays((0, 1), 7), arrays((0, 1), 8))
     snapshots.close()
+    mirror.start()
+    mirror.want((V2,))
+    until(lambda: mirror.report().held == (V2,) and store.list_names() == [str(V2)])
+    mirror.close()
+    assert mirror_copy.list_copies(store, "r", "s", LOG, (0, 1)) == mirror_copy.MirrorListing((V2,))
+
+
+def test_what_was_listed_stands_until_it_is_listed_anew() -> None:
+    """A report that forgot for a moment would let the others' disks delete what this mirror holds."""
+    plan = listed(V1, V2)
+    plan.list_again()
+    assert plan.report(0.0).held == (V1, V2)
+    assert plan.next_job(0.0) == LIST
+    plan.on_listed((V2,), outdated=(V1,))
+    plan.want((V2,))
+    assert plan.report(0.0).held == (V2,)
+    assert plan.next_job(1.0) == MirrorJob(MirrorJobKind.DELETE, (V1,))
+    plan.on_done(MirrorJob(MirrorJobKind.DELETE, (V1,)))
+    assert plan.next_job(2.0) is None

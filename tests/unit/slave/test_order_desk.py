@@ -9,18 +9,18 @@ import pytest
 
 from dips.errors import Busy, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
 from dips.ids import PushId, VersionId
-from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist
+from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Retire
 from dips.protocol.events import Done, Persisted, PushRefused, PushStaged
 from dips.slave.actions import (
     AnswerOrder,
-    BeginPersist,
+    BeginDiskOrder,
     CallMaster,
-    EndPersist,
+    EndDiskOrder,
     EndSlave,
     ExecuteOrder,
     SlaveAction,
+    WorkOnDisk,
     WriteLog,
-    WriteSnapshot,
 )
 from dips.slave.open_transfers import RefusedReport, StagedReport
 from dips.slave.order_desk import OrderDesk
@@ -30,6 +30,7 @@ from dips.slave.standing import SlaveTiming
 TIMING = SlaveTiming(2.0, call_s=10.0, backoff_s=(0.2, 5.0), busy_retry_s=0.5)
 P1, P2 = PushId("x", 1, 1), PushId("x", 1, 2)
 V1 = VersionId(1, 1)
+PERSISTED = Persisted(V1, "d1ge57")
 FULL = Busy("all slots are in use")
 
 
@@ -41,8 +42,8 @@ def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
     return [action for action in actions if not isinstance(action, WriteLog)]
 
 
-def write() -> str:
-    return "d1ge57"
+def write() -> Persisted:
+    return PERSISTED
 
 
 # ---- orders --------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def write() -> str:
 def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds_up_no_other() -> None:
     """Of 10 s, 8 are for trying; a DropPush behind it, which may free its slot, is carried out meanwhile."""
     desk = OrderDesk(TIMING)
-    opening, dropping = order(1, OpenPush(P1, (0,), 60.0)), order(2, DropPush(P2, "over"))
+    opening, dropping = order(1, OpenPush(P1, 1, 60.0)), order(2, DropPush(P2, "over"))
     assert desk.take_order(1, opening, 0.0) == [ExecuteOrder(1, opening)]
     assert desk.on_executed(1, FULL, 0.1) == []
     assert desk.take_order(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
@@ -67,7 +68,7 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
 def test_an_error_is_the_answer() -> None:
     """Other errors are not tried again: whoever gave the order learns their class."""
     desk, error = OrderDesk(TIMING), StaleIncarnation("this is 2")
-    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.take_order(1, order(1, OpenPush(P1, 1, 60.0)), 0.0)
     answered, logged = desk.on_executed(1, error, 0.1)
     assert answered == AnswerOrder(1, error)
     assert isinstance(logged, WriteLog)
@@ -77,7 +78,7 @@ def test_an_error_is_the_answer() -> None:
 def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
     """What is being carried out goes on: its answer is remembered for the repetition."""
     desk = OrderDesk(TIMING)
-    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.take_order(1, order(1, OpenPush(P1, 1, 60.0)), 0.0)
     desk.drop_order(1)
     assert desk.on_executed(1, FULL, 0.1) == []
     desk.drop_order(1)
@@ -88,17 +89,29 @@ def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
 def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
     """A repeated Persist waits for the first one, and then finds it done."""
     desk = OrderDesk(TIMING)
-    persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, (0,), 60.0))
-    assert desk.take_order(1, persist, 0.0) == [BeginPersist(1, persist)]
+    persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, 1, 60.0))
+    assert desk.take_order(1, persist, 0.0) == [BeginDiskOrder(1, persist)]
     assert desk.take_order(2, persist, 0.0) == []
-    assert desk.on_persist_begun(1, write, 0.1) == [WriteSnapshot(1, persist, write)]
+    assert desk.on_disk_order_begun(1, write, 0.1) == [WorkOnDisk(1, persist, write)]
     assert desk.take_order(3, opening, 0.2) == [ExecuteOrder(3, opening)]
-    (ending,) = desk.on_written(1, "d1ge57")
-    assert ending == EndPersist(1, persist, "d1ge57", None)
-    assert isinstance(ending, EndPersist)
-    persisted = Persisted(V1, "d1ge57")
-    assert desk.on_persist_ended(ending, persisted, 9.0) == [AnswerOrder(1, persisted), BeginPersist(2, persist)]
-    assert desk.on_persist_begun(2, persisted, 9.1) == [AnswerOrder(2, persisted)]
+    (ending,) = desk.on_disk_worked(1, PERSISTED)
+    assert ending == EndDiskOrder(1, persist, PERSISTED)
+    assert isinstance(ending, EndDiskOrder)
+    assert desk.on_disk_order_ended(ending, None, 9.0) == [AnswerOrder(1, PERSISTED), BeginDiskOrder(2, persist)]
+    assert desk.on_disk_order_begun(2, PERSISTED, 9.1) == [AnswerOrder(2, PERSISTED)]
+
+
+def test_snapshots_are_deleted_beside_other_orders() -> None:
+    """A disk that takes long to free a file holds up no order, but the next one to the disk."""
+    desk = OrderDesk(TIMING)
+    retire, persist, dropping = order(1, Retire((V1,))), order(2, Persist(V1)), order(3, DropPush(P1, "over"))
+    assert desk.take_order(1, retire, 0.0) == [BeginDiskOrder(1, retire)]
+    assert desk.on_disk_order_begun(1, Done, 0.1) == [WorkOnDisk(1, retire, Done)]
+    assert desk.take_order(2, persist, 0.2) == []
+    assert desk.take_order(3, dropping, 0.3) == [ExecuteOrder(3, dropping)]
+    (ending,) = desk.on_disk_worked(1, Done())
+    assert isinstance(ending, EndDiskOrder)
+    assert desk.on_disk_order_ended(ending, None, 9.0) == [AnswerOrder(1, Done()), BeginDiskOrder(2, persist)]
 
 
 def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
@@ -107,23 +120,23 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
     first, second = order(1, Persist(V1)), order(2, Persist(V1))
     desk.take_order(1, first, 0.0)
     desk.take_order(2, second, 0.0)
-    desk.on_persist_begun(1, write, 0.1)
-    (ending,) = desk.on_written(1, full)
-    assert ending == EndPersist(1, first, None, full)
-    assert isinstance(ending, EndPersist)
-    assert work_of(desk.on_persist_ended(ending, None, 0.2)) == [AnswerOrder(1, full), BeginPersist(2, second)]
+    desk.on_disk_order_begun(1, write, 0.1)
+    (ending,) = desk.on_disk_worked(1, full)
+    assert ending == EndDiskOrder(1, first, full)
+    assert isinstance(ending, EndDiskOrder)
+    assert work_of(desk.on_disk_order_ended(ending, None, 0.2)) == [AnswerOrder(1, full), BeginDiskOrder(2, second)]
 
 
 def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> None:
     """An Apply that finds the disk busy is no failure of the Apply; without a writer its deadline holds."""
     desk, busy = OrderDesk(TIMING), Busy("the snapshot of v1@r1 is being written")
     desk.take_order(1, order(1, Persist(V1)), 0.0)
-    desk.on_persist_begun(1, write, 0.1)
+    desk.on_disk_order_begun(1, write, 0.1)
     desk.take_order(2, order(2, DropPush(P1, "")), 0.2)
     assert desk.on_executed(2, busy, 50.0) == []
-    (ending,) = desk.on_written(1, "d1ge57")
-    assert isinstance(ending, EndPersist)
-    desk.on_persist_ended(ending, Persisted(V1, "d1ge57"), 51.0)
+    (ending,) = desk.on_disk_worked(1, PERSISTED)
+    assert isinstance(ending, EndDiskOrder)
+    desk.on_disk_order_ended(ending, None, 51.0)
     assert work_of(desk.on_executed(2, busy, 52.0)) == [AnswerOrder(2, busy)]
 
 
@@ -172,7 +185,7 @@ def test_next_deadline_is_the_earliest_of_all_waiting_orders(busy_s: float) -> N
     """Two orders that wait are tried again each at its time."""
     desk = OrderDesk(SlaveTiming(2.0, busy_retry_s=busy_s))
     for ticket, now in ((1, 0.0), (2, 1.0)):
-        desk.take_order(ticket, order(ticket, OpenPush(P1, (0,), 60.0)), now)
+        desk.take_order(ticket, order(ticket, OpenPush(P1, 1, 60.0)), now)
         desk.on_executed(ticket, FULL, now)
     assert desk.next_deadline() == busy_s
     assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ExecuteOrder)] == [1]

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import inf
 from random import Random
 
 import pytest
 
-from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
-from dips.ids import GENESIS, PushId
+from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
-from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.events import MirrorReport, SlaveRegistered
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
     DescribeShard,
+    EndLoad,
     EndSlave,
     FollowRegistration,
     HealTransfers,
+    ReadSnapshot,
+    RestoreFromMirror,
     SlaveAction,
     WelcomeShard,
     WriteLog,
 )
+from dips.slave.mirror_plan import Restored
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.slave.shard_registration import Followed, Unfollowed
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
@@ -78,6 +84,62 @@ def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None
     assert slave.answer(Hold(), Followed.SERVES, 2.0) == []
     assert slave.registration.phase is RegistrationPhase.SERVING
     assert slave.registration.next_deadline() == inf
+
+
+def test_a_snapshot_is_read_beside_the_shard() -> None:
+    """The shard only begins a load; while the disk reads, no other Register leaves, and its end is the shard's."""
+    slave, order = RegistrationRig(), LoadVersion(GENESIS)
+    slave.registration.tick(0.0)
+    slave.registration.on_described(SAID, 0.0)
+    slave.registration.on_registered(registered(order), 0.0)
+    slave.registration.on_welcomed(None, 0.0)
+    read = partial(print, "what reads the snapshot")
+    assert slave.registration.on_followed(read, 0.0) == [ReadSnapshot(order, read)]
+    assert slave.registration.tick(100.0) == slave.registration.request_again(1, 100.0) == []
+    broken = OSError("bad sector")
+    assert slave.registration.on_read(ReadSnapshot(order, read), broken) == [EndLoad(order, broken)]
+    assert slave.registration.on_read(ReadSnapshot(order, read), None) == [EndLoad(order, None)]
+    assert work_of(slave.registration.on_followed(Followed.DONE, 100.0)) == [DESCRIBE]
+
+
+def with_mirror() -> Registration:
+    """A registration whose slave has a mirror, asked for the first time what it holds."""
+    meters = Meters(mirror=MirrorReport((), ""))
+    registration = Registration(WHO, TIMING, lambda registered: None, Random(1), lambda: meters)
+    assert registration.tick(0.0) == [DESCRIBE]
+    return registration
+
+
+def test_a_slave_that_serves_nothing_looks_into_its_mirror_before_each_register() -> None:
+    """What came back is described, why no more did goes to the master; one that serves asks its memory only."""
+    registration = with_mirror()
+    v2 = VersionId(2, 5)
+    old = replace(SAID, complete=(VersionId(1, 1),), reason="LoadVersion v2@r5: bad sector")
+    (look,) = registration.on_described(old, 0.0)
+    assert look == RestoreFromMirror(old.complete)
+    assert registration.on_restored(look, Restored((v2,), "v1@r1 is damaged there"), 1.0) == [DESCRIBE]
+    now = replace(old, complete=(VersionId(1, 1), v2))
+    (call,) = registration.on_described(now, 1.0)
+    assert call.message.complete == now.complete
+    assert call.message.reason == "LoadVersion v2@r5: bad sector; v1@r1 is damaged there"
+    assert registration.on_described(now, 2.0) == [RestoreFromMirror(now.complete)]
+    (call,) = registration.on_described(replace(now, memory=v2), 2.0)
+    assert isinstance(call, CallMaster)
+
+
+def test_with_an_empty_disk_and_a_mirror_that_fails_it_does_not_register() -> None:
+    """Who registers with nothing could make the run begin anew; with an old snapshot it says why there is no newer."""
+    registration, gone = with_mirror(), FailedMirror("mirror: /m is not there: mount it")
+    (look,) = registration.on_described(SAID, 0.0)
+    (told,) = registration.on_restored(look, gone, 0.0)
+    assert isinstance(told, WriteLog)
+    assert (told.level, told.event, told.fields["reason"]) == ("error", "restore_waits", str(gone))
+    assert registration.tick(registration.next_deadline()) == [DESCRIBE]
+    (look,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
+    told, describe = registration.on_restored(look, gone, 1.0)
+    assert isinstance(told, WriteLog) and (told.event, describe) == ("mirror_fails", DESCRIBE)
+    (call,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
+    assert call.message.reason == str(gone)
 
 
 def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:
@@ -155,8 +217,8 @@ def test_no_heartbeat_before_the_first_incarnation() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ()),
-        SlaveHeartbeatAnswer(2, 8.0, False, 0, (), ()),
+        SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ())),
+        SlaveHeartbeatAnswer(2, 8.0, False, 0, LiveTransfers(1, (), ())),
         StaleTerm("you are early"),
     ],
     ids=["register", "a later term", "stale"],
@@ -175,7 +237,7 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
     assert slave.registration.request_again(slave.registration.number, 2.1) == [DESCRIBE]
-    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
+    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ()))
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
     slave.heartbeat(4.0)
@@ -190,7 +252,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
+    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, LiveTransfers(n, (PushId("x", 1, n),), ())) for n in range(4)]
     slave.heartbeat(2.0)
     assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
@@ -199,7 +261,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
     assert slave.heartbeats.on_healed([]) == []
     slave.heartbeat(8.0)
-    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, LiveTransfers(1, (), ())), 8.1) == []
     slave.heartbeat(10.0)
     slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
@@ -211,10 +273,56 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
     slave.heartbeats.tick(0.0)
     events = []
     answers: list[SlaveHeartbeatAnswer | Exception] = [
-        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
+        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, LiveTransfers(1, (), ()))
     ]  # fmt: skip
     for n, answer in enumerate(answers):
         slave.heartbeat(2.0 * (n + 1))
         actions = slave.heartbeats.on_answer(answer, 2.0 * (n + 1))
         events += [action.event for action in actions if isinstance(action, WriteLog)]
     assert events == ["master_silent", "master_back"]
+
+
+def test_a_list_that_is_not_sent_again_is_the_one_that_the_slave_has() -> None:
+    """Its number goes with every heartbeat; what the slave holds is compared with it each time, as of the newest order.
+
+    An answer that was lost changes nothing: the next heartbeat names the same number.
+    """
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    live = LiveTransfers(5, (PushId("x", 1, 1),), ())
+    assert slave.heartbeat(2.0).live == 0
+    first = SlaveHeartbeatAnswer(1, 8.0, False, 10, live)
+    assert slave.heartbeats.on_answer(first, 2.1) == [HealTransfers(first)]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(4.0).live == 5
+    same = SlaveHeartbeatAnswer(1, 8.0, False, 20)
+    assert slave.heartbeats.on_answer(same, 4.1) == [HealTransfers(SlaveHeartbeatAnswer(1, 8.0, False, 20, live))]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(6.0).live == 5
+    slave.heartbeats.on_answer(UnavailableMaster("lost"), 6.1)
+    assert slave.heartbeat(8.0).live == 5
+
+
+def test_a_list_is_good_for_its_term_only() -> None:
+    """A later master counts its lists anew: it is told 0, and an answer of it without a list heals nothing."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.standing = Standing(7, 2, GENESIS, (), 0, 0)
+    assert slave.heartbeat(4.0).live == 0
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
+    assert slave.heartbeat(6.0).live == 0
+
+
+def test_a_list_is_good_for_its_registration_only() -> None:
+    """A master that was restored from an old copy may begin a term anew; it hears from its slaves first."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.registration.request_again(slave.registration.number, 2.2)
+    slave.answer(Hold(), Followed.SERVES, 2.3)
+    assert slave.heartbeat(4.0).live == 0

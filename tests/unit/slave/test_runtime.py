@@ -15,7 +15,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
@@ -38,10 +38,11 @@ from dips.protocol.effects import (
     RegisterLater,
     SlaveOrder,
 )
-from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.protocol.events import Done, MirrorReport, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.runtime import SlaveRuntime
@@ -85,7 +86,8 @@ class BufferFlow:
 
 class GatedDisk:
     def __init__(self) -> None:
-        self.may_write = threading.Event()
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.may_read.set()
         self.writes = 0
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
@@ -103,6 +105,7 @@ class GatedDisk:
         return "d1ge57"
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        assert self.may_read.wait(10)
         theta[0].fill(1.0)
         momentum[0].fill(0.0)
 
@@ -121,7 +124,9 @@ class ScriptedMaster:
         self.registered: list[SlaveRegistered] = []
         self.heartbeats: list[SlaveHeartbeat] = []
         self.reports: list[PushStaged | PushRefused] = []
-        self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
+        self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(
+            1, 10.0, False, 10**6, LiveTransfers(1, (PUSH,), ())
+        )
         self.unresponsive_reports = 0
         self.happened = asyncio.Condition()
 
@@ -166,8 +171,13 @@ class RunningSlave:
     """A slave's runtime under way, its parts at hand."""
 
     def __init__(
-        self, master: ScriptedMaster, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]
+        self,
+        master: ScriptedMaster,
+        thread: ThreadPoolExecutor,
+        prepare: Callable[[Registered], None],
+        restore: Callable[[tuple[VersionId, ...]], Restored] | None,
     ) -> None:
+        self.mirror = None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
@@ -183,14 +193,15 @@ class RunningSlave:
             prepare,
             Random(),
         )
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
+        more = {} if restore is None else {"restore": restore}
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log, **more)
         self.servicer = OrderServicer(self.runtime)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
 
     def meters(self) -> Meters:
-        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
+        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s, mirror=self.mirror)
 
     async def ready(self) -> None:
         """Wait until Hold was followed and a heartbeat was answered: a heartbeat alone may come before the last
@@ -207,10 +218,12 @@ class RunningSlave:
 
 @asynccontextmanager
 async def living(
-    master: ScriptedMaster, prepare: Callable[[Registered], None] = lambda _: None
+    master: ScriptedMaster,
+    prepare: Callable[[Registered], None] = lambda _: None,
+    restore: Callable[[tuple[VersionId, ...]], Restored] | None = None,
 ) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
-        incarnation = RunningSlave(master, thread, prepare)
+        incarnation = RunningSlave(master, thread, prepare, restore)
         try:
             yield incarnation
         finally:
@@ -233,15 +246,36 @@ async def test_it_registers_until_hold_then_heartbeats() -> None:
         assert not incarnation.task.done()
 
 
+async def test_it_registers_when_its_mirror_was_looked_at() -> None:
+    """A mirror that fails is tried again; one that hangs does not keep the process from ending."""
+    found: list[Restored | Exception] = [FailedMirror("gone"), Restored((), "is it mounted?")]
+    gate = threading.Event()
+
+    def restore(on_disk: tuple[VersionId, ...]) -> Restored:
+        if not found:
+            gate.wait(10)
+            return Restored(())
+        one = found.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    master = ScriptedMaster(RegisterLater(0.001, "restoring"))
+    async with living(master, restore=restore):
+        await master.until(lambda: bool(master.registered))
+        assert (len(master.registered), master.registered[0].reason) == (1, "is it mounted?")
+    gate.set()
+
+
 async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
     """A master that does not know us as ready gets a Register; a heartbeat sent before it asks for no second one."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
         assert len(master.registered) == 2
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, True, 0, LiveTransfers(1, (), ()))
         await master.until(lambda: len(master.registered) == 3)
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, LiveTransfers(1, (), ()))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         assert len(master.registered) <= 4
@@ -258,7 +292,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
             seen = len(master.heartbeats)
             await master.until(lambda: len(master.heartbeats) >= seen + 3)
             master.term = 2
-            master.heartbeat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
+            master.heartbeat = SlaveHeartbeatAnswer(2, 10.0, False, 0, LiveTransfers(1, (), ()))
             await master.until(lambda: master.heartbeats[-1].term == 2)
             assert not incarnation.task.done()
     assert {"master_silent", "heartbeat_refused"} & {line["event"] for line in logs}
@@ -290,13 +324,32 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
     master.unresponsive_reports = 2
     async with living(master) as incarnation:
         await incarnation.ready()
-        assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
+        assert await incarnation.order(OpenPush(PUSH, 1, 60.0)) == Done()
         assert incarnation.flow.events is not None
         incarnation.flow.events.on_push_staged(PUSH, 12)
         await master.until(lambda: master.reports == [PushStaged("s", 7, PUSH, 12)])
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
         incarnation.flow.events.on_push_refused(PUSH, "it stalled")
         await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+
+
+async def test_orders_are_answered_while_a_snapshot_is_loaded() -> None:
+    """The disk takes as long as it takes: a Ping has its answer, an OpenPush that came early waits for the version."""
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
+    async with living(master) as incarnation:
+        disk = incarnation.shard._disk
+        assert isinstance(disk, GatedDisk)
+        disk.may_read.clear()
+        await master.until(lambda: len(master.registered) == 1)
+        while incarnation.shard.versions.loading is None:
+            await asyncio.sleep(0.001)
+        opening = asyncio.create_task(incarnation.order(OpenPush(PUSH, 1, 60.0)))
+        assert await asyncio.wait_for(incarnation.order(Ping()), 5) == Done()
+        assert not opening.done()
+        assert len(master.registered) == 1
+        disk.may_read.set()
+        await incarnation.ready()
+        assert await opening == Done()
 
 
 async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
@@ -317,8 +370,8 @@ async def test_a_heartbeat_heals_what_the_master_does_not_list() -> None:
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, LiveTransfers(1, (), ()))
         await master.until(lambda: not incarnation.flow.pushes)
 
 
@@ -326,13 +379,13 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
-    master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+    master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, LiveTransfers(1, (), ()))
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
         with pytest.raises(Busy):
-            await incarnation.order(OpenPush(other, (0,), 60.0), deadline_s=0.2)
-        waiting = asyncio.create_task(incarnation.order(OpenPush(other, (0,), 60.0)))
+            await incarnation.order(OpenPush(other, 1, 60.0), deadline_s=0.2)
+        waiting = asyncio.create_task(incarnation.order(OpenPush(other, 1, 60.0)))
         await incarnation.order(Ping())
         assert not waiting.done()
         await incarnation.order(DropPush(PUSH, "over"))
@@ -344,7 +397,7 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
         incarnation.flow.pushes[PUSH][0].fill(0.5)
         assert incarnation.flow.events is not None
         incarnation.flow.events.on_push_staged(PUSH, 12)
@@ -367,7 +420,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         persist = Persist(VersionId(1, 1))
         first = asyncio.create_task(incarnation.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, LiveTransfers(1, (second,), ()))
         apply = asyncio.create_task(make_version(incarnation, 2, second, VersionId(1, 1)))
         await master.until(lambda: incarnation.shard.versions.folded)
         first.cancel()  # the connection breaks, and the order is sent again
@@ -382,7 +435,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
 
 async def make_version(incarnation: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
     """One push in, up to Prepared."""
-    await incarnation.order(OpenPush(push, (0,), 60.0))
+    await incarnation.order(OpenPush(push, 1, 60.0))
     incarnation.flow.pushes[push][0].fill(0.5)
     assert incarnation.flow.events is not None
     incarnation.flow.events.on_push_staged(push, 12)

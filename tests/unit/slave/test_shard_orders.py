@@ -134,7 +134,7 @@ def test_a_new_term_forgets_the_answers_of_the_old() -> None:
     """Numbers begin anew with a term, so an order of a new master is carried out under a number used before."""
     slave = ShardRig().ready()
     slave.shard.execute_order(Order("s", 7, 1, 5, Ping(), 1.0))
-    slave.shard.execute_order(Order("s", 7, 2, 5, OpenPush(P1, (0,), 1.0), 1.0))
+    slave.shard.execute_order(Order("s", 7, 2, 5, OpenPush(P1, 1, 1.0), 1.0))
     assert slave.shard.versions.open_pushes == (P1,)
     assert slave.shard.term == 2
 
@@ -143,7 +143,7 @@ def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.Mo
     """Beyond the remembered answers an old number is stale: it is never carried out a second time."""
     monkeypatch.setattr(order_fences, "REMEMBERED", 3)
     slave = ShardRig().ready()
-    first = slave.made(OpenPush(P1, (0,), 1.0))
+    first = slave.made(OpenPush(P1, 1, 1.0))
     slave.shard.execute_order(first)
     slave.order(DropPush(P1, ""))
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_illegal_orders_are_our_bug_and_change_nothing() -> None:
     """What the protocol never orders is refused without a change and without poison."""
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
-    slave.order(OpenPush(P2, (0,), 1.0))
+    slave.order(OpenPush(P2, 1, 1.0))
     slave.order(Measure(1, P1, GENESIS))
     state = slave.state()
     illegal: list[tuple[OrderBody, type[DipsError]]] = [

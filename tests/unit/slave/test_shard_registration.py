@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dips.errors import (
+    Busy,
+    CorruptManifest,
     CorruptSnapshot,
+    LocalProtocolError,
+    RemoteProtocolError,
     StaleTerm,
     StaleVersion,
 )
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
+    Abort,
     AbortVersion,
     Commit,
     CommitVersion,
+    DropPush,
     Hold,
     LoadVersion,
+    OpenPull,
     OpenPush,
+    Persist,
+    Ping,
+    Registered,
     RegisterLater,
+    Retire,
 )
+from dips.protocol.events import Done
 from dips.slave.shard_registration import Followed, Unfollowed
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+from tests.loading import follow_load
+from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, ShardRig
 
 
 def test_registration_says_what_is_held() -> None:
@@ -54,8 +69,8 @@ def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     new = ShardRig(disk=old.disk)
     new.welcome(LoadVersion(version))
     with pytest.raises(StaleVersion):
-        new.order(OpenPush(P1, (0,), 1.0))
-    new.shard.follow_order(LoadVersion(version))
+        new.order(OpenPush(P1, 1, 1.0))
+    follow_load(new.shard, version)
     for read in (Versions.theta, Versions.momentum):
         for layer in (0, 2):
             assert (
@@ -67,13 +82,39 @@ def test_a_load_that_fails_is_told_with_the_next_register() -> None:
     """A corrupt snapshot leaves what was held; the reason names the order, and a success clears it."""
     slave = ShardRig().ready()
     slave.disk.error = CorruptSnapshot("v4@r9/model.safetensors: expected xxh3-128 ..")
-    assert isinstance(slave.shard.follow_order(LoadVersion(VersionId(4, 9))), Unfollowed)
+    assert isinstance(follow_load(slave.shard, VersionId(4, 9)), Unfollowed)
     assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
     assert slave.shard.versions.served_version == GENESIS
     assert slave.shard.follow_order(RegisterLater(1.0, "not now")) is Followed.WAITS
     assert slave.shard.reason
     assert slave.shard.follow_order(Hold()) is Followed.SERVES
     assert slave.shard.reason == ""
+
+
+def test_orders_are_answered_while_a_snapshot_is_read() -> None:
+    """What was served is served on; orders that need one version or the other wait, what is read is not deleted."""
+    old = ShardRig().ready()
+    first = old.prepare(P1, 1)
+    old.order(Commit(first, ()))
+    second = old.prepare(P2, 2)
+    old.order(Commit(second, (PULL,)))
+    order = LoadVersion(first)
+    read = old.shard.follow_order(order)
+    assert callable(read)
+    assert old.order(Ping()) == old.order(DropPush(P3, "over")) == old.order(Abort(3, "it broke")) == Done()
+    for body in (OpenPush(PushId("x", 1, 9), (0,), 1.0), OpenPull(PullId("x", 1, 9), second), Commit(second, ())):
+        with pytest.raises(Busy, match=f"{type(body).__name__} waits: v1@r1 is being loaded"):
+            old.order(body)
+    with pytest.raises(Busy, match="Persist waits: v1@r1 is being loaded"):
+        old.order(Persist(second))
+    with pytest.raises(LocalProtocolError, match="Retire names v1@r1, which s serves, prepares or loads"):
+        old.order(Retire((first,)))
+    read()
+    assert old.shard.versions.served_version == second
+    assert old.shard.end_load(order, None) is Followed.DONE
+    assert old.shard.versions.served_version == first
+    assert old.order(Retire((second,))) == Done()
+    assert tuple(old.disk.kept) == (first,)
 
 
 def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
@@ -86,13 +127,27 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     slave.stage(P3, 0.5)
     source = slave.flow.pulls[PULL]
     copy = source[0].copy()
-    slave.shard.follow_order(LoadVersion(first))
+    follow_load(slave.shard, first)
     assert slave.shard.versions.served_version == first
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)
     slave.shard.transfers.on_pull_released(PULL, "closed")
     assert slave.shard.versions.used_bytes == 2 * 28
+
+
+def test_the_manifest_is_told_once() -> None:
+    """A slave that knows it says its digest, and an answer without it is an answer; who knows none must be told."""
+    slave = ShardRig()
+    unknown = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    told = Registered(1, 7, RegisterLater(1.0, "later"), GENESIS, (0, 2), ("", ""), MANIFEST.to_json())
+    with pytest.raises(CorruptManifest, match="sent no manifest"):
+        slave.shard.on_registered(replace(told, manifest=""))
+    slave.shard.on_registered(told)
+    known = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    assert (unknown.manifest_digest, known.manifest_digest) == ("", MANIFEST.digest)
+    assert slave.shard.learn_manifest(replace(told, manifest="")) == MANIFEST
+    slave.shard.on_registered(replace(told, manifest=""))
 
 
 def test_another_incarnation_restarts_the_flow() -> None:
@@ -113,3 +168,12 @@ def test_an_answer_of_an_old_master_is_refused() -> None:
     with pytest.raises(StaleTerm):
         slave.welcome(Hold(), term=4, sinc=9)
     assert (slave.shard.term, slave.shard.sinc) == (5, 7)
+
+
+@pytest.mark.parametrize(("place", "slaves"), [(0, 0), (3, 3)])
+def test_a_slave_has_a_place_among_all(place: int, slaves: int) -> None:
+    """By it ranks and slaves take turns; a master that gives none is refused before memory is allocated."""
+    slave = ShardRig()
+    answer = Registered(1, 7, Hold(), GENESIS, (0, 2), ("", ""), MANIFEST.to_json(), place, slaves)
+    with pytest.raises(RemoteProtocolError, match=f"place {place} of {slaves} slaves"):
+        slave.shard.on_registered(answer)

@@ -26,9 +26,11 @@ from dips.protocol.effects import (
     Persist,
     Ping,
     Reorder,
+    Retire,
 )
 from dips.protocol.events import Done, Folded, Persisted, Prepared
 from dips.slave.shard_registration import Followed, Unfollowed
+from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
 
 
@@ -82,17 +84,18 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     first = slave.prepare(persist=False)
     slave.order(Commit(first, ()))
     order = slave.made(Persist(first))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     slave.fold(P2, 0.25, round_=2)
     second = VersionId(2, 2)
     with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
         slave.order(Apply(2, second, 1.0, 1.0, 0.0))
-    assert isinstance(slave.shard.follow_order(LoadVersion(GENESIS)), Unfollowed)
+    assert isinstance(follow_load(slave.shard, GENESIS), Unfollowed)
     assert "Load of v0@r0 waits" in slave.shard.reason
-    answer = slave.shard.end_persist(order, write())
+    answer = write()
     assert answer == Persisted(first, "digest of v1@r1")
-    assert (slave.shard.begin_persist(order), slave.disk.writes) == (answer, 1)
+    slave.shard.end_disk_order(order, answer)
+    assert (slave.shard.begin_disk_order(order), slave.disk.writes) == (answer, 1)
     assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
 
 
@@ -101,7 +104,7 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
     slave = ShardRig().ready()
     version = slave.prepare(persist=False)
     order = slave.made(Persist(version))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     slave.order(Abort(1, "another slave was lost"))
     assert slave.shard.versions.prepared is None
@@ -111,7 +114,7 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
     assert slave.shard.versions.used_bytes <= slave.shard.versions.limit_bytes
     with pytest.raises(Stale, match="wanted no more"):
         write()
-    assert slave.shard.end_persist(order, None) is None
+    slave.shard.end_disk_order(order, None)
     assert slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0)) == Prepared(VersionId(1, 2))
     assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
     assert version not in slave.disk.kept
@@ -122,10 +125,10 @@ def test_a_version_is_committed_while_it_is_written() -> None:
     slave = ShardRig().ready()
     version = slave.prepare(persist=False)
     order = slave.made(Persist(version))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     assert slave.order(Commit(version, ())) == Done()
-    assert slave.shard.end_persist(order, write()) == Persisted(version, "digest of v1@r1")
+    slave.shard.end_disk_order(order, write())
     assert slave.disk.kept[version][0] == {i: a.tobytes() for i, a in slave.shard.versions.theta(version).items()}
 
 
@@ -134,16 +137,16 @@ def test_a_load_ends_the_writer_of_what_was_prepared() -> None:
     slave = ShardRig().ready()
     version = slave.prepare(persist=False)
     order = slave.made(Persist(version))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     other, part = VersionId(1, 9), {0: bytes(4 * 6), 2: bytes(4)}
     slave.disk.kept[other] = (part, part)
     slave.welcome(LoadVersion(other))
-    assert isinstance(slave.shard.follow_order(LoadVersion(other)), Unfollowed)
+    assert isinstance(follow_load(slave.shard, other), Unfollowed)
     with pytest.raises(Stale):
         write()
-    slave.shard.end_persist(order, None)
-    assert slave.shard.follow_order(LoadVersion(other)) is Followed.DONE
+    slave.shard.end_disk_order(order, None)
+    assert follow_load(slave.shard, other) is Followed.DONE
     assert slave.shard.versions.served_version == other
 
 
@@ -154,11 +157,11 @@ def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
     slave.order(Commit(first, ()))
     slave.disk.error = OSError(28, "No space left on device")
     order = slave.made(Persist(first))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     with pytest.raises(FailedDisk, match="No space left"):
         write()
-    assert slave.shard.end_persist(order, None) is None
+    slave.shard.end_disk_order(order, None)
     assert slave.order(Persist(first)) == Persisted(first, "digest of v1@r1")
     slave.prepare(P2, 2)
 
@@ -169,12 +172,31 @@ def test_the_end_of_an_old_masters_writer_is_not_remembered() -> None:
     first = slave.prepare(persist=False)
     slave.order(Commit(first, ()))
     order = slave.made(Persist(first))
-    write = slave.shard.begin_persist(order)
+    write = slave.shard.begin_disk_order(order)
     assert callable(write)
     slave.welcome(Hold(), term=2)
-    slave.shard.end_persist(order, write())
+    slave.shard.end_disk_order(order, write())
     slave.term, slave.number = 2, order.number - 1
     assert slave.order(Ping()) == Done()
+
+
+def test_an_apply_waits_for_the_room_of_what_is_being_deleted() -> None:
+    """A full disk that is about to have room costs no round; one that has none does."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5)
+    slave.disk.kept[VersionId(7, 7)] = ({}, {})
+    slave.disk.full = True
+    retire, apply = slave.made(Retire((VersionId(7, 7),))), Apply(1, V1, 1.0, 1.0, 0.0)
+    delete = slave.shard.begin_disk_order(retire)
+    assert callable(delete)
+    with pytest.raises(Busy, match="waits for the room of those that are being deleted"):
+        slave.order(apply)
+    slave.shard.end_disk_order(retire, delete())
+    with pytest.raises(FailedDisk, match="no room for the snapshot of v1@r1"):
+        slave.order(apply)
+    slave.disk.full = False
+    assert slave.order(apply) == Prepared(V1)
+    assert slave.disk.kept == {}
 
 
 def test_room_is_given_back_with_the_round() -> None:
@@ -197,7 +219,7 @@ def test_abort_keeps_what_was_not_folded() -> None:
     slave.fold(P1, 0.5)
     slave.stage(P2, 0.25)
     slave.order(Measure(1, P2, GENESIS))
-    slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
+    slave.order(OpenPush(PushId("y", 1, 1), 1, 1.0))
     slave.order(Abort(1, "skipped"))
     assert slave.shard.versions.open_pushes == (P2, PushId("y", 1, 1))
     with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
@@ -252,7 +274,7 @@ def test_apply_waits_for_a_reader() -> None:
     slave.order(OpenPull(PULL, GENESIS))
     slave.order(Commit(slave.prepare(P1, 1), ()))
     slave.fold(P2, 0.25, round_=2)
-    slave.order(OpenPush(P3, (0,), 60.0))
+    slave.order(OpenPush(P3, 1, 60.0))
     order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
@@ -276,7 +298,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
     slave.fold(P3, 0.25, round_=3)
     order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
-    slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
+    slave.order(OpenPush(PushId("y", 1, 1), 1, 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)
     slave.shard.transfers.on_source_moved(PULL)
@@ -288,7 +310,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
 def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     """Legal any time; a push that is staged, dropped or unknown has nothing to be ordered."""
     slave = ShardRig().ready()
-    slave.order(OpenPush(P1, (0,), 60.0))
+    slave.order(OpenPush(P1, 1, 60.0))
     assert slave.order(Reorder(P1, (3,))) == Done()
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()

@@ -20,7 +20,8 @@ from dips.protocol.effects import (
     OpenPush,
 )
 from dips.protocol.events import Done
-from dips.protocol.heartbeats import SlaveHeartbeatAnswer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
+from dips.protocol.order import MAX_RANKS
 from dips.slave.open_transfers import RefusedReport
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, ShardRig
 
@@ -33,23 +34,32 @@ def test_a_late_open_push_finds_a_tombstone() -> None:
     slave.order(DropPush(P2, "its OpenPush is still on its way"))
     for push in (P1, P2):
         with pytest.raises(StalePush, match="at or below"):
-            slave.order(OpenPush(push, (0,), 1.0))
+            slave.order(OpenPush(push, 1, 1.0))
     slave.fold(P3, 0.5)
     with pytest.raises(StalePush):
-        slave.order(OpenPush(P3, (0,), 1.0))
+        slave.order(OpenPush(P3, 1, 1.0))
     assert slave.shard.versions.open_pushes == ()
-    slave.order(OpenPush(PushId("x", 2, 1), (0,), 1.0))
+    slave.order(OpenPush(PushId("x", 2, 1), 1, 1.0))
     assert slave.shard.versions.open_pushes == (PushId("x", 2, 1),)
     slave.order(ClosePull(PULL))
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))
 
 
+@pytest.mark.parametrize("ranks", [0, MAX_RANKS + 1])
+def test_the_ranks_of_a_push_are_bounded(ranks: int) -> None:
+    """Each has a place in the line: an absurd number would be a table as large."""
+    slave = ShardRig().ready()
+    with pytest.raises(RemoteProtocolError, match="expected 1 to"):
+        slave.order(OpenPush(P1, ranks, 1.0))
+    assert slave.shard.versions.open_pushes == ()
+
+
 def test_no_slot_is_busy_and_nothing_is_taken() -> None:
     """A push beyond the slots is answered Busy; the order may be tried again under the same number."""
     slave = ShardRig(slots=1).ready()
-    slave.order(OpenPush(P1, (0,), 1.0))
-    order = slave.made(OpenPush(P2, (0,), 1.0))
+    slave.order(OpenPush(P1, 1, 1.0))
+    order = slave.made(OpenPush(P2, 1, 1.0))
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
     slave.order(DropPush(P1, ""))
@@ -60,7 +70,7 @@ def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
     """If the flow refuses to open a push or pull, no slot and no pin remains."""
     slave = ShardRig().ready()
     slave.flow.broken = True
-    for body in (OpenPush(P1, (0,), 1.0), OpenPull(PULL, GENESIS)):
+    for body in (OpenPush(P1, 1, 1.0), OpenPull(PULL, GENESIS)):
         with pytest.raises(RemoteProtocolError):
             slave.order(body)
     assert slave.shard.versions.open_pushes == ()
@@ -72,7 +82,7 @@ def test_an_open_push_is_opened_once_and_reported_again() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.shard.take_reports()
-    assert slave.order(OpenPush(P1, (0,), 1.0)) == Done()
+    assert slave.order(OpenPush(P1, 1, 1.0)) == Done()
     assert slave.shard.versions.open_pushes == (P1,)
     assert [r.push for r in slave.shard.take_reports()] == [P1]
 
@@ -80,7 +90,7 @@ def test_an_open_push_is_opened_once_and_reported_again() -> None:
 def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     """Its slot is θ of the base from the start, so the head may flip while it moves, and nobody waits for a pin."""
     slave = ShardRig(pinned=0).ready()
-    assert slave.order(OpenPush(P2, (0,), 60.0, "int8", GENESIS)) == Done()
+    assert slave.order(OpenPush(P2, 1, 60.0, "int8", GENESIS)) == Done()
     assert slave.flow.codecs[P2] == "int8"
     version = slave.prepare(P1)
     slave.order(Commit(version, ()))
@@ -94,23 +104,23 @@ def test_a_lossy_push_on_a_version_that_is_not_held_is_refused_and_takes_nothing
     slave = ShardRig().ready()
     before = slave.state()
     with pytest.raises(StaleVersion, match="v7@r9 is not held"):
-        slave.order(OpenPush(P1, (0,), 60.0, "int8", VersionId(7, 9)))
+        slave.order(OpenPush(P1, 1, 60.0, "int8", VersionId(7, 9)))
     assert slave.state() == before
 
 
 def test_an_open_push_keeps_its_codec() -> None:
     """A new master that grants the same push otherwise than the old one is refused: the slot holds another base."""
     slave = ShardRig().ready()
-    slave.order(OpenPush(P1, (0,), 60.0, "int8", GENESIS))
+    slave.order(OpenPush(P1, 1, 60.0, "int8", GENESIS))
     with pytest.raises(StalePush, match="is open as int8 on v0@r0, not fp32 on None"):
-        slave.order(OpenPush(P1, (0,), 60.0))
-    assert slave.order(OpenPush(P1, (0,), 60.0, "int8", GENESIS)) == Done()
+        slave.order(OpenPush(P1, 1, 60.0))
+    assert slave.order(OpenPush(P1, 1, 60.0, "int8", GENESIS)) == Done()
 
 
 def test_a_refused_push_frees_its_slot_and_is_told() -> None:
     """When the flow gives a push up, its slot is free, its tombstone set, and the master is to learn why."""
     slave = ShardRig().ready()
-    slave.order(OpenPush(P1, (0,), 1.0))
+    slave.order(OpenPush(P1, 1, 1.0))
     slave.shard.transfers.on_push_refused(P1, "ranges leave a gap")
     assert slave.shard.versions.open_pushes == ()
     assert slave.shard.take_reports() == [RefusedReport(P1, "ranges leave a gap")]
@@ -140,14 +150,19 @@ def test_heal_drops_what_the_master_does_not_list() -> None:
     slave.stage(P1, 0.5)
     slave.order(OpenPull(PULL, GENESIS))
     as_of = slave.number
-    slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
-    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
-    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, True, as_of, (), ())) == []
-    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
+    slave.order(OpenPush(PushId("y", 1, 1), 1, 1.0))
+    assert (
+        slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, LiveTransfers(1, (P1,), (PULL,)))) == []
+    )
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, True, as_of, LiveTransfers(1, (), ()))) == []
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, LiveTransfers(1, (), ()))) == [
+        "x/1#1",
+        "x/1^1",
+    ]
     assert slave.shard.versions.open_pushes == (PushId("y", 1, 1),)
     assert slave.flow.closing == [PULL]
     with pytest.raises(StalePush):
-        slave.order(OpenPush(P1, (0,), 1.0))
+        slave.order(OpenPush(P1, 1, 1.0))
 
 
 def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
@@ -155,5 +170,5 @@ def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.welcome(Hold(), term=2)
-    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, 99, (), ())) == []
-    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, 99, LiveTransfers(1, (), ()))) == []
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(2, 10.0, False, 0, LiveTransfers(1, (), ()))) == ["x/1#1"]

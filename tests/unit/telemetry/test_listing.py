@@ -13,6 +13,7 @@ from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.telemetry.status import render_status
 
 NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
+FAILED_EVAL = "exit code 1: CUDA out of memory"
 WAITS = "collecting: 2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
 STATUS: dict[str, Any] = {
     "run": "llama-8b-europe",
@@ -23,6 +24,7 @@ STATUS: dict[str, Any] = {
     "round": {"round": 1251, "state": "collecting", "reason": WAITS},
     "ranges": {"total": 120_000, "settled": 60_123, "leased": 12, "free": 59_865},
     "durability": {"red": True, "state": "degraded", "reason": NO_SPACE},
+    "on_version": {"red": True, "version": "v1200@r1247", "reason": FAILED_EVAL},
     "clusters": {
         "berlin-h100-west": {
             "state": "training",
@@ -55,11 +57,18 @@ STATUS: dict[str, Any] = {
         "ps1": {"state": "starting", "reason": "not registered since this master started", "slots": 4},
     },
 }
-STATUS_WORDS = (
-    *("llama-8b-europe", "1203 applied, 12 unchanged, 35 skipped", WAITS, NO_SPACE, "acc/gate/skip", "1190/3/35"),
-    *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "1250.0", "123k", "tokyo", "gone"),
-    *("quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out", "32000/128000", "12.34"),
-    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4", "9100000"),
+STATUS_WORDS = (  # also where some columns have no room
+    *(
+        "llama-8b-europe",
+        "1203 applied, 12 unchanged, 35 skipped",
+        WAITS,
+        NO_SPACE,
+        FAILED_EVAL,
+        "in a wider terminal, or with --json:",
+    ),
+    *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "tokyo", "gone"),
+    "quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out",
+    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4"),
 )
 
 SCORE = "its score 7.31 is above 3.00 after 40 rounds"
@@ -94,7 +103,7 @@ ROUNDS = [
     round_(1255, "unfinished"),
 ]
 ROUNDS_WORDS = (
-    *("r1250", "applied", "v1203@r1250", "v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
+    *("r1250", "applied", "v1203@r1250", "parent: v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
     *("berlin-h100-west, tokyo-a100-campus (gated: " + SCORE + ")", "60001–60002 60005 60007 60013 60019"),
     *("skipped: " + NO_SPACE, "undone: " + UNDONE, "applied: not durable", "unchanged: all contributions were gated"),
 )
@@ -117,6 +126,8 @@ def test_nothing_is_cut_off(what: RenderableType, words: tuple[str, ...], width:
     text = drawn(what, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
+    if width == 160:
+        words = tuple(word for word in words if "wider terminal" not in word)
     flat = " ".join(text.split())
     assert [word for word in words if word not in flat] == []
 

@@ -50,7 +50,7 @@ def test_every_state_has_its_reason() -> None:
     text = drawn(STATUS)
     for part in (
         *("v7@r9", "term 2", "1.50M tokens (50%)", "7 applied, 1 unchanged, 1 skipped"),
-        *("r10 collecting: 1 committed, closes in 0.4 s", "training", "it has v7@r9", "2.500", "25.0", "7/1/2"),
+        *("r10 collecting: 1 committed, closes in 0.4 s", "training", "2.500", "25.0", "7/1/2"),
         *("lost", "silent for 5.1 s", "1/2"),
     ):
         assert part in text

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
-from dips.transport.intake import UNIT_CHUNKS, Intake
+from dips.transport.intake import CHUNK_S, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake, LinkRate
 from dips.transport.pool import FLOOR_BYTES, Transit
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind
+from dips.wire.chunks import Bf16Range, Int8Range, Range
+from dips.wire.frame import BLOCK, Header, Kind
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ def header(chunk: Range, nbytes: int | None = None) -> Header:
 
 
 def make(nbytes: int, pool: Transit | None = None, chunk_bytes: int = MIB) -> Intake:
-    return Intake([Range(0, 0, 0, nbytes // 4)], chunk_bytes, pool or Transit(256 * MIB), 0.0)
+    return Intake([Range(0, 0, 0, nbytes // 4)], chunk_bytes, pool or Transit(256 * MIB), 0.0, LinkRate(1e9))
 
 
 def asked(intake: Intake, allowance: int = 1 << 60) -> list[Range]:
@@ -90,7 +90,7 @@ def test_a_wrong_chunk_is_asked_again():
 def test_what_was_asked_of_a_broken_connection_is_asked_again():
     """In the same order; what is here stays, what is being copied goes on."""
     pool = Transit(256 * MIB)
-    intake = make(4 * MIB, pool)
+    intake = make(4 * LEAST_CHUNK_BYTES, pool, chunk_bytes=LEAST_CHUNK_BYTES)
     a, b, c, d = asked(intake)
     for chunk in (a, b):
         intake.claim_chunk(header(chunk), 0.0)
@@ -185,7 +185,7 @@ def test_one_pause_does_not_shrink_the_credit():
 
 def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
     """Seconds that a stream takes over a link that is simulated: WANTs wait `delay_s`, chunks queue for the wire."""
-    intake = make(nbytes)
+    intake = unmeasured(nbytes)
     arrivals: deque[tuple[float, Range]] = deque()
     now, free = 0.0, 0.0
     while not intake.complete:
@@ -197,6 +197,68 @@ def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
         assert intake.claim_chunk(header(chunk), now) == chunk
         intake.mark_received(chunk)
     return now
+
+
+def unmeasured(nbytes: int) -> Intake:
+    return Intake([Range(0, 0, 0, nbytes // 4)], MIB, Transit(256 * MIB), 0.0)
+
+
+@pytest.mark.parametrize("kilobytes_per_s", [3, 10, 30, 100, 300])
+def test_a_slow_link_shows_that_it_lives(kilobytes_per_s: float) -> None:
+    """Where a chunk of 1 MiB took longer than `stall_s`, which is 30 s, the stream was broken before it was here."""
+    intake, longest, now = unmeasured(int(4e5 * kilobytes_per_s) // 4 * 4), 0.0, 0.0
+    while not intake.complete:
+        for chunk in [chunk for unit in intake.ask_chunks(now, 1 << 60) for chunk in unit]:
+            longest = max(longest, chunk.nbytes / (1e3 * kilobytes_per_s))
+            now += chunk.nbytes / (1e3 * kilobytes_per_s)
+            assert intake.claim_chunk(header(chunk), now) == chunk
+            intake.mark_received(chunk)
+    assert longest <= max(CHUNK_S, LEAST_CHUNK_BYTES / (1e3 * kilobytes_per_s)) < 30.0
+
+
+def test_one_stream_tries_how_fast_a_link_is_and_the_others_know() -> None:
+    """A small piece goes alone; when it is here the credit is asked for, by others from the beginning."""
+    link = LinkRate()
+    first, second = (Intake([Range(0, 0, 0, 100 * MIB)], MIB, Transit(256 * MIB), 0.0, link) for _ in range(2))
+    (trial,) = asked(first)
+    assert trial.nbytes == LEAST_CHUNK_BYTES
+    assert asked(first) == []
+    assert first.claim_chunk(header(trial), 0.05) == trial
+    first.mark_received(trial)
+    for intake in (first, second):
+        chunks = asked(intake)
+        assert sum(chunk.nbytes for chunk in chunks) > FIRST_BYTES - MIB, "the trial does not shrink the credit"
+        assert {chunk.nbytes for chunk in chunks} <= {MIB, MIB - LEAST_CHUNK_BYTES}
+
+
+def test_after_a_break_a_stream_tries_again_by_itself() -> None:
+    """What did not come whole is asked again in pieces, each byte once, whatever others have seen."""
+    intake = make(100 * MIB)
+    assert asked(intake)[0].nbytes == MIB
+    intake.on_connection_lost()
+    (trial,) = asked(intake)
+    assert trial.nbytes == LEAST_CHUNK_BYTES
+    assert intake.claim_chunk(header(trial), 20.0) == trial
+    intake.mark_received(trial)
+    chunks = [chunk for unit in intake.ask_chunks(20.0, 1 << 60) for chunk in unit]
+    assert {chunk.nbytes for chunk in chunks} == {LEAST_CHUNK_BYTES}, "3 kB/s"
+    assert [chunk.offset for chunk in (trial, *chunks)] == [i * LEAST_CHUNK_BYTES // 4 for i in range(1 + len(chunks))]
+
+
+@pytest.mark.parametrize("kind", [Range, Bf16Range, Int8Range])
+def test_pieces_of_a_chunk_are_whole_blocks(kind: type[Range]) -> None:
+    """A block of int8 has one step: where it is cut, its bytes are others than before."""
+    piece = kind(0, 0, 3, 1_000_003)
+    intake, chunks = Intake([piece], MIB, Transit(256 * MIB), 0.0), list[Range]()
+    while not intake.complete:
+        for chunk in asked(intake):
+            assert intake.claim_chunk(Header(Kind.CHUNK, 0, 0, chunk.nbytes, 0, *chunk[:3], chunk.dtype), 20.0) == chunk
+            intake.mark_received(chunk)
+            chunks.append(chunk)
+    assert len(chunks) > 10
+    assert sum(chunk.nbytes for chunk in chunks) == intake.total == piece.nbytes
+    assert all((chunk.offset - 3) % BLOCK == 0 and type(chunk) is kind for chunk in chunks)
+    assert sum(chunk.length for chunk in chunks) == piece.length
 
 
 @pytest.mark.parametrize(("mbit", "delay_ms"), [(10, 20), (100, 20), (1000, 0.2), (1000, 20), (1000, 100), (10_000, 2)])

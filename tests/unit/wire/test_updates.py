@@ -19,17 +19,17 @@ SIZES = (2 * BLOCK + 70, 9, BLOCK)
 LAYOUT = LayerLayout(Manifest((Layer("a", tuple(Parameter(f"a.{i}", (n,)) for i, n in enumerate(SIZES))),)), (0,))
 
 
-def chain_of(dtype: int, depth: int) -> tuple[np.ndarray, np.ndarray, tuple[Update, ...]]:
+def chain_of(dtype: int, depth: int, layout: LayerLayout = LAYOUT) -> tuple[np.ndarray, np.ndarray, tuple[Update, ...]]:
     """θ, what it becomes, and the updates between them."""
     rng = np.random.default_rng(5)
-    theta = start = rng.standard_normal(sum(SIZES)).astype(np.float32)
+    theta = start = rng.standard_normal(layout.numel[0]).astype(np.float32)
     updates = []
     for _ in range(depth):
         after = theta + 1e-3 * rng.standard_normal(theta.size).astype(np.float32)
         codes = np.zeros(theta.size, np.int8 if dtype == Dtype.INT8_UPDATE else np.uint16)
-        steps = np.zeros(sum(-(-n // BLOCK) for n in SIZES), np.float32)
+        steps = np.zeros(sum(-(-field.numel // BLOCK) for field in layout.fields.values()), np.float32)
         kernel = reference.round_int8 if dtype == Dtype.INT8_UPDATE else reference.round_bf16
-        for field in LAYOUT.fields.values():
+        for field in layout.fields.values():
             cut, blocks = (
                 slice(field.start, field.start + field.numel),
                 slice(field.block, field.block + -(-field.numel // BLOCK)),

@@ -40,16 +40,19 @@ from dips.protocol.effects import Acknowledged, Committed, Grant, Joined, Outcom
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, PullFinished, PullRequested, PushFinished, PushRequested, RoundAwaited
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
+from dips.protocol.manifest import Manifest
 
 H = 64
 HEARTBEAT_S = 2.0  # so a trainer waits 10 s for a master that does not answer
 V1 = VersionId(1, 1)
 NONE_YET = Progress(0, 1000, None)
+MODEL = Manifest.from_shapes([("norm.weight", (8,))])
+DIGEST = MODEL.digest
 E = TypeVar("E")
 
 
 def grant(version: VersionId = GENESIS) -> Grant:
-    return Grant(version, (), ((),), 60.0)
+    return Grant(version, (), 60.0)
 
 
 def outcome(kind: OutcomeKind, version: VersionId | None = V1, pull: bool = True) -> Outcome:
@@ -59,10 +62,14 @@ def outcome(kind: OutcomeKind, version: VersionId | None = V1, pull: bool = True
 class Play:
     """One core, what it last asked the master, and everything that it recorded."""
 
-    def __init__(self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION, max_restarts: int = 0) -> None:
+    def __init__(
+        self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION, max_restarts: int = 0, **settings: Any
+    ) -> None:
         nonces = count(1)
         self.core = AgentCore(
-            AgentSettings(ClusterIdentity("run", "west", "digest"), HEARTBEAT_S, 1.0, overlap, max_restarts),
+            AgentSettings(
+                ClusterIdentity("run", "west", "digest"), HEARTBEAT_S, 1.0, overlap, max_restarts, **settings
+            ),
             Pace(steps=H),
             lambda: f"nonce{next(nonces)}",
             Random(0),
@@ -107,7 +114,7 @@ class Play:
         return PushWanted(self.s.trainer.attempt, next(self.number), demanded=True)
 
     def attach(self, launch: int = 1, restart: int = 0, pid: int = 7) -> Attach:
-        return Attach(launch, restart, str(pid), '{"format":1,"layers":[]}', 1, 2)
+        return Attach(launch, restart, str(pid), DIGEST, 1, 2)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 

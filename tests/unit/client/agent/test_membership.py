@@ -6,13 +6,15 @@ import pytest
 
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
-from dips.client.agent.membership import past_incarnation
-from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
-from dips.errors import CorruptManifest
-from dips.protocol.effects import Acknowledged, Joined
+from dips.client.agent.membership import TAKEN_TRIES, past_incarnation
+from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, ManifestSent, PullMoved, PullNow, PushNow, TrainOn
+from dips.client.ipc.packed_manifest import pack_manifest
+from dips.errors import DifferentModel
+from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Pending, Refused
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
-from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
+from dips.protocol.manifest import Manifest
+from tests.unit.client.agent.play import DIGEST, MODEL, NONE_YET, V1, Play, grant, outcome
 
 
 @pytest.fixture
@@ -76,10 +78,64 @@ def test_what_the_agent_before_consumed_is_reported_by_the_next(inc: int, lost: 
 def test_a_wrong_model_fails_the_trainer_and_stops(play: Play) -> None:
     """A manifest that differs ends agent and trainer with the master's list of differences."""
     play.send(play.attach())
-    error = CorruptManifest("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
+    error = DifferentModel("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
     play.do(play.core.on_error(play.asks[Channel.SYNC], error, 0.0))
-    assert play.send(play.attach()) == ErrorReply("CorruptManifest", str(error))
-    assert play.stops[0].code == 65
+    assert play.send(play.attach()) == ErrorReply("DifferentModel", str(error))
+    assert play.stops[0].code == 78
+
+
+def wanted(play: Play) -> None:
+    """The master has another digest, and rank 0 is asked for the manifest."""
+    assert isinstance(play.send(play.attach()), AskAgain)
+    joining = play.asked(ClusterJoined)
+    assert (joining.manifest_digest, joining.manifest) == (DIGEST, "")
+    play.reply(ManifestWanted("f" * 64))
+    assert play.send(play.attach()) == ManifestWanted(DIGEST)
+
+
+def test_the_manifest_travels_only_when_its_digest_is_not_the_runs(play: Play) -> None:
+    """The master asks for it once, to say where the two models differ."""
+    wanted(play)
+    sent = ManifestSent("7", pack_manifest(MODEL))
+    assert isinstance(play.send(sent), AskAgain)
+    joining = play.asked(ClusterJoined)
+    assert (joining.manifest_digest, joining.manifest) == (DIGEST, MODEL.to_json())
+    play.do(play.core.on_error(play.asks[Channel.SYNC], DifferentModel("norm.weight: expected …"), 0.0))
+    assert play.send(sent) == ErrorReply("DifferentModel", "norm.weight: expected …")
+
+
+@pytest.mark.parametrize(
+    ("packed", "error", "words"),
+    [
+        (pack_manifest(MODEL)[:-3], "RemoteProtocolError", "torn"),
+        (pack_manifest(Manifest.from_shapes([("norm.weight", (4,))])), "RemoteProtocolError", "as announced"),
+        (b"", "DifferentModel", "the run's is ffffffffffff, and too large to be compared"),
+    ],
+)
+def test_what_is_not_the_announced_manifest_ends_the_attempt(play: Play, packed: bytes, error: str, words: str) -> None:
+    """Torn, of another model, or too large to travel: nothing of it reaches the master."""
+    wanted(play)
+    asked = play.asks[Channel.SYNC]
+    answer = play.send(ManifestSent("7", packed))
+    assert isinstance(answer, ErrorReply) and answer.error == error and words in answer.message
+    assert play.asks[Channel.SYNC] is asked and len(play.stops) == 1
+
+
+def test_a_manifest_of_an_older_attempt_changes_nothing(play: Play) -> None:
+    """Rank 0 died while the master wanted it; the next attempt is asked."""
+    wanted(play)
+    assert play.send(play.attach(restart=1, pid=8)) == ManifestWanted(DIGEST)
+    answer = play.send(ManifestSent("7", pack_manifest(MODEL)))
+    assert isinstance(answer, ErrorReply) and answer.error == "StaleIncarnation"
+    assert isinstance(play.send(ManifestSent("8", pack_manifest(MODEL))), AskAgain)
+
+
+def test_a_run_that_was_made_anew_of_another_model_ends_its_trainer(play: Play) -> None:
+    """Its lease ran out, and the master that it joins again serves another model."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(ManifestWanted("f" * 64))
+    assert play.stops[0].code == 78 and "was another when this trainer attached" in play.stops[0].reason
 
 
 def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
@@ -140,3 +196,32 @@ def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
     play.reply(Acknowledged())
     assert (play.s.account.accepted, play.s.account.carried.tokens) == (20, 10)
     play.push_until_granted()
+
+
+def test_a_name_that_is_taken_is_waited_for_and_then_refused() -> None:
+    """Its bearer may be found dead within two leases; one that lives keeps it, and this agent ends: 77."""
+    play = Play()
+    play.send(play.attach())
+    for _ in range(TAKEN_TRIES):
+        play.reply(Refused(2.0, "the name west is taken"))
+        assert play.asks[Channel.SYNC].delay_s == 2.0 and play.asked(ClusterJoined).nonce == "nonce1"
+    play.reply(Refused(2.0, "the name west is taken"))
+    assert play.stops[0].code == 77 and "--take-over" in play.stops[0].reason
+
+
+def test_the_next_agent_of_a_directory_names_the_incarnation_before() -> None:
+    """So it gets the name at once, and an operator's --take-over is handed on."""
+    play = Play(former=PastIncarnation(4, 100), take_over=True)
+    play.send(play.attach())
+    asked = play.asked(ClusterJoined)
+    assert (asked.former, asked.take_over) == (4, True)
+
+
+def test_what_is_waited_for_is_logged_once() -> None:
+    """A trainer that stands still for the same reason for five seconds: one line says which."""
+    play = Play()
+    play.send(play.attach())
+    play.reply(Pending("waits for ps1 (lost)"))
+    for now in range(20):
+        play.do(play.core.tick(float(now)))
+    assert [fields for kind, fields in play.marks if kind == "waits"] == [{"reason": "waits for ps1 (lost)"}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import pytest
 
 from dips.client.agent.account import PastIncarnation
@@ -35,6 +37,13 @@ def test_whole_round(play: Play) -> None:
     kinds = [kind for kind, _ in play.marks]
     wanted = ["push_begin", "push_end", "window_begin", "window_end", "outcome", "pull_begin", "pull_end"]
     assert [k for k in kinds if k in wanted][-7:] == wanted
+
+
+def test_a_push_without_a_loss_says_so(play: Play) -> None:
+    """A script that gives no loss is not one whose loss is 0."""
+    play.begin()
+    play.s.account.record_step(10, None)
+    assert isnan(play.s.account.carried.loss)
 
 
 def test_a_push_carries_what_was_earned_up_to_its_freeze(play: Play) -> None:

@@ -64,7 +64,7 @@ def relay(most: int = 8) -> Relay:
 
 
 def grant(*lanes: str) -> Grant:
-    return Grant(GENESIS, (SlaveAddress("s0", 1, lanes, (0,)),), ((0,),), 30.0)
+    return Grant(GENESIS, (SlaveAddress("s0", 1, lanes, (0,)),), 30.0)
 
 
 def dial(address: str) -> socket.socket:

@@ -1,7 +1,8 @@
-"""Whether the training command is launched again."""
+"""Whether the training command is launched again, and what is said of its crashes."""
 
 from __future__ import annotations
 
+from dips.client.agent.heartbeats import build_heartbeat
 from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
@@ -9,18 +10,74 @@ from dips.protocol.enums import ClusterStanding
 from tests.unit.client.agent.play import Play
 
 
+def crash(play: Play, code: int = 1, last_line: str = "", at: float = 0.0) -> LaunchCommand | EndAgent:
+    """The command crashes once more."""
+    play.now = at
+    play.do(play.core.on_trainer_gone("it ended", at))
+    return play.core.plan_next_launch(play.core.plan_first_launch(), code, last_line=last_line)
+
+
 def test_a_command_that_crashes_is_launched_again_so_often() -> None:
     """After a pause, with the next number, `max_restarts` times; then the agent ends with its exit code."""
     core = Play(max_restarts=2).core
     first = core.plan_first_launch()
     assert first == LaunchCommand(1, 0.0, 2)
-    second = core.plan_next_launch(first, code=1)
+    second = core.plan_next_launch(first, code=1, last_line="a")
     assert second == LaunchCommand(2, RESTART_PAUSE_S, 1)
     assert isinstance(second, LaunchCommand)
-    third = core.plan_next_launch(second, code=1)
+    third = core.plan_next_launch(second, code=1, last_line="b")
     assert isinstance(third, LaunchCommand) and third.launch == 3
     end = core.plan_next_launch(third, code=137)
-    assert isinstance(end, EndAgent) and end.code == 137 and "3 times" in end.reason
+    assert end == EndAgent(137, "crashed too often: 3 times, max_restarts is 2 in inf s: exit 137")
+
+
+def test_crashes_count_within_a_window() -> None:
+    """A crash a day is no crash too often, however long the run lasts."""
+    play = Play(max_restarts=2, restart_window_s=100.0)
+    assert all(isinstance(crash(play, at=60.0 * i, last_line=f"{'x' * i}"), LaunchCommand) for i in range(50))
+    assert len(play.s.crashes) <= 2
+    assert isinstance(crash(play, at=2941.0), EndAgent)
+
+
+def test_the_same_crash_three_times_before_the_first_step() -> None:
+    """Another try would end like it: numbers in the line do not make it another. After a step it is tried on."""
+    play = Play(max_restarts=9)
+    line = "RuntimeError: port {} is taken"
+    assert isinstance(crash(play, last_line=line.format(1)), LaunchCommand)
+    assert isinstance(crash(play, last_line=line.format(22)), LaunchCommand)
+    end = crash(play, last_line=line.format(3))
+    assert isinstance(end, EndAgent) and "3 times in the same way before its first step: exit 1" in end.reason
+
+    play = Play(max_restarts=9)
+    play.begin()
+    play.step()
+    assert all(isinstance(crash(play, last_line="ValueError: x"), LaunchCommand) for _ in range(9))
+    assert isinstance(crash(play, last_line="ValueError: x"), EndAgent)
+
+    play = Play(max_restarts=9)
+    assert all(isinstance(crash(play, code=137), LaunchCommand) for _ in range(9)), "killed, perhaps from outside"
+
+
+def test_what_no_other_try_can_mend_ends_at_once() -> None:
+    """A command that cannot be started, and an error of configuration, also under a torchrun with a code of its own."""
+    end = crash(Play(max_restarts=9), code=127, last_line="error: cannot start 'x'")
+    assert isinstance(end, EndAgent) and end.code == 127 and "cannot be started" in end.reason
+    assert crash(Play(max_restarts=9), code=78) == EndAgent(78, "an error of configuration: exit 78")
+    end = crash(Play(max_restarts=9), last_line="dips.errors.ConfigError: shared.run: missing")
+    assert isinstance(end, EndAgent) and end.code == 78 and "shared.run: missing" in end.reason
+    assert isinstance(crash(Play(max_restarts=9), last_line="dips.errors.Busy: full"), LaunchCommand)
+
+
+def test_crashes_are_shown() -> None:
+    """The heartbeat says how often and how, the last message why the cluster is gone."""
+    play = Play(max_restarts=1)
+    play.begin()
+    crash(play, last_line="ValueError: x")
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and heartbeat.note == "crashing, 1 of 1, exit 1, last line: ValueError: x"
+    crash(play, last_line="ValueError: x")
+    left = play.core.leave_run()
+    assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in inf s: exit 1")
 
 
 def test_a_command_that_is_done_is_not_launched_again() -> None:

@@ -8,12 +8,12 @@ import msgpack
 import pytest
 
 from dips.client.ipc import encoding
-from dips.client.ipc.messages import AskAgain, Attach, LossReported, Message, PullNow, Stepped
+from dips.client.ipc.messages import AskAgain, Attach, LossReported, ManifestSent, Message, PullNow, Remarked, Stepped
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
-from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
 
-GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), ((0,), (0,)), 60.0)
+GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), 60.0)
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,11 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         Stepped(1, 4096, None),
         Stepped(1, 4096, 2.5),
         LossReported(1, 7.5, 3),
+        Remarked(1, "set stop.tokens"),
         AskAgain("äöü"),
-        Attach(1, 0, "9", "{}", 1, 2),
+        Attach(1, 0, "9", "0" * 64, 1, 2),
+        ManifestWanted("0" * 64),
+        ManifestSent("9", b"\x78\x01"),
     ],
 )
 def test_a_message_comes_back_equal(message: Message) -> None:
@@ -58,12 +61,12 @@ def test_length_is_bounded_both_ways() -> None:
     """A message above 1 MiB is neither sent nor believed."""
     with pytest.raises(RemoteProtocolError, match="claims"):
         encoding.body_length(encoding.LENGTH.pack(encoding.MOST_BYTES + 1))
-    with pytest.raises(LocalProtocolError, match="Attach takes"):
-        encoding.encode_message(Attach(1, 0, "9", "x" * encoding.MOST_BYTES, 1, 1))
+    with pytest.raises(LocalProtocolError, match="ManifestSent takes"):
+        encoding.encode_message(ManifestSent("9", bytes(encoding.MOST_BYTES)))
 
 
 def test_every_message_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(encoding.MESSAGES) == 26
+    assert len(encoding.MESSAGES) == 29
     for cls in encoding.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.client.parallel.plan import LocalRect, ParameterClaim, RankLayout, TransferPlan, make_plan
+from dips.client.parallel.plan import LocalRect, TransferPlan, make_plan
+from dips.client.parallel.rank_layout import Holding, RankLayout
 from dips.client.parallel.rect import Rect, box_rects, cut_flat
 from dips.errors import ConfigError
 
@@ -88,14 +89,14 @@ def job(kind: str) -> list[RankLayout]:
     for number, held in enumerate(ways[kind]):
         parts = tuple(rect for a, b, c, d in held for rect in box_rects(SHAPE, (a, c), (b - a, d - c)))
         norm = (Rect.flat_run(0, 5),)
-        claims = (ParameterClaim("layers.0.w", SHAPE, parts, parts), ParameterClaim("norm.g", (5,), norm, norm))
-        ranks.append(RankLayout(claims, f"host{number // 3}"))
+        held_here = [("layers.0.w", Holding(SHAPE, parts, parts)), ("norm.g", Holding((5,), norm, norm))]
+        ranks.append(RankLayout.from_claims(held_here, f"host{number // 3}"))
     return ranks
 
 
 def memory_of(rank: RankLayout, theta: dict[str, np.ndarray]) -> dict[tuple[str, int], np.ndarray]:
     """The blocks of one rank, filled from full parameters."""
-    return {(c.name, b): theta[c.name][elements(rect)] for c in rank.claims for b, rect in enumerate(c.writes)}
+    return {(name, b): theta[name][elements(rect)] for name, c in rank.claims for b, rect in enumerate(c.writes)}
 
 
 def move(
@@ -109,7 +110,7 @@ def move(
             return (end.index,), [e - plan.pieces[end.index].offset for e in elements(end.rect)]
         name = names[layer][end.param]
         rank = ranks[plans.index(plan)]
-        claim = next(c for c in rank.claims if c.name == name)
+        claim = next(c for other, c in rank.claims if other == name)
         place = {e: i for i, e in enumerate(elements(claim.writes[end.index]))}
         return (name, end.index), [place[e] for e in elements(end.rect)]
 
@@ -166,11 +167,8 @@ def test_what_one_rank_holds_alone_does_not_travel_inside_the_cluster() -> None:
 def test_replicas_share_the_load() -> None:
     """Each of six replicas moves a sixth of what all hold, within one cut."""
     shape = (6 * 4096,)
-    claims = tuple(
-        ParameterClaim(f"layers.{i}.w", shape, (Rect.flat_run(0, shape[0]),), (Rect.flat_run(0, shape[0]),))
-        for i in range(4)
-    )
-    ranks = [RankLayout(claims, "host")] * 6
+    whole = Holding(shape, (Rect.flat_run(0, shape[0]),), (Rect.flat_run(0, shape[0]),))
+    ranks = [RankLayout.from_claims([(f"layers.{i}.w", whole) for i in range(4)], "host")] * 6
     loads = [sum(p.length for p in make_plan(ranks, me, spread_items=1024).pieces) for me in range(6)]
     assert max(loads) - min(loads) <= 1024 and sum(loads) == 4 * shape[0]
 
@@ -186,7 +184,7 @@ def test_transfer_ranks_are_spread_over_the_hosts() -> None:
 
 
 def claims(*held: tuple[Rect, ...], shape: tuple[int, ...] = SHAPE) -> list[RankLayout]:
-    return [RankLayout((ParameterClaim("w", shape, parts, parts),), "host") for parts in held]
+    return [RankLayout.from_claims([("w", Holding(shape, parts, parts))], "host") for parts in held]
 
 
 @pytest.mark.parametrize(
@@ -218,11 +216,13 @@ def test_what_is_held_by_nobody_or_twice_is_named(held: list[tuple[Rect, ...]], 
 def test_ranks_that_hold_other_shapes_or_parameters_are_named() -> None:
     """At most five differences, then how many more; stages may hold other parameters than their neighbours."""
     whole = (Rect.flat_run(0, 2),)
-    many = RankLayout(tuple(ParameterClaim(f"l.{i}.w", (2,), whole, whole) for i in range(9)), "host")
-    few = RankLayout((ParameterClaim("l.0.w", (2, 1), whole, whole),), "host")
+    many = RankLayout.from_claims([(f"l.{i}.w", Holding((2,), whole, whole)) for i in range(9)], "host")
+    few = RankLayout.from_claims([("l.0.w", Holding((2, 1), whole, whole))], "host")
     with pytest.raises(ConfigError, match=r"l\.0\.w: shape \(2,\) on rank 0, \(2, 1\) on rank 1.*and 4 more"):
         make_plan([many, few], 0)
-    stages = [RankLayout((ParameterClaim(f"l.{i}.w", (2,), whole, whole),), "host", staged=True) for i in range(2)]
+    stages = [
+        RankLayout.from_claims([(f"l.{i}.w", Holding((2,), whole, whole))], "host", staged=True) for i in range(2)
+    ]
     assert [len(make_plan(stages, me).pieces) for me in range(2)] == [1, 1]
 
 
@@ -232,11 +232,8 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     cuts = [sorted(rng.sample(range(1, 4096), 31)) for _ in range(200)]
     shares = [[Rect.flat_run(a, b - a) for a, b in pairwise([0, *cut, 4096])] for cut in cuts]
     ranks = [
-        RankLayout(
-            tuple(
-                ParameterClaim(f"l.{i}.w", (4096,), (share[r % 32],), (share[r % 32],))
-                for i, share in enumerate(shares)
-            ),
+        RankLayout.from_claims(
+            [(f"l.{i}.w", Holding((4096,), (share[r % 32],), (share[r % 32],))) for i, share in enumerate(shares)],
             f"h{r // 8}",
         )
         for r in range(256)

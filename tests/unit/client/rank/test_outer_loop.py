@@ -55,7 +55,7 @@ class ScriptedAgent:
 
 
 def pull_now(version: VersionId, seq: int) -> PullNow:
-    return PullNow(1, seq, Grant(version, (), ((),), 60.0), 0.25)
+    return PullNow(1, seq, Grant(version, (), 60.0), 0.25)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 
 V1 = VersionId(1, 1)
-GRANT = Grant(V1, (), ((),), 60.0)
+GRANT = Grant(V1, (), 60.0)
 WELL, FAILED = TransferResult(True, "", 12), TransferResult(False, "ps1 is gone", 12)
 TORN = replace(FAILED, torn=True)
 PULL, PUSH = PullNow(1, 7, GRANT, 0.5), PushNow(1, 7, replace(GRANT, version=GENESIS))

@@ -69,7 +69,7 @@ class TransferRank:
     def request(self, version: VersionId, accepted: int, codec: str) -> TransferRequest:
         self._seq += 1
         base = None if codec == "fp32" else version
-        grant = Grant(version, (), ((),), 60.0, codec, base)
+        grant = Grant(version, (), 60.0, codec, base)
         return TransferRequest(grant, TransferIdentity("r", "c", 1, self._seq, 0), lambda *_: "", accepted)
 
     def push(self, version: VersionId, accepted: int = 0) -> int:
@@ -87,7 +87,7 @@ class TransferRank:
             p.add_(torch.randn_like(p) * 1e-2)
 
     def owed(self) -> np.ndarray:
-        return self.transfers.feedback_state()["owed"].numpy().copy()
+        return self.transfers.checkpoint_tensors()["owed"].numpy().copy()
 
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
@@ -174,3 +174,31 @@ def test_a_pull_of_updates_begins_with_the_version_that_it_names(slaves: FakeSla
 def test_without_updates_a_pull_names_nothing(indebted: TransferRank, slaves: FakeSlaves) -> None:
     """Lossy pushes keep a base as well; it is not spent on a copy that nobody needs."""
     assert slaves.found[0] is None
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_updates_are_added_to_what_was_pulled_not_to_what_16_bits_hold_of_it(slaves: FakeSlaves, codec: str) -> None:
+    """The model moves to bf16 and back to the slaves: neither the base nor a push of an untrained model is rounded."""
+    rank = TransferRank(codec=codec, pull_codec="int8")
+    rank.model.bfloat16()
+    for version, held, theta in ((GENESIS, None, 0.1), (V1, GENESIS, 0.10001), (V2, V1, 0.10002)):
+        slaves.theta = theta
+        rank.pull(version)
+        assert slaves.found[0] == held
+        rank.transfers.begin_push(rank.request(version, 0, codec)).wait(5)
+        carried = slaves.pushed if codec == "int8" else [piece.array for piece in rank.transfers._memory.pieces]
+        untrained = np.float32(0.0 if codec == "int8" else theta)
+        assert carried and all((array == untrained).all() for array in carried)
+    assert all((array == np.float32(0.10001)).all() for array in slaves.found[1])
+    assert all((p == torch.tensor(0.10002).bfloat16()).all() for p in rank.model.parameters())
+
+
+def test_a_model_that_is_not_finite_is_not_pushed(slaves: FakeSlaves) -> None:
+    """One infinity: nothing is frozen, nothing travels, and the result names the parameter."""
+    rank = TransferRank(codec="fp32")
+    rank.pull(GENESIS)
+    with torch.no_grad():
+        next(rank.model.parameters()).view(-1)[0] = float("inf")
+    result = rank.transfers.begin_push(rank.request(GENESIS, 0, "fp32")).wait(5)
+    assert (result.ok, result.diverged) == (False, True) and "is not finite on rank 0" in result.reason
+    assert not slaves.pushed

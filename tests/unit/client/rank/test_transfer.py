@@ -83,7 +83,7 @@ class ScriptedLane:
 
 
 def grant(lane: ScriptedLane) -> Grant:
-    return Grant(V, (SlaveAddress("s0", 1, (lane.address,), (0,)),), ((0,),), 10.0)
+    return Grant(V, (SlaveAddress("s0", 1, (lane.address,), (0,)),), 10.0)
 
 
 def identity(seq: int = 1) -> TransferIdentity:

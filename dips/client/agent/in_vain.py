@@ -1,0 +1,59 @@
+"""What trains in vain: no steps, no tokens, no accepted push. Each is said with its remedy, as a remark."""
+
+from __future__ import annotations
+
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.remarks import drop_remark, make_remark
+from dips.client.agent.state import AgentState
+from dips.protocol.enums import OutcomeKind
+
+NO_STEP_S = 120.0  # without an inner step, as hang_s: building and compiling a model takes as long
+
+CALL_STEP = "call outer.step(tokens=…) after each optimizer step"
+
+
+def look_for_steps(s: AgentState) -> None:
+    """A trainer that has parameters, waits for nothing, and takes no step that it tells of."""
+    t = s.trainer
+    trains = t.alive and t.base is not None and not s.sync.waiting and not t.starved
+    if not trains or t.inner_steps > t.steps_before or s.sync.phase is SyncPhase.JOINING:
+        t.idle_since = s.now
+    elif s.now - t.idle_since >= NO_STEP_S:
+        make_remark(s, "steps", f"no inner step reported in {NO_STEP_S:.0f} s: {CALL_STEP}")
+
+
+def look_at_step(s: AgentState, tokens: int) -> None:
+    """A step was reported."""
+    drop_remark(s, "steps")
+    if tokens <= 0:
+        make_remark(
+            s, "tokens", "outer.step(tokens=0): give the tokens of the whole cluster in this step; pushes count by them"
+        )
+    else:
+        drop_remark(s, "tokens")
+
+
+def look_at_outcome(s: AgentState, kind: OutcomeKind, reason: str) -> None:
+    """A push was settled."""
+    if kind is OutcomeKind.ACCEPTED:
+        s.trainer.accepted_pushes += 1
+        drop_remark(s, "crash")
+        drop_remark(s, "gated")
+    elif kind is OutcomeKind.GATED:
+        make_remark(s, "gated", f"its push was gated: {reason}")
+
+
+def look_at_end(s: AgentState) -> None:
+    """The training command ended well: say if nothing of it is in the run."""
+    t = s.trainer
+    if t.accepted_pushes or s.membership.progress.finished:
+        return
+    if not t.attempt:
+        why = "it made no OuterLoop: make one of the model before training"
+    elif not t.inner_steps:
+        why = f"it reported no inner step: {CALL_STEP}"
+    else:
+        taken = f"{t.inner_steps} inner step{'s' * (t.inner_steps > 1)}"
+        why = f"it took {taken}: train longer, call outer.push() at the end, or push more often (pace)"
+    s.leaves_for = f"left without one accepted push: {why}"
+    make_remark(s, "end", f"the training command ended without one accepted push: {why}")

@@ -1,0 +1,40 @@
+"""What a person should know of this cluster: said once in the log, and in `dips status` as long as it holds.
+
+Subjects are few and fixed, so nothing grows; a remark that is made again with the same text is silent.
+"""
+
+from __future__ import annotations
+
+from dips.client.agent.state import AgentState
+from dips.protocol.heartbeats import NOTE_CHARS
+
+WAIT_TOLD_S = 5.0  # what holds everything up for so long is logged
+
+
+def make_remark(s: AgentState, subject: str, text: str) -> None:
+    """Say it, with its remedy; it holds until it is dropped."""
+    if s.remarks.get(subject) != text:
+        s.remarks[subject] = text
+        s.record_mark("remark", subject=subject, text=text)
+
+
+def drop_remark(s: AgentState, subject: str) -> None:
+    """It holds no more."""
+    s.remarks.pop(subject, None)
+
+
+def write_note(s: AgentState) -> str:
+    """All that holds, for a heartbeat."""
+    return "; ".join(s.remarks.values())[:NOTE_CHARS]
+
+
+def tell_wait(s: AgentState) -> None:
+    """Log what a trainer that stands still, or that has not joined, has been waiting for; each reason once."""
+    stands = s.trainer.alive and (s.sync.waiting or not s.joined)
+    reason = s.sync.reason if stands else ""
+    told, since, is_told = s.waits_for
+    if reason != told:
+        s.waits_for = (reason, s.now, False)
+    elif reason and not is_told and s.now - since >= WAIT_TOLD_S:
+        s.waits_for = (reason, since, True)
+        s.record_mark("waits", reason=reason)

@@ -1,0 +1,123 @@
+"""One way in which all ranks of a job hold a parameter, how it is cut into pieces, and what they exchange for each.
+
+Parameters are many and arrangements few, so what is found out here is found out once. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from dips.client.parallel.rank_layout import Holding
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.slabs import Slab, cut_slabs
+
+CUT_ITEMS = 1024  # pieces of a range are cut at multiples of it
+
+Copy = tuple[int, int]  # rank, block: who holds a rectangle
+
+
+class TransferRanks:
+    """Which ranks move bytes to and from the slaves, and on which hosts all of them are."""
+
+    def __init__(self, hosts: Sequence[str], most: int) -> None:
+        self._hosts, self._chosen = hosts, choose_transfer_ranks(hosts, most)
+
+    def candidates_for(self, holders: Sequence[int]) -> tuple[int, ...]:
+        """The transfer ranks for what these ranks hold: among themselves, else on their hosts, else any; in order."""
+        among = tuple(rank for rank in holders if rank in self._chosen)
+        if among:
+            return among
+        hosts = {self._hosts[rank] for rank in holders}
+        nearby = tuple(rank for rank in self._chosen if self._hosts[rank] in hosts)
+        return nearby or tuple(self._chosen)
+
+    def nearest_copy(self, copies: Sequence[Copy], mover: int) -> Copy:
+        """The copy that a transfer rank reads: its own, else one on its host, else any."""
+        host = self._hosts[mover]
+        return min(copies, key=lambda copy: (copy[0] != mover, self._hosts[copy[0]] != host, copy[0]))
+
+
+def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
+    """At most `most` ranks, evenly from each host, in the ranks' order; all of them if they are no more."""
+    if len(hosts) <= most:
+        return dict.fromkeys(range(len(hosts)))
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    rounds = max(len(ranks) for ranks in by_host.values())
+    turns = (ranks[i] for i in range(rounds) for ranks in by_host.values() if i < len(ranks))
+    return dict.fromkeys(sorted(rank for rank, _ in zip(turns, range(most), strict=False)))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceExchange:
+    """What this rank exchanges for one piece: (peer, block in the memory of whoever holds it, rectangle)."""
+
+    gather: tuple[tuple[int, int, Rect], ...]  # before a push, from these ranks to the piece's
+    spread: tuple[tuple[int, int, Rect], ...]  # after a pull, to these ranks
+
+
+@dataclass(eq=False, slots=True)
+class SlabCut:
+    """A slab that is cut among ranks; equal only to itself."""
+
+    slab: Slab
+    candidates: tuple[int, ...]  # ranks that may move it
+    count: int  # of its pieces at most
+    step: int  # elements of each but the last
+    concerns_me: bool  # this rank holds some of it, or may move it
+    exchanges: dict[tuple[int, int, int], PieceExchange] = field(default_factory=dict)  # by (begin, end, mover)
+
+
+class Arrangement:
+    """How a parameter lies on all ranks, as rank `me` sees it."""
+
+    def __init__(
+        self,
+        name: str,
+        held: Sequence[tuple[int, Holding]],
+        me: int,
+        transfer_ranks: TransferRanks,
+        spread_items: int,
+    ) -> None:
+        """`name`: of the first parameter of it, for errors; `held`: by rank, in order, of one shape."""
+        self._me, self._transfer_ranks, self._spread_items = me, transfer_ranks, spread_items
+        self._reads: dict[Rect, list[Copy]] = {}
+        for rank, holding in held:
+            for block, rect in enumerate(holding.reads):
+                self._reads.setdefault(rect, []).append((rank, block))
+        self._writes = [(rank, block, rect) for rank, holding in held for block, rect in enumerate(holding.writes)]
+        self._own_writes = [write for write in self._writes if write[0] == me]
+        self.cuts = [self._cut_slab(slab) for slab in cut_slabs(name, sorted(self._reads), prod(held[0][1].shape))]
+
+    def _cut_slab(self, slab: Slab) -> SlabCut:
+        """Among as few transfer ranks as `spread_items` asks for."""
+        holders = sorted({rank for rect in slab.rects for rank, _ in self._reads[rect]})
+        candidates = self._transfer_ranks.candidates_for(holders)
+        length = slab.end - slab.begin
+        count = min(len(candidates), -(-length // self._spread_items))
+        step = -(-length // count)
+        if step > CUT_ITEMS:
+            step = -(-step // CUT_ITEMS) * CUT_ITEMS
+        mine = self._me in holders or self._me in candidates
+        mine = mine or any(rect.cut_between(slab.begin, slab.end) for _, _, rect in self._own_writes)
+        return SlabCut(slab, candidates, count, step, mine)
+
+    def find_exchange(self, cut: SlabCut, begin: int, end: int, mover: int) -> PieceExchange:
+        """What this rank exchanges for the piece [begin, end) of the rank `mover`."""
+        found = cut.exchanges.get((begin, end, mover))
+        if found is None:
+            found = cut.exchanges[begin, end, mover] = self._list_exchange(cut.slab, begin, end, mover)
+        return found
+
+    def _list_exchange(self, slab: Slab, begin: int, end: int, mover: int) -> PieceExchange:
+        me, gather = self._me, []
+        for rect in slab.rects:
+            source, block = self._transfer_ranks.nearest_copy(self._reads[rect], mover)
+            if me in (source, mover):
+                gather += [(source, block, part) for part in rect.cut_between(begin, end)]
+        writes = self._writes if me == mover else self._own_writes
+        spread = [(rank, block, part) for rank, block, rect in writes for part in rect.cut_between(begin, end)]
+        return PieceExchange(tuple(gather), tuple(spread))

@@ -1,0 +1,73 @@
+"""Where the model's tensors lie: noticed when the framework or the script moves them after they were laid out.
+
+A parameter that is the same object with another memory (`to()`, `bfloat16()`, masters that an optimizer made at its
+first step) is described anew. Another object under its name (`fully_shard`, load_state_dict(assign=True), a swapped
+module) is refused: nobody knows here which of the two is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import Any
+from weakref import ref
+
+from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.errors import ConfigError
+
+
+class ModelMemory:
+    """What an adapter described, and where that lay."""
+
+    def __init__(self, adapter: Adapter, held: Sequence[HeldParameter]) -> None:
+        self._adapter, self._held = adapter, list(held)
+        self._names = {h.name for h in held}
+        self._owners = [(name, ref(owner)) for name, owner, _ in adapter.local_tensors() if name in self._names]
+        self._lies_at = self._present_places()
+
+    def find_replaced(self) -> str:
+        """The first parameter that is another object by now; "" if there is none."""
+        present = {(name, id(owner)) for name, owner, _ in self._adapter.local_tensors()}
+        gone = [name for name, owner in self._owners if (name, id(owner())) not in present]
+        return min(gone, default="")
+
+    def has_moved(self) -> bool:
+        """Some tensor lies elsewhere, or an optimizer has other masters."""
+        return self._present_places() != self._lies_at
+
+    def describe_again(self) -> tuple[list[HeldParameter], str]:
+        """What the adapter describes now, and the first parameter of which other parts lie here, or ""."""
+        try:
+            described = merge_tied(self._adapter.held_parameters())
+        except ConfigError as error:
+            return [], str(error)
+        before, now = {h.name: _extent(h) for h in self._held}, {h.name: _extent(h) for h in described}
+        other = min((name for name in before.keys() | now.keys() if before.get(name) != now.get(name)), default="")
+        if not other:
+            self._held, self._lies_at = described, self._present_places()
+        return described, other
+
+    def _present_places(self) -> set[tuple[str, int, Any]]:
+        return {
+            (name, memory.data_ptr(), memory.dtype)
+            for name, _, memory in (*self._adapter.local_tensors(), *self._adapter.local_masters())
+            if name in self._names
+        }
+
+
+def merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
+    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
+    found: dict[str, HeldParameter] = {}
+    for h in held:
+        first = found.get(h.name)
+        if first is not None and first.shape != h.shape:
+            raise ConfigError(f"{h.name}: shape {first.shape} in one chunk of the model, {h.shape} in another")
+        found[h.name] = (
+            replace(first, writes=first.writes + h.writes, masters=first.masters + h.masters) if first else h
+        )
+    return list(found.values())
+
+
+def _extent(held: HeldParameter) -> object:
+    """Which parts of the full parameter lie here."""
+    return held.shape, *([astuple(block.rect) for block in blocks] for blocks in (held.reads, held.writes))

@@ -1,0 +1,78 @@
+"""The optimizers that train this rank's model: found by their steps, since a training script need not name them.
+
+Every torch.optim.Optimizer calls a global hook when it steps. One that holds a parameter of the model, or that the
+script has named, is ours: its state is dropped when the model had diverged, because moments that are not finite would
+spoil the next step again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from dips.client.parallel.masters import unwrap_optimizers
+
+
+class InnerOptimizers:
+    """Those of one rank; watches from its making until `close`."""
+
+    def __init__(self, parts: Sequence[nn.Module], named: Any = None) -> None:
+        """`named`: what the script gave as `optimizer`, of whatever kind."""
+        self._parts = parts
+        self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of any
+        self._handle = register_optimizer_step_post_hook(self._on_step)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since this was made, by the one that took most: parameters may be divided among several.
+
+        Of any optimizer of this process: one that steps copies of the parameters holds none of ours.
+        """
+        return max(self._steps.values(), default=0)
+
+    def drop_state(self) -> str:
+        """Have the next step begin with no state; return why a reset does not mend this rank's model, or ""."""
+        if not self._found and self._steps:  # where none has ever stepped, the script writes parameters itself
+            return "its optimizer is not known: pass it, OuterLoop(model, optimizer=optimizer)"
+        for optimizer in self._found:
+            _clear_state(optimizer)
+        for part in self._parts:
+            for parameter in part.parameters():
+                parameter.grad = None  # it may be added to
+        spoilt = next((name for part in self._parts for name, b in part.named_buffers() if _holds_nan(b)), "")
+        return f"{spoilt}, a buffer that no pull replaces, holds NaN" if spoilt else ""
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._handle.remove()
+
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._steps and self._is_ours(optimizer):
+            self._found.add(optimizer)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        ours = {id(parameter) for part in self._parts for parameter in part.parameters()}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _clear_state(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only one of torch's that makes its state before the first step
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"].zero_()
+                optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
+        return
+    optimizer.state = defaultdict(dict)
+
+
+def _holds_nan(buffer: torch.Tensor) -> bool:
+    """Infinities are what attention masks are made of."""
+    return buffer.is_floating_point() and buffer.numel() > 0 and bool(torch.isnan(torch.aminmax(buffer).max))

@@ -1,0 +1,70 @@
+"""How a rank finds its cluster file and its agent, and announces itself there."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from dips.client.ipc import address
+from dips.client.ipc.messages import Attach, Attached, ManifestSent
+from dips.client.ipc.packed_manifest import pack_manifest
+from dips.client.ipc.process import process_name
+from dips.client.rank.agent_client import AgentClient
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.lone_agent import ALONE, CLUSTER_FILE, WARNING, LoneAgent, is_alone, lone_config
+from dips.client.rank.orphan import watch_agent
+from dips.client.rank.outer_state import OuterState
+from dips.config import ClusterFile, load_cluster
+from dips.errors import ConfigError, LocalProtocolError
+from dips.protocol.effects import ManifestWanted
+from dips.protocol.manifest import Manifest
+
+
+def find_config(config: str | os.PathLike[str] | None) -> ClusterFile:
+    """Read the cluster file that the script names, or that its agent was started with; none for a script alone."""
+    path = config or os.environ.get(CLUSTER_FILE)
+    if is_alone(config):
+        return lone_config(load_cluster(Path(path)) if path else None)
+    if path is None:
+        raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
+    return load_cluster(Path(path))
+
+
+def watch_run(config: ClusterFile, alone: bool) -> Callable[[], None]:
+    """End this process when its agent ends; return what stops the watch. A script that is alone has none."""
+    return (lambda: None) if alone else watch_agent(address.find_address(config), config.poll_s)
+
+
+def find_agent(config: ClusterFile, collectives: JobCollectives, alone: bool) -> AgentClient:
+    """What answers the ranks' questions."""
+    if not alone:
+        return AgentClient(collectives, address.find_address(config), config.poll_s)
+    if os.environ.get(ALONE) != "1" and collectives.rank == 0:
+        warnings.warn(WARNING, stacklevel=3)
+    return LoneAgent(config.shared.data.ranges)
+
+
+def warn_of_coarse(name: str, install: str) -> None:
+    """A parameter of 16 bits is trained without fp32 masters, as far as is known."""
+    rounded = "lost with install: streaming" if install == "streaming" else "kept (4 B of host memory per parameter)"
+    warnings.warn(
+        f"{name}: a parameter of 16 bits without fp32 masters. What a pull rounds away is {rounded}, and optimizer "
+        "steps below half a unit in its last place are lost: load the model as float32 (transformers: "
+        'dtype=torch.float32 instead of "auto") and train it under autocast or MixedPrecisionPolicy, or give the '
+        "optimizer that has masters, OuterLoop(model, optimizer=optimizer)",
+        stacklevel=3,
+    )
+
+
+def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
+    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's."""
+    incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks)
+    attached = agent_client.ask_until_answered(attach)
+    if isinstance(attached, ManifestWanted):  # it is not the run's, and the master says where it differs
+        attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))
+    if not isinstance(attached, Attached):
+        raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
+    return OuterState(attached.attempt, attached.progress)

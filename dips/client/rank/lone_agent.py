@@ -1,0 +1,102 @@
+"""A training script without an agent: it trains alone, in no run, and no call of it fails for that.
+
+So the same script runs on a desk. DIPS_ALONE=1 asks for it; a rank that neither its script nor an agent has given a
+cluster file is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are walked in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dips.client.ipc.address import AGENT
+from dips.client.ipc.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Detach,
+    Noted,
+    Notice,
+    PullMoved,
+    PullWanted,
+    PushMoved,
+    PushWanted,
+    Question,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+    TrainOn,
+    TransferProgress,
+)
+from dips.client.rank.agent_client import AgentClient
+from dips.config import ClusterFile, Shared
+from dips.ids import GENESIS
+
+ALONE = "DIPS_ALONE"
+CLUSTER_FILE = "DIPS_CLUSTER_FILE"
+LOOK_STEPS = 1 << 40  # inner steps until it asks again: nobody will have an answer
+WARNING = (
+    "OuterLoop trains alone: no agent started this script, so nothing is pulled or pushed. To take part in a run start "
+    "it as `dips-client --config cluster.yaml -- …`; DIPS_ALONE=1 says that this is meant"
+)
+
+
+def is_alone(config: str | os.PathLike[str] | None) -> bool:
+    """No run is to be joined."""
+    named = config is not None or CLUSTER_FILE in os.environ or AGENT in os.environ
+    return os.environ.get(ALONE) == "1" or not named
+
+
+def lone_config(config: ClusterFile | None) -> ClusterFile:
+    """The cluster file that the script named, or none: with the least memory, since nothing is transferred."""
+    if config is None:
+        shared = Shared(run="alone")
+        config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), insecure=True)
+    return config.model_copy(update={"install": "streaming", "overlap": "none"})
+
+
+class LoneAgent(AgentClient):
+    """Answers what an agent would, if there were no run; has no connection."""
+
+    def __init__(self, ranges: int) -> None:
+        self._ranges = ranges
+        self._answers: dict[type, Callable[[Any], Answer]] = {
+            Attach: lambda _: Attached(1, 0.0),
+            RangeWanted: self._give_range,
+            SaveWanted: lambda _: Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (), 0),
+            Resume: lambda _: Resumed("it trains alone", LOOK_STEPS),
+            Detach: lambda _: Noted(),
+            TransferProgress: lambda _: Noted(),
+        }
+        self._answers |= dict.fromkeys(
+            (PushWanted, PushMoved, PullWanted, PullMoved), lambda _: TrainOn("it trains alone", LOOK_STEPS, 0.0)
+        )
+
+    def ask_agent(self, question: Question) -> Answer:
+        """Answer on every rank alike."""
+        return self._answers[type(question)](question)
+
+    def ask_until_answered(self, question: Question) -> Answer:
+        """No answer is pending."""
+        return self.ask_agent(question)
+
+    def notify_agent(self, notice: Notice) -> None:
+        """Nobody counts."""
+
+    def report_progress(self, attempt: int, moved: int, total: int) -> str:
+        """Nothing moves."""
+        return ""
+
+    def disconnect(self) -> None:
+        """There is no connection."""
+
+    def _give_range(self, wanted: RangeWanted) -> Answer:
+        if wanted.count <= self._ranges:
+            return RangeGiven(wanted.count - 1)
+        return RangesEnded("all ranges were walked", finished=False)

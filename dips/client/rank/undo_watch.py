@@ -1,0 +1,90 @@
+"""Notices an optimizer that writes back what a pull has replaced: it keeps masters that nobody here was told of.
+
+Of some parameters a sample is kept at each install, as it was before and after. At the first call of `OuterLoop.step`
+after an optimizer's step it is compared: with `u` the mean inner step between the last two installs, training leads to
+after + u, and an optimizer with masters of its own to before + u. What is so much nearer to the second that nothing of
+the pull is left was undone. A pull that moved little beside the inner steps' differences proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dips.errors import ConfigError
+
+MOST_PARAMETERS = 16  # sampled, spread over the model
+MOST_ELEMENTS = 64  # of each
+LEFT_OVER = 0.05  # of the pull's squared distance: who is so near the undone values is there, not near them by chance
+
+
+@dataclass
+class Sample:
+    """Some elements of one parameter on this rank; f32, on the host."""
+
+    name: str
+    view: torch.Tensor
+    after: torch.Tensor  # the last install
+    before: torch.Tensor | None = None  # it
+    step: torch.Tensor | None = None  # the mean inner step between the last two
+
+
+class UndoWatch:
+    """One rank's samples."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+        self._compares = False  # an install is behind us, and no optimizer step since
+        self._optimizer_steps = 0  # when it was
+        self._steps = 0  # inner steps since
+
+    def take_before(self, views: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """A version is about to be installed in these tensors."""
+        full = [(name, view) for name, view in views if view.numel()]
+        chosen = full[:: max(1, len(full) // MOST_PARAMETERS)][:MOST_PARAMETERS]
+        same = [(s.name, s.view.data_ptr()) for s in self._samples] == [(name, v.data_ptr()) for name, v in chosen]
+        former = self._samples if same and self._steps else []
+        self._samples = []
+        for number, (name, view) in enumerate(chosen):
+            before = _read_sample(view)
+            step = (before - former[number].after) / self._steps if former else None
+            self._samples.append(Sample(name, view, before, before, step))
+
+    def take_after(self, optimizer_steps: int) -> None:
+        """It was installed."""
+        for sample in self._samples:
+            sample.after = _read_sample(sample.view)
+        self._compares, self._optimizer_steps, self._steps = True, optimizer_steps, 0
+
+    def on_inner_step(self, optimizer_steps: int) -> None:
+        """Raise ConfigError if the optimizer has stepped since, and has undone the install."""
+        self._steps += 1
+        if not self._compares or optimizer_steps == self._optimizer_steps:
+            return
+        self._compares = False
+        undone = [sample.name for sample in self._samples if _was_undone(sample)]
+        moved = sum(sample.before is not None and not sample.before.equal(sample.after) for sample in self._samples)
+        if len(undone) * 2 > moved:
+            raise ConfigError(
+                f"{undone[0]}: the first optimizer step after a pull wrote back the values from before it, in "
+                f"{len(undone)} of {moved} parameters looked at: it keeps fp32 masters of its own. Give it to "
+                "the outer loop, OuterLoop(model, optimizer=optimizer), or a function that makes masters from the "
+                "parameters, OuterLoop(model, optimizer=function)"
+            )
+
+
+@torch.no_grad()
+def _read_sample(view: torch.Tensor) -> torch.Tensor:
+    flat = view.reshape(-1) if view.is_contiguous() else view[0]
+    return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].to("cpu", torch.float32, copy=True)
+
+
+def _was_undone(sample: Sample) -> bool:
+    """Whether it is where a step from its old values leads."""
+    if sample.before is None or sample.step is None:
+        return False
+    distance = float((sample.before - sample.after).square().sum())
+    left = float((_read_sample(sample.view) - sample.before - sample.step).square().sum())
+    return left < LEFT_OVER * distance

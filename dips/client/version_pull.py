@@ -1,0 +1,196 @@
+"""Pulls the head of a run into memory from anywhere that reaches the master and the slaves: no cluster, no torch.
+
+It joins as a cluster of its own name that never trains, pins the head by a pull as every cluster does, keeps its lease
+by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from dips.client.agent.master_link import MasterLink
+from dips.client.rank.transfer import pull_pieces
+from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
+from dips.errors import Denied, StaleIncarnation, UnavailableMaster
+from dips.ids import PullId, VersionId, check_name
+from dips.protocol.effects import Finished, Grant, Joined, Pending, Refused, Result
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullRequested
+from dips.protocol.heartbeats import ClusterHeartbeat
+from dips.protocol.manifest import Manifest
+from dips.transport import control
+from dips.transport.shares import F32, Piece
+from dips.wire.generated.status_pb2 import DescribeRequest
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+
+CALL_S = 10.0
+HEARTBEAT_S = 2.0  # at most between two
+LEASE_HEARTBEATS = 5  # in a lease, as the run's own clusters send them
+GRANT_S = 60.0  # for the slaves to be there and to pin the version
+RETRY_S = 0.2
+FIRST_SEQ = 1  # of an incarnation's only pull
+
+# Is told run, version and model; returns room for all parameters, one behind another in the manifest's order.
+MakeRoom = Callable[[str, VersionId, Manifest], F32]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledVersion:
+    """What came."""
+
+    version: VersionId
+    stats: TransferStats
+
+
+async def pull_version(address: str, name: str, make_room: MakeRoom, stall_s: float = 30.0) -> PulledVersion:
+    """Pull the head of the run whose master is at `address`, as a cluster of the name `name`.
+
+    Errors  UnavailableMaster, UnavailableSlave; StaleIncarnation: another of this name joined; Denied: the name is
+            another's; what `make_room` raises
+    """
+    check_name(name, "cluster")
+    described = await _describe_run(address)
+    link, digest = MasterLink(address, described["shared"]), Manifest.from_json(described["manifest"]).digest
+    try:
+        event = ClusterJoined(0, name, uuid.uuid4().hex, described["run"], digest, described["config_digest"])
+        joined = await link.ask_master(event)
+        if not isinstance(joined, Joined):
+            raise _unexpected("Joined", joined)
+        try:
+            return await _pull_joined(link, described, name, joined.inc, make_room, stall_s)
+        finally:
+            await link.ask_master(ClusterLeft(0, name, joined.inc, 0))
+    finally:
+        await link.close()
+
+
+async def _describe_run(address: str) -> dict[str, Any]:
+    channel = control.open_channel(address)
+    try:
+        reply = await control.call_method(
+            StatusServiceStub(channel).Describe, DescribeRequest(), deadline_s=CALL_S,
+            peer=f"the master at {address}", unavailable=UnavailableMaster,
+        )  # fmt: skip
+    finally:
+        await channel.close()
+    described: dict[str, Any] = json.loads(reply.json)
+    return described
+
+
+async def _pull_joined(
+    link: MasterLink, described: dict[str, Any], name: str, inc: int, make_room: MakeRoom, stall_s: float
+) -> PulledVersion:
+    """Pull as an incarnation that has joined; what moves has ended when this returns."""
+    pull, cancel, rates = PullId(name, inc, FIRST_SEQ), threading.Event(), [TransferRate(0, 0, 0.0)]
+    keep = asyncio.create_task(_keep_lease(link, pull, rates, cancel))
+    try:
+        grant = await _await_grant(link, pull, keep)
+        manifest = Manifest.from_json(described["manifest"])
+        room = await asyncio.to_thread(make_room, described["run"], grant.version, manifest)
+        identity = TransferIdentity(described["run"], name, inc, FIRST_SEQ, 0)
+        stats = await _move(grant, identity, list_pieces(manifest, room), stall_s, cancel, rates)
+        await link.ask_master(PullFinished(0, pull, True))
+    except BaseException:
+        if keep.done() and not keep.cancelled() and (error := keep.exception()) is not None:
+            raise error from None  # the reason why the transfer was cancelled
+        raise
+    finally:
+        keep.cancel()
+        await asyncio.gather(keep, return_exceptions=True)
+    return PulledVersion(grant.version, stats)
+
+
+async def _move(
+    grant: Grant,
+    identity: TransferIdentity,
+    pieces: list[Piece],
+    stall_s: float,
+    cancel: threading.Event,
+    rates: list[TransferRate],
+) -> TransferStats:
+    """Move the bytes in a thread, which has ended when this returns, also when this is cancelled."""
+
+    def move() -> TransferStats:
+        report = lambda rate: rates.__setitem__(0, rate)  # noqa: E731 (a name of its own would add nothing)
+        return pull_pieces(grant, identity, pieces, stall_s=stall_s, cancel=cancel, progress=report)
+
+    moving = asyncio.create_task(asyncio.to_thread(move))
+    try:
+        return await asyncio.shield(moving)
+    except asyncio.CancelledError:
+        cancel.set()
+        await asyncio.gather(moving, return_exceptions=True)
+        raise
+
+
+def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
+    """All parameters as pieces of one flat array."""
+    sizes = [(l, p, parameter.numel) for l, layer in enumerate(manifest.layers)
+             for p, parameter in enumerate(layer.parameters)]  # fmt: skip
+    ends = [0]
+    for _, _, numel in sizes:
+        ends.append(ends[-1] + numel)
+    return [
+        Piece(l, p, 0, numel, room[begin:end])
+        for (l, p, numel), (begin, end) in zip(sizes, pairwise(ends), strict=True)
+        if numel
+    ]
+
+
+async def _await_grant(link: MasterLink, pull: PullId, keep: asyncio.Task[None]) -> Grant:
+    """Ask until the slaves have pinned the head."""
+    why = "it does not answer"
+    try:
+        async with asyncio.timeout(GRANT_S):
+            while True:
+                if keep.done():
+                    keep.result()
+                result = await link.ask_master(PullRequested(0, pull, 1))
+                match result:
+                    case Grant():
+                        return result
+                    case Pending(reason):
+                        why, pause_s = reason, RETRY_S
+                    case Refused():
+                        why, pause_s = result.reason, result.retry_after_s
+                    case _:
+                        raise _unexpected("a grant", result)
+                await asyncio.sleep(pause_s)
+    except TimeoutError:
+        raise UnavailableMaster(f"no pull was granted within {GRANT_S:g} s: {why}") from None
+
+
+async def _keep_lease(link: MasterLink, pull: PullId, rates: list[TransferRate], cancel: threading.Event) -> None:
+    """Send heartbeats; end the transfer and raise StaleIncarnation if another one of this name joined."""
+    pause_s = HEARTBEAT_S
+    while True:
+        rate = rates[0]
+        heartbeat = ClusterHeartbeat(
+            pull.cluster, pull.inc, TrainerState.STARTING, Activity.PULL, 0, 0, 0, 0, 0.0, None,
+            rate.nbytes, rate.total, rate.bytes_per_s, transfer_seq=pull.seq,
+        )  # fmt: skip
+        try:
+            answer = await link.send_heartbeat(heartbeat, CALL_S)
+        except UnavailableMaster:
+            pass  # it may come back within the lease; a transfer needs it only at its end
+        else:
+            if answer.standing is not ClusterStanding.LIVE:
+                cancel.set()
+                why = "another one joined by this name, or the lease ran out"
+                raise StaleIncarnation(f"{pull.cluster}/{pull.inc} is {answer.standing}: {why}")
+            pause_s = min(HEARTBEAT_S, answer.lease_s / LEASE_HEARTBEATS)
+        await asyncio.sleep(pause_s)
+
+
+def _unexpected(wanted: str, result: Result) -> Exception:
+    if isinstance(result, Finished):
+        return UnavailableMaster(f"the run is finished at {result.version}, which is not to be pulled any more")
+    reason = getattr(result, "reason", "")
+    return Denied(f"expected {wanted}, the master answered {type(result).__name__}: {reason}")

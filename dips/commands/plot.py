@@ -1,0 +1,69 @@
+"""`dips plot`: the run's losses as a picture and as numbers."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dips.commands.options import CONFIG
+from dips.config import load_run
+from dips.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dips.master.loss_curve import PushPoint, ResultPoint
+
+EVERY_ROUND = (1 << 63) - 1  # SQLite's largest integer
+PUSHES, RESULTS, PICTURE = "loss.csv", "results.csv", "loss.png"
+
+
+def plot(
+    config: CONFIG,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write into.")] = Path("."),
+) -> None:
+    """Draw the loss over tokens and over time: of each cluster and of the run, with gates and versions.
+
+    Writes loss.png, loss.csv (a line for each push) and, if `master.on_version` is set, results.csv (a line for each
+    number that it brought). Read from the ledger alone; the master may be up or down. The picture needs matplotlib.
+
+    \b
+    Example:
+      dips plot --config dips.yaml --output plots
+    """
+    for path in plot_run(config, output):
+        print(f"wrote {path}")
+
+
+def plot_run(config: Path, output: Path) -> list[Path]:
+    """Write the files of `dips plot`; return their paths. Raise ConfigError if `output` cannot be written."""
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+    from dips.master.loss_curve import PushPoint, ResultPoint, list_pushes, list_results, write_csv
+
+    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+        rounds = ledger.read_history(EVERY_ROUND)
+    pushes, results = list_pushes(rounds), list_results(rounds)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        written = [output / PUSHES]
+        write_csv(output / PUSHES, PushPoint, pushes)
+        if results:
+            write_csv(output / RESULTS, ResultPoint, results)
+            written.append(output / RESULTS)
+        written.append(_draw_picture(pushes, results, output / PICTURE))
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+    return written
+
+
+def _draw_picture(pushes: list[PushPoint], results: list[ResultPoint], path: Path) -> Path:
+    try:
+        from dips.commands.plot_drawing import draw_losses
+    except ImportError as error:
+        raise ConfigError(
+            f"{path.name} needs matplotlib ({error}): pip install 'di-ps[plot]'; the numbers are in {path.parent}"
+        ) from error
+    draw_losses(pushes, results).savefig(path, dpi=130)
+    return path

@@ -1,0 +1,85 @@
+"""The process of one version, `master.on_version`: `python -m dips.commands.version_process MASTER_PID RUN_FILE VERSION
+MODEL` with `--call MODULE:FUNCTION` or `-- COMMAND…`.
+
+It exports the version to MODEL, then runs the command, or calls the function in itself and prints what it returns. It
+leads a process group that ends with it, also when the master dies in whatever way: the kernel tells it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
+from dips.commands.export_lanes import export_over_lanes
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError
+from dips.ids import VersionId
+from dips.slave.export import export_snapshot
+from dips.telemetry import exits
+
+PULLED_AS = "on-version"  # the cluster that it is where the slaves' disks are elsewhere
+NOT_FOUND = 127  # as a shell says it
+
+
+def main(argv: list[str]) -> None:
+    """Do the whole of it; the exit code is the command's."""
+    master, run_file, version, model = int(argv[1]), Path(argv[2]), argv[3], Path(argv[4])
+    signal.signal(signal.SIGTERM, _end_group)
+    set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != master:  # it died before prctl
+        raise SystemExit(128 + signal.SIGTERM)
+    exits.run_command(lambda: _process_version(run_file, version, model, argv[5], argv[6:]))
+
+
+def _end_group(number: int, frame: FrameType | None) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def _process_version(run_file: Path, version: str, model: Path, how: str, what: list[str]) -> None:
+    _write_model(load_run(run_file), VersionId.parse(version), model)
+    if how == "--call":
+        _call_function(what[0], model, version)
+    else:
+        known = {"DIPS_VERSION": version, "DIPS_MODEL": str(model), "DIPS_RUN_FILE": str(run_file)}
+        raise SystemExit(_run_command(what, {**os.environ, **known}))
+
+
+def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
+    """From the slaves' disks, or, where these are on other machines, over the lanes, as long as it is the head."""
+    directories = [s.directory for s in config.slaves]
+    if all(path.is_dir() for path in directories):
+        export_snapshot(directories, version, model)
+    else:
+        export_over_lanes(config.master.listen, version, model, PULLED_AS)
+
+
+def _run_command(command: list[str], environment: dict[str, str]) -> int:
+    try:
+        code = subprocess.run(command, env=environment, check=False).returncode
+    except OSError as error:
+        sys.stderr.write(f"cannot start {command[0]!r}: {error.strerror}\n")
+        return NOT_FOUND
+    return code if code >= 0 else 128 - code
+
+
+def _call_function(spec: str, model: Path, version: str) -> None:
+    """Call `function(model, version)`; what it returns, a mapping of numbers or None, becomes the last line."""
+    module, _, name = spec.partition(":")
+    sys.path.insert(0, "")  # a module beside the run file is the usual case
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"master.on_version.call: {spec}: {error}") from error
+    numbers = function(model, version)
+    sys.stdout.write("\n" + json.dumps(dict(numbers or {}), default=float) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

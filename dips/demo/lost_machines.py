@@ -1,0 +1,168 @@
+"""Machines that are lost with their disks in the middle of the demo, and how the run goes on without them.
+
+Mirrored: the directories of a slave and of the master are removed, and both come back from their mirrors. Unmirrored: a
+slave's directory is removed, and `dips recover` goes on from the last export. What was left is kept aside, so that the
+verdict can say whether the loss went on falling from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dips.demo import daemons
+from dips.demo.layout import SLAVES, DemoLayout
+from dips.demo.processes import DemoProcesses, ProcessEnded
+from dips.demo.watch import Watch
+from dips.ids import VersionId
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+
+Way = Literal["kept", "mirrored", "unmirrored"]  # what becomes of the directory of a slave that is killed
+
+LEAST_VERSION = {"kept": 0, "mirrored": 3, "unmirrored": 3}  # of the head before: so that something can be lost
+AWAY_S = 6.0  # longer than a lease: the master sees the slave lost
+BACK_S = 60.0  # for the run to go on
+AFTER_EXPORT = 2  # outer steps that are lost with a disk that nobody mirrored
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LostMachines:
+    """Whose directories were removed, and where the run could go on."""
+
+    way: Way
+    owners: tuple[str, ...]
+    head: VersionId  # when they were removed
+    left: VersionId  # the newest version in the slave's mirror; or the one that was exported last
+    models: tuple[Path, ...]  # what is left of it, one file or more
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """What this part of the story plays on."""
+
+    running: DemoProcesses
+    files: DemoLayout
+    watch: Watch
+    address: str
+
+    def wait_for(self, holds: Callable[[Mapping[str, Any]], bool], what: str) -> Mapping[str, Any]:
+        """Show the status until it is as said; raise ProcessEnded if that does not come."""
+        until = time.monotonic() + BACK_S
+        while time.monotonic() < until:
+            status = daemons.read_status(self.address)
+            self.watch.show_status(status)
+            self.running.check_alive()
+            if status is not None and holds(status):
+                return status
+            time.sleep(LOOK_EVERY_S)
+        raise ProcessEnded(f"{what}: not within {BACK_S:g} s; {self.running.processes['master'].log_tail()}")
+
+
+# ---- with mirrors ----------------------------------------------------------------------------------------------------
+
+
+def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
+    """The slave is dead: kill the master as well, remove what both had, and start them again on empty disks."""
+    running, files, watch = demo.running, demo.files, demo.watch
+    running.processes["master"].kill()
+    left = newest_mirrored(files, slave)
+    models = _keep_models(files, slave, left)
+    for directory in (files.slave_directory(slave), files.master_directory):
+        shutil.rmtree(directory)
+    watch.print_event(
+        f"killed the master with SIGKILL; rm -rf {slave}/ master/: two machines are gone with their disks"
+    )
+    watch.print_event(
+        f"left are their mirrors: the ledger's, and {slave}'s with {left}, {head.version - left.version} outer steps "
+        f"behind the head {head}"
+    )
+    time.sleep(AWAY_S)
+    daemons.start_master(running, files)
+    daemons.start_slave(running, files, slave)
+    watch.print_event(f"started the master and {slave} again, on empty disks")
+    begun = time.monotonic()
+    status = demo.wait_for(_serves, "the run goes on from its mirrors")
+    watch.print_event(
+        f"both restored themselves from their mirrors: after {time.monotonic() - begun:.0f} s the run goes on "
+        f"at {status['head']}; the clusters trained on meanwhile"
+    )
+    return LostMachines("mirrored", (slave, "master"), head, left, models)
+
+
+def newest_mirrored(files: DemoLayout, slave: str) -> VersionId:
+    """The newest version that lies whole in a slave's mirror: its manifest is written last."""
+    whole = files.slave_mirror(slave).glob(f"v*@r*/{MANIFEST_FILE}")
+    return max((VersionId.parse(path.parent.name) for path in whole), default=VersionId(0, 0))
+
+
+def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path, ...]:
+    """Copy a version's model files: the lost slave's from its mirror, those of the others from their disks."""
+    kept = []
+    for name in SLAVES:
+        directory = files.slave_mirror(name) if name == lost else files.slave_directory(name)
+        copy = files.directory / f"left-of-{name}.safetensors"
+        shutil.copyfile(directory / str(version) / MODEL_FILE, copy)
+        kept.append(copy)
+    return tuple(kept)
+
+
+# ---- without ---------------------------------------------------------------------------------------------------------
+
+
+def export_head(demo: DemoRun) -> VersionId:
+    """Export the head, as somebody does now and then; return its version."""
+    said = daemons.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
+    version = VersionId.parse(said.split()[1])
+    demo.watch.print_event(f"dips export: {version} is saved in {demo.files.saved_file.name}")
+    demo.wait_for(lambda s: head_of(s).version >= version.version + AFTER_EXPORT, "outer steps after the export")
+    return version
+
+
+def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId) -> LostMachines:
+    """The slave is dead: remove what it had, see that the run waits, and go on from the saved model."""
+    running, files, watch = demo.running, demo.files, demo.watch
+    shutil.rmtree(files.slave_directory(slave))
+    watch.print_event(f"rm -rf {slave}/: its machine is gone with its disk, and nothing mirrored it")
+    time.sleep(AWAY_S)
+    daemons.start_slave(running, files, slave)
+    status = demo.wait_for(lambda s: "snapshot" in _reason(s, slave), f"{slave} says what it lacks")
+    watch.print_event(f"started {slave} again, on an empty disk; dips status says: {_reason(status, slave)}")
+    for name in ("master", *SLAVES):
+        running.processes[name].ask_to_end()
+    for name in ("master", *SLAVES):
+        running.processes[name].wait(BACK_S)
+    words = ("recover", "--config", files.run_file.name, "--model", files.saved_file.name, "--yes")
+    watch.print_event(f"stopped master and slaves; $ dips {' '.join(words)}")
+    said = daemons.run_word("recover", "--config", str(files.run_file), "--model", str(files.saved_file), "--yes")
+    for line in said.splitlines():
+        watch.print_event(f"  {line.replace(str(files.directory) + '/', '')}")
+    daemons.start_master(running, files)
+    for name in SLAVES:
+        daemons.start_slave(running, files, name)
+    begun = time.monotonic()
+    status = demo.wait_for(_serves, "the run goes on from the saved model")
+    watch.print_event(
+        f"started them again: after {time.monotonic() - begun:.0f} s the run goes on at {status['head']}; the clusters "
+        "trained on meanwhile"
+    )
+    return LostMachines("unmirrored", (slave,), head, left, (files.saved_file,))
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def head_of(status: Mapping[str, Any]) -> VersionId:
+    return VersionId.parse(status["head"])
+
+
+def _serves(status: Mapping[str, Any]) -> bool:
+    return all(slave["state"] == "ready" for slave in status["slaves"].values())
+
+
+def _reason(status: Mapping[str, Any], slave: str) -> str:
+    return str(status["slaves"][slave].get("reason") or "")

@@ -1,0 +1,22 @@
+"""Which keys of `shared` differ between two processes that must agree: a digest says only that some do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MOST = 5  # differences that are listed
+
+
+def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
+    """Say which keys of `shared` differ, at most MOST lines."""
+    lines = list(_find_differing("shared", ours, runs))
+    return lines if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more"]
+
+
+def _find_differing(key: str, ours: Any, runs: Any) -> Iterator[str]:
+    if isinstance(ours, Mapping) and isinstance(runs, Mapping):
+        for name in sorted({*ours, *runs}):
+            yield from _find_differing(f"{key}.{name}", ours.get(name), runs.get(name))
+    elif ours != runs:
+        yield f"{key}: the run has {runs!r}, this file {ours!r}"

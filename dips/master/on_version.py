@@ -1,0 +1,167 @@
+"""Runs the command of `master.on_version` for every n-th version: evaluate it, export it, upload it.
+
+One process at a time, oldest version first, each with a bound on its time and killed with its process group. What it
+says last, a line of JSON with numbers, is written into the ledger, and so is why it failed: a version whose process has
+ended has its row, also when a master died between, and the next one is found in the ledger. Nothing waits for it: the
+Coordinator does not know of it. `keep_every` keeps the snapshots that are still to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from dips.config import OnVersionSection
+from dips.ids import VersionId
+from dips.master.children import Child, truncate_log
+from dips.protocol.records import Record, VersionResult
+from dips.telemetry.logs import Log
+
+LOOK_EVERY_S = 2.0  # for a new version, and at the size of the log
+RETRY_S = 60.0  # after the ledger could not be asked or written; its process is run again
+KILLED_S = 10.0  # until a killed process is gone
+LOG_BYTES = 16 << 20  # of what the processes print, and as much before
+TAIL_BYTES = 64 << 10  # of it that is read for the last line
+MOST_NUMBERS = 32  # of one version; more are left out
+NAME_CHARS = 64
+REASON_CHARS = 200
+PROGRAM = "dips.commands.version_process"  # not imported: it may do what a master may not
+
+
+class VersionProcesses:
+    """`find_due` returns the oldest n-th version without a result; `write` makes records durable."""
+
+    def __init__(
+        self,
+        file: Path,
+        config: OnVersionSection,
+        directory: Path,
+        find_due: Callable[[int], Awaitable[VersionId | None]],
+        write: Callable[[Sequence[Record]], Awaitable[None]],
+        log: Log,
+    ) -> None:
+        self._file, self._config, self._find_due, self._write, self._log = file, config, find_due, write, log
+        self._directory = directory / "on_version"
+        self._clock = asyncio.get_running_loop().time
+        self._running: tuple[VersionId, float] | None = None
+        self._last: VersionResult | None = None
+        self._failed = ""
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look for versions from now on."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._task = asyncio.create_task(self._run_forever(), name="on_version")
+
+    async def stop(self) -> None:
+        """Kill what runs, whose version is due again, and return when it is dead."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._child is not None:
+            await self._child.wait(KILLED_S)
+
+    def view(self) -> dict[str, Any]:
+        """What runs, since when, and how the last one ended."""
+        running, last = self._running, self._last
+        return {
+            "every": self._config.every,
+            "running": str(running[0]) if running else None,
+            "running_s": self._clock() - running[1] if running else None,
+            "version": str(last.version) if last else None,
+            "numbers": dict(last.numbers) if last else {},
+            "red": bool(self._failed or (last and not last.ok)),
+            "reason": self._failed or (last.reason if last else ""),
+        }
+
+    async def _run_forever(self) -> None:
+        while True:
+            try:
+                while (version := await self._find_due(self._config.every)) is not None:
+                    await self._process_version(version)
+                self._failed = ""
+            except Exception as error:  # noqa: BLE001 (whatever it is, training goes on; it is shown and tried again)
+                self._failed = repr(error)
+                self._log.error("on_version failed", why=repr(error), again_in_s=RETRY_S)
+                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _process_version(self, version: VersionId) -> None:
+        begun = self._clock()
+        self._running = (version, begun)
+        try:
+            ok, reason, numbers = await self._run_process(version)
+        finally:
+            self._running = None
+        result = VersionResult(version, ok, reason, numbers, self._clock() - begun)
+        await self._write([result])
+        self._last = result
+        say = self._log.info if ok else self._log.warning
+        say("on_version ended", version=str(version), ok=ok, reason=reason, **dict(numbers))
+
+    async def _run_process(self, version: VersionId) -> tuple[bool, str, tuple[tuple[str, float], ...]]:
+        """Return whether it ended well, why not, and its numbers."""
+        log = self._directory / "output.log"
+        truncate_log(log, LOG_BYTES)
+        begin = log.stat().st_size if log.exists() else 0
+        try:
+            command = self._command_for(version)
+            child = self._child = Child.start(command, log, cwd=self._file.parent, whole_group=True)
+        except OSError as error:
+            return False, f"cannot be started: {error.strerror or error}", ()
+        try:
+            in_time = await self._wait_bounded(child, log)
+        finally:
+            child.kill_group()
+        await child.wait()
+        lines = await asyncio.to_thread(_read_lines, log, begin)
+        if not in_time:
+            return False, f"not done after {self._config.timeout_s:g} s: killed", ()
+        if child.code != 0:
+            last = lines[-1][:REASON_CHARS] if lines else "it printed nothing"
+            return False, f"exit code {child.code}: {last}", ()
+        return True, "", read_numbers(lines[-1] if lines else "")
+
+    async def _wait_bounded(self, child: Child, log: Path) -> bool:
+        """Wait for its end; return whether it came in time."""
+        until = self._clock() + self._config.timeout_s
+        while (left := until - self._clock()) > 0:
+            if await child.wait(min(left, LOOK_EVERY_S)):
+                return True
+            await asyncio.to_thread(truncate_log, log, LOG_BYTES)
+        return False
+
+    def _command_for(self, version: VersionId) -> list[str]:
+        what = ["--call", self._config.call] if self._config.call else ["--", *self._config.command]
+        model = self._directory / "model.safetensors"
+        return [
+            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), *what,
+        ]  # fmt: skip
+
+
+def read_numbers(line: str) -> tuple[tuple[str, float], ...]:
+    """The finite numbers of a line that is a JSON object, by name; none of any other line."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return ()
+    if not isinstance(told, dict):
+        return ()
+    named = [(k[:NAME_CHARS], v) for k, v in told.items() if isinstance(v, int | float) and not isinstance(v, bool)]
+    return tuple((name, float(v)) for name, v in named if abs(v) < 1e300 and isfinite(v))[:MOST_NUMBERS]
+
+
+def _read_lines(log: Path, begin: int) -> list[str]:
+    """The last lines that a process printed into a log that was `begin` bytes long before."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(begin if begin <= size else 0, size - TAIL_BYTES))
+        text = file.read(TAIL_BYTES).decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]

@@ -1,0 +1,101 @@
+"""The ledger's thread and its mirror, the links to the slaves, and what is done for versions (`master.on_version`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dips.config import RunFile
+from dips.errors import ConfigError
+from dips.ids import VersionId
+from dips.master import restore
+from dips.master.last_loss import mean_loss
+from dips.master.ledger import Ledger
+from dips.master.ledger_mirror import LedgerMirror
+from dips.master.links import SlaveLinks
+from dips.master.on_version import VersionProcesses
+from dips.protocol.effects import Order
+from dips.protocol.events import OrderAnswered, OrderFailed
+from dips.protocol.records import Record, VersionCommitted
+from dips.telemetry import logs
+
+ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
+
+
+class MasterOutside:
+    """What the runtime reaches; `dips/master/ports.py` says as what."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._links = ledger, SlaveLinks()
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._written = 0  # transactions of this term, counted on the ledger's thread
+        self._mirror: LedgerMirror | None = None
+        self._on_version: VersionProcesses | None = None
+        made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
+        self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
+        self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
+
+    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
+        """Mirror the ledger from now on; waits for the first base as long as for a transaction."""
+        store = restore.mirror_of(config)
+        if store is None:
+            return
+        self._mirror = LedgerMirror(
+            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
+            config.master.mirror_s, time.monotonic, log,
+        )  # fmt: skip
+        self._mirror.start()
+
+    def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log) -> None:
+        """Run what the run file says for every n-th version from now on."""
+        section = config.master.on_version
+        if section is None:
+            return
+        if file is None:
+            raise ConfigError("master.on_version needs the run file's path")
+        self._on_version = VersionProcesses(
+            file.resolve(), section, config.master.directory.resolve(), self._find_unprocessed, self.write_records, log
+        )
+        self._on_version.start()
+
+    async def _find_unprocessed(self, every: int) -> VersionId | None:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
+
+    def view(self) -> dict[str, Any]:
+        """What status says of it: the ledger's mirror, what is done for versions, the newest one's loss; null: none."""
+        parts = {"ledger_mirror": self._mirror, "on_version": self._on_version}
+        return {"last_loss": self._loss} | {name: part and part.view() for name, part in parts.items()}
+
+    async def write_records(self, records: Sequence[Record]) -> None:
+        """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
+        wall = time.time()
+        number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
+        if self._mirror is not None:
+            await self._mirror.follow(number, records, wall)
+
+    def _write(self, records: Sequence[Record], wall: float) -> int:
+        self._ledger.write_records(records, wall)
+        for record in records:
+            if isinstance(record, VersionCommitted):
+                self._loss = mean_loss(record.folds)
+        self._written += 1
+        return self._written
+
+    def _take_base(self) -> tuple[int, bytes]:
+        return self._written, self._ledger.serialize()
+
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
+        return await self._links.execute_order(order)
+
+    async def close(self) -> None:
+        if self._on_version is not None:
+            await self._on_version.stop()
+        await self._links.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        self._thread.shutdown()

@@ -1,0 +1,86 @@
+"""A set of whole numbers as disjoint intervals: many of them in few words. Pure.
+
+A number is added, removed or found in O(log n) comparisons, n intervals, which lie in ascending order and never touch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Intervals:
+    """Interval i holds the numbers from begins[i] to below ends[i]."""
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    count: int = 0  # of numbers
+
+    @classmethod
+    def without(cls, taken: Iterable[int], total: int) -> Intervals:
+        """0 … total − 1 but for those that are taken."""
+        made, begin = cls(), 0
+        for number in sorted({n for n in taken if 0 <= n < total}):
+            made._append(begin, number)
+            begin = number + 1
+        made._append(begin, total)
+        return made
+
+    def __contains__(self, number: int) -> bool:
+        i = bisect_right(self.begins, number) - 1
+        return i >= 0 and number < self.ends[i]
+
+    def __iter__(self) -> Iterator[int]:
+        for begin, end in zip(self.begins, self.ends, strict=True):
+            yield from range(begin, end)
+
+    def add_number(self, number: int) -> None:
+        """Add one; nothing if it is there."""
+        i = bisect_right(self.begins, number)  # where an interval that begins with it would stand
+        if i and number < self.ends[i - 1]:
+            return
+        self.count += 1
+        joins_left = i > 0 and self.ends[i - 1] == number
+        joins_right = i < len(self.begins) and self.begins[i] == number + 1
+        if joins_left and joins_right:
+            self.ends[i - 1] = self.ends.pop(i)
+            del self.begins[i]
+        elif joins_left:
+            self.ends[i - 1] = number + 1
+        elif joins_right:
+            self.begins[i] = number
+        else:
+            self.begins.insert(i, number)
+            self.ends.insert(i, number + 1)
+
+    def remove_number(self, number: int) -> bool:
+        """Remove one; return whether it was there."""
+        i = bisect_left(self.ends, number + 1)  # the first interval that does not end before it
+        if i == len(self.ends) or self.begins[i] > number:
+            return False
+        self.count -= 1
+        begin, end = self.begins[i], self.ends[i]
+        if begin == number and end == number + 1:
+            del self.begins[i], self.ends[i]
+        elif begin == number:
+            self.begins[i] = number + 1
+        else:
+            self.ends[i] = number
+            if number + 1 < end:
+                self.begins.insert(i + 1, number + 1)
+                self.ends.insert(i + 1, end)
+        return True
+
+    def take_smallest(self) -> int:
+        """Remove the smallest, which must be there."""
+        number = self.begins[0]
+        self.remove_number(number)
+        return number
+
+    def _append(self, begin: int, end: int) -> None:
+        if begin < end:
+            self.begins.append(begin)
+            self.ends.append(end)
+            self.count += end - begin

@@ -1,0 +1,38 @@
+"""The last accepted norms of all clusters, ascending: a cluster's own is held against the median of the others.
+
+Pure. Kept beside the penalty's statistics, so that a median costs no look at every cluster.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from dips.protocol.records import PenaltyRow
+
+
+class LastNorms:
+    """One norm of each cluster that has an accepted push."""
+
+    def __init__(self, rows: Iterable[PenaltyRow]) -> None:
+        self.ordered = sorted(row.last_norm for row in rows if _counts(row))
+
+    def replace_row(self, old: PenaltyRow | None, new: PenaltyRow) -> None:
+        """A cluster's statistics have changed."""
+        if old is not None and _counts(old):
+            del self.ordered[bisect_left(self.ordered, old.last_norm)]
+        if _counts(new):
+            insort(self.ordered, new.last_norm)
+
+    def median_without(self, row: PenaltyRow) -> float | None:
+        """The median of the others' norms; None if there are none."""
+        skip = bisect_left(self.ordered, row.last_norm) if _counts(row) else len(self.ordered)
+        count = len(self.ordered) - _counts(row)
+        if not count:
+            return None
+        low, high = (self.ordered[i + (i >= skip)] for i in ((count - 1) // 2, count // 2))
+        return low if count % 2 else (low + high) / 2
+
+
+def _counts(row: PenaltyRow) -> bool:
+    return row.accepted > 0 and row.last_norm > 0

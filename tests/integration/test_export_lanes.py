@@ -1,0 +1,98 @@
+"""`dips export --master`: the head from any host that reaches master and slaves, without their disks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from dips.cli import cli
+from dips.errors import ConfigError, DipsError
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
+TINY = str(Path(__file__).parent / "train_tiny.py")
+VERSIONS = 3
+
+
+SUM = """
+import json, os
+from safetensors.numpy import load_file
+print(json.dumps({"sum": sum(float(t.sum()) for t in load_file(os.environ["DIPS_MODEL"]).values())}))
+"""
+
+
+def file_of_a_master_elsewhere(run: harness.Run) -> Path:
+    """The run file as it stands on a machine that has no slave's disk; each last version is looked at."""
+    content = yaml.safe_load(run.file.read_text())
+    for slave in content["slaves"]:
+        slave["directory"] = f"elsewhere-{slave['name']}"
+    command = [sys.executable, "-c", SUM]
+    content["master"] |= {"keep_every": VERSIONS, "on_version": {"every": VERSIONS, "command": command}}
+    path = run.file.with_name("master.yaml")
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def export(*words: str) -> str:
+    """Run the command in this process; raise what it raised."""
+    done = CliRunner().invoke(cli, ["export", *words])
+    if isinstance(done.exception, DipsError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.timeout(120)
+def test_the_head_comes_over_the_lanes(tmp_path: Path) -> None:
+    """Before, and after a run, which takes no notice: bit for bit what the disks hold, and the file says of what."""
+    random = np.random.default_rng(3)
+    tensors = {
+        name: random.standard_normal(tuple(p.shape)).astype(np.float32)
+        for name, p in script.ConstantModel().named_parameters()
+    }
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}
+    elsewhere = tmp_path / "elsewhere"
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.file, of_slaves = file_of_a_master_elsewhere(run), run.file
+        run.start_master()
+        run.file = of_slaves
+        run.start_slaves()
+        assert "v0@r0" in export("--master", run.address, "--output", str(elsewhere / "first.safetensors"))
+        first = load_file(elsewhere / "first.safetensors")
+        assert first.keys() == tensors.keys() and all(np.array_equal(first[name], t) for name, t in tensors.items())
+
+        run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
+        lanes, disks = elsewhere / "lanes.safetensors", tmp_path / "disks.safetensors"
+        export("--master", run.address, "--output", str(lanes))
+        export("--config", str(run.file), "--output", str(disks))
+        assert lanes.read_bytes() == disks.read_bytes()
+        with safe_open(lanes, "np") as file:
+            head = file.metadata()["version"]
+        with run.ledger() as ledger:
+            run.until(lambda: ledger.read_history()[-1].result is not None, 30, "the last version is looked at")
+            rounds, state = ledger.read_history(), ledger.read_state()
+        result = rounds[-1].result
+        expected = sum(float(t.sum()) for t in load_file(lanes).values())
+        assert result is not None and result.ok and result.numbers == {"sum": expected}, result
+        assert str(rounds[-1].version) == head and head.startswith(f"v{VERSIONS}@")
+        assert {o.push.cluster for r in rounds for o in r.outcomes} == {"west"}
+        passed = {c.name: (c.inc, c.ended) for c in state.clusters if c.name != "west"}
+        assert passed == {"export": (2, True), "on-version": (1, True)}
+
+        with pytest.raises(ConfigError, match=f"lanes serve the head, {head}, alone"):
+            export("--master", run.address, "--output", str(elsewhere / "old.safetensors"), "--version", "v1@r1")
+        assert sorted(path.name for path in elsewhere.iterdir()) == ["first.safetensors", "lanes.safetensors"]
+
+
+def test_a_master_that_does_not_answer(tmp_path: Path) -> None:
+    """Said with its address; nothing is left."""
+    with pytest.raises(DipsError, match=r"127\.0\.0\.1:1"):
+        export("--master", "127.0.0.1:1", "--output", str(tmp_path / "x.safetensors"))
+    assert not list(tmp_path.iterdir())

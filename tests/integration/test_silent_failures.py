@@ -1,0 +1,146 @@
+"""Failures that would train on with a wrong model and say nothing: each is mended, or ends the job with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite, isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from dips.commands.status import ask_status
+from tests.integration import cluster_harness as harness
+from tests.integration import train_coarse as coarse
+from tests.integration import train_diverging as diverging
+
+HERE = Path(__file__).parent
+H = 5
+
+
+def marks(timeline: Path, kind: str) -> Iterator[dict[str, Any]]:
+    text = timeline.read_text() if timeline.exists() else ""
+    return (m for m in map(json.loads, text.splitlines()) if m["kind"] == kind)
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlap", ["none", "full"])
+def test_a_nan_heals(tmp_path: Path, overlap: str) -> None:
+    """One NaN in one of two ranks' gradients in the second round: nothing of it travels, the head replaces the model
+    and AdamW begins anew, so by the third round all is finite, and the loss falls on."""
+    tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
+    shared = {"stop": {"versions": 8}, "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}}, "penalty": {"rule": "none"}}
+    out, spoilt = tmp_path / "found", H + 2
+    command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
+        run.start_master()
+        run.start_slaves()
+        run.wait(run.start_cluster("a", command, steps=H, overlap=overlap), 90)
+        with run.ledger() as ledger:
+            rounds = ledger.read_history(1000)
+    assert len([r for r in rounds if r.version]) == 8
+    assert all(isfinite(fold.norm) for r in rounds for fold in r.folds)
+    assert not any(o.kind == "gated" for r in rounds for o in r.outcomes), "what is not finite reached a slave"
+    (told,) = marks(run.timeline("a"), "diverged")
+    assert "is not finite on rank" in told["reason"]
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"found.{rank}").read_text())
+        losses, at = found["losses"], found["at"]
+        assert found["finite"]
+        assert any(isnan(loss) for loss in losses)
+        healed = [at[i] for i, loss in enumerate(losses) if i > spoilt and isfinite(loss)]
+        assert min(healed) <= 3 and not any(isnan(loss) for loss, v in zip(losses, at, strict=True) if v >= 3)
+        assert losses[-1] < 0.8 * losses[spoilt], (losses[spoilt], losses[-1])
+
+
+@pytest.mark.timeout(90)
+def test_a_job_is_started_again_if_that_is_asked_for(tmp_path: Path) -> None:
+    """on_divergence: restart: the ranks raise, the agent starts the command anew, and that one trains to the end."""
+    with diverging_run(tmp_path, str(H + 2), versions=4) as (run, cluster):
+        run.wait(cluster, 60)
+        assert len(list(marks(run.timeline("a"), "trainer_start"))) == 2
+    assert "Diverged: its model diverged: 0.bias is not finite on rank 0" in cluster.log.read_text()
+    assert all(map(isfinite, json.loads((tmp_path / "found.0").read_text())["losses"]))
+
+
+@pytest.mark.timeout(90)
+def test_a_model_that_diverges_in_a_row_is_quarantined(tmp_path: Path) -> None:
+    """Every gradient holds a NaN: after three pushes that were kept back `dips status` says so."""
+    with diverging_run(tmp_path, "ever", versions=4, on_divergence="reset") as (run, _):
+        quarantined = lambda: asyncio.run(ask_status(run.address))["clusters"].get("a", {}).get("quarantined")  # noqa: E731
+        run.until(lambda: list(marks(run.timeline("a"), "diverged"))[2:], 40, "the model has diverged three times")
+        run.until(quarantined, 10, "it is quarantined")
+        with run.ledger() as ledger:
+            assert not [r for r in ledger.read_history(1000) if r.outcomes], "nothing of it was ever pushed"
+
+
+@contextmanager
+def diverging_run(
+    tmp_path: Path, spoilt: str, versions: int, on_divergence: str = "restart"
+) -> Iterator[tuple[harness.Run, harness.Process]]:
+    """One cluster of one plain rank that diverges."""
+    tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
+    command = [sys.executable, str(HERE / "train_diverging.py"), str(tmp_path / "found"), spoilt]
+    with harness.Run(tmp_path, tensors, shared={"stop": {"versions": versions}}, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        yield run, run.start_cluster("a", command, steps=H, max_restarts=1, on_divergence=on_divergence)
+
+
+def run_alone(
+    tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, **options: Any
+) -> str:
+    """One cluster of one rank runs a script of train_coarse.py to its end; return what it printed."""
+    tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
+    shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"rule": "none"}}
+    command = [sys.executable, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        cluster = run.start_cluster("a", command, steps=steps, **options)
+        run.wait(cluster, 60, code)
+        with run.ledger() as ledger:
+            assert not code or len([r for r in ledger.read_history(1000) if r.version]) < versions
+        return cluster.log.read_text()
+
+
+def newest_theta(tmp_path: Path) -> dict[str, Any]:
+    """What the slaves hold at the end, of all layers together."""
+    found: dict[str, Any] = {}
+    for slave in ("ps0", "ps1"):
+        newest = max((tmp_path / slave).rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        found |= load_file(newest)
+    return found
+
+
+@pytest.mark.timeout(90)
+def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
+    """θ is no number of bf16; after 20 rounds of a model that is, it is what it was, bit for bit. It is told of it."""
+    said = run_alone(tmp_path, "idle", versions=20, steps=1)
+    assert "weight: a parameter of 16 bits without fp32 masters" in said and "4 B of host memory per parameter" in said
+    theta = newest_theta(tmp_path)
+    for name, parameter in coarse.build().named_parameters():
+        (found,) = (value for key, value in theta.items() if key.endswith(name) and "momentum" not in key)
+        assert found.reshape(-1).tobytes() == parameter.detach().numpy().reshape(-1).tobytes()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("mode", "code"), [("hidden", 1), ("copies", 1), ("given", 0)])
+def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, code: int) -> None:
+    """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
+    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code)
+    named = "wrote back the values from before it" in said and "OuterLoop(model, optimizer=optimizer)" in said
+    assert named is (mode != "given")
+
+
+@pytest.mark.timeout(90)
+def test_a_checkpoint_that_was_loaded_too_early_is_not_believed(tmp_path: Path) -> None:
+    """The pull has overwritten it, so its tokens do not count; what to do instead is returned."""
+    run_alone(tmp_path, "early", versions=3, steps=3, max_restarts=1)
+    assert "load model and optimizer after OuterLoop is made" in json.loads((tmp_path / "out").read_text())["said"]

@@ -1,0 +1,69 @@
+"""The README's steps: `dips init --template`, two lines edited, a run of five rounds, its curve and its model."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import dips
+from dips.cli import cli
+from tests.integration import train_constant as script
+from tests.integration.cluster_harness import Process, daemon, free_port
+
+TINY = str(Path(__file__).parent / "train_tiny.py")
+ROUNDS = 5
+FACTORY = "tests.integration.train_constant:ConstantModel"
+
+
+def say(*words: str) -> None:
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+
+
+def edit(path: Path, *changes: tuple[str, str]) -> None:
+    """Replace words that must be there."""
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text, f"{path.name} has no {old!r}"
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+@pytest.mark.timeout(120)
+def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
+    """Every file is right as it was written but for two names, what ends the run early, and the test's own port."""
+    run_file, cluster_file = tmp_path / "dips.yaml", tmp_path / "cluster.yaml"
+    say("init", "--template", "--config", str(run_file))
+    edit(tmp_path / "shared.yaml", ("run: my-run ", "run: first-run "), ("versions: 0 ", f"versions: {ROUNDS} "))
+    edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("steps: 64 ", "steps: 1 "))
+    address = f"127.0.0.1:{free_port()}"
+    for path in (run_file, cluster_file):
+        edit(path, ("127.0.0.1:7800", address))
+    say("init", "--config", str(run_file), "--factory", FACTORY, "--seed", "1")
+
+    commands = {
+        "master": [*daemon("master"), "--config", str(run_file)],
+        **{name: [*daemon("slave"), "--config", str(run_file), "--name", name] for name in ("slave-0", "slave-1")},
+        "berlin": [*daemon("client"), "--config", str(cluster_file), "--", sys.executable, TINY, "steps",
+                   str(tmp_path / "out")],
+    }  # fmt: skip
+    processes = [Process(name, command, tmp_path / f"{name}.log") for name, command in commands.items()]
+    try:
+        until = time.monotonic() + 60
+        while processes[-1].code is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert processes[-1].code == 0, "\n".join(process.tail() for process in processes)
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+
+    say("plot", "--config", str(run_file), "--output", str(tmp_path / "plots"))
+    with (tmp_path / "plots" / "loss.csv").open(newline="") as file:
+        assert [row["version"] for row in csv.DictReader(file)] == [f"v{n}@r{n}" for n in range(1, ROUNDS + 1)]
+    say("export", "--config", str(run_file), "--output", str(tmp_path / "model.safetensors"))
+    assert dips.load(script.ConstantModel(), tmp_path / "model.safetensors") == f"v{ROUNDS}@r{ROUNDS}"

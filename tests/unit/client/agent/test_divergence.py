@@ -1,0 +1,72 @@
+"""A job whose model is not finite: what the agent loses, pulls, reports and answers, by `on_divergence`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.client.agent.phases import SyncPhase
+from dips.client.ipc.messages import AskAgain, ErrorReply, PullMoved, PullNow, PushMoved
+from dips.protocol.effects import Acknowledged, Committed
+from dips.protocol.enums import DivergencePolicy, OutcomeKind
+from dips.protocol.events import PullRequested, PushAborted
+from tests.unit.client.agent.play import V1, Play, grant, outcome
+
+NAN = "w is not finite on rank 1"
+
+
+def diverge(play: Play, policy: DivergencePolicy) -> tuple[PushMoved, object]:
+    play.core.state.settings = replace(play.core.state.settings, on_divergence=policy)
+    play.begin()
+    play.step(3)
+    moved = PushMoved(1, 99, play.push_until_granted().seq, False, NAN, 0, diverged=True)
+    return moved, play.send(moved)
+
+
+def test_a_diverged_model_is_replaced_by_the_head() -> None:
+    """What it trained is lost, the push is aborted as diverged, and the ranks wait for the pull that follows."""
+    play = Play()
+    moved, answer = diverge(play, DivergencePolicy.RESET)
+    assert isinstance(answer, AskAgain)
+    aborted = play.asked(PushAborted)
+    assert aborted.diverged and NAN in aborted.reason
+    assert play.s.account.lost == 30 and play.s.account.unsettled_tokens == 0
+    play.reply(Acknowledged())
+    play.asked(PullRequested)
+    play.reply(grant(V1))
+    order = play.send(moved)
+    assert isinstance(order, PullNow) and not order.merge
+
+
+@pytest.mark.parametrize(("policy", "stops"), [(DivergencePolicy.RESTART, 0), (DivergencePolicy.STOP, 1)])
+def test_a_job_that_is_not_to_be_mended_ends(policy: DivergencePolicy, stops: int) -> None:
+    """The ranks raise; with `stop` the agent ends, too, instead of starting them again."""
+    play = Play()
+    moved, answer = diverge(play, policy)
+    assert isinstance(answer, ErrorReply) and answer.error == "Diverged" and NAN in answer.message
+    assert play.send(moved) == answer and len(play.stops) == stops
+
+
+def test_a_merge_that_was_not_finite_counts_as_diverged() -> None:
+    """What was trained beside the pull was replaced: recorded, and not carried."""
+    play = Play(overlap=True)
+    play.begin()
+    play.step(64)
+    moved = play.push_until_committed()
+    play.step(2)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    order = play.send(moved)
+    assert isinstance(order, PullNow) and order.merge
+    play.send(PullMoved(1, next(play.number), order.seq, True, "", 100, merged=False))
+    assert [kind for kind, _ in play.marks].count("diverged") == 1
+    assert play.s.account.carried.tokens == 0 and play.s.sync.phase is SyncPhase.CLOSING
+
+
+def test_a_push_that_came_through_is_no_divergence() -> None:
+    play = Play()
+    play.begin()
+    play.step()
+    play.push_until_committed()
+    play.reply(Committed())
+    assert "diverged" not in dict(play.marks)

@@ -1,0 +1,102 @@
+"""What trains in vain is said with its remedy, once, and for as long as it holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.agent.in_vain import NO_STEP_S
+from dips.client.ipc.messages import PullMoved, PullNow, Remarked, Stepped
+from dips.protocol.effects import Acknowledged
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.heartbeats import NOTE_CHARS
+from tests.unit.client.agent.play import H, Play, outcome
+
+
+def note(play: Play) -> str:
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None
+    return heartbeat.note
+
+
+def remarks(play: Play) -> list[str]:
+    return [fields["text"] for kind, fields in play.marks if kind == "remark"]
+
+
+def settle(play: Play, kind: OutcomeKind) -> None:
+    """A push of H steps is settled."""
+    play.step(H)
+    moved = play.push_until_committed()
+    play.reply(outcome(kind))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.reply(Acknowledged())
+
+
+@pytest.fixture(name="play")
+def begun() -> Play:
+    play = Play(max_restarts=9)
+    play.begin()
+    return play
+
+
+def test_a_script_that_never_calls_step(play: Play) -> None:
+    """After two minutes with parameters and without a wait; the first step ends it."""
+    for play.now in (0.0, NO_STEP_S - 1):
+        play.do(play.core.tick(play.now))
+    assert note(play) == ""
+    for play.now in (NO_STEP_S, NO_STEP_S + 50):
+        play.do(play.core.tick(play.now))
+    assert note(play) == "no inner step reported in 120 s: call outer.step(tokens=…) after each optimizer step"
+    assert len(remarks(play)) == 1
+    play.step()
+    assert note(play) == ""
+
+
+def test_a_step_without_tokens(play: Play) -> None:
+    play.send(Stepped(1, 0, 2.0))
+    play.send(Stepped(1, 0, 2.0))
+    assert (
+        note(play).startswith("outer.step(tokens=0): give the tokens of the whole cluster") and len(remarks(play)) == 1
+    )
+    play.step()
+    assert note(play) == ""
+
+
+def test_a_gated_push_says_why_until_one_is_accepted(play: Play) -> None:
+    settle(play, OutcomeKind.GATED)
+    assert note(play).startswith("its push was gated: ")
+    settle(play, OutcomeKind.ACCEPTED)
+    assert note(play) == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "remedy"),
+    [(0, "reported no inner step: call outer.step"), (3, "took 3 inner steps: train longer, call outer.push()")],
+)
+def test_a_command_that_ends_without_an_accepted_push(play: Play, steps: int, remedy: str) -> None:
+    """The log and the last message say so; after an accepted one there is nothing to say."""
+    play.step(steps)
+    play.core.plan_next_launch(play.core.plan_first_launch(), code=0)
+    left = play.core.leave_run()
+    assert left is not None and left.reason.startswith("left without one accepted push") and remedy in left.reason
+
+    done = Play()
+    done.begin()
+    settle(done, OutcomeKind.ACCEPTED)
+    done.core.plan_next_launch(done.core.plan_first_launch(), code=0)
+    left = done.core.leave_run()
+    assert left is not None and left.reason == ""
+
+
+def test_a_command_without_an_outer_loop() -> None:
+    play = Play()
+    play.core.plan_next_launch(play.core.plan_first_launch(), code=0)
+    play.do(play.core.tick(0.0))
+    assert "it made no OuterLoop" in remarks(play)[0]
+
+
+def test_what_a_rank_remarks_is_bounded(play: Play) -> None:
+    play.send(Remarked(1, "x" * 10_000))
+    assert note(play) == "x" * NOTE_CHARS

@@ -1,0 +1,276 @@
+"""A model whose tensors move after it was laid out, and optimizers that keep fp32 masters: found anew, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.rank.collectives import JobCollectives
+from dips.errors import ConfigError
+
+BF16 = torch.bfloat16
+
+
+def memory_of(model: nn.Module, optimizer: Any = None, kind: type[HostMemory] = HostMemory) -> HostMemory:
+    layout = lay_out(model, JobCollectives(), optimizer)
+    return kind(layout.adapter, layout.held, layout.plan, JobCollectives())
+
+
+def pull(memory: HostMemory, value: float) -> None:
+    assert memory.find_replaced_parameter() == ""
+    if isinstance(memory, StreamedMemory):
+        for layer in memory.layers:
+            for piece in memory.pieces_of_layer(layer):
+                piece.array[:] = value
+            memory.install_layer(layer)
+        memory.sync_masters()
+        return
+    for piece in memory.pieces:
+        piece.array[:] = value
+    memory.scatter_pieces()
+    memory.install_shard()
+    memory.finish_install()
+
+
+def pushed(memory: HostMemory) -> set[float]:
+    assert memory.find_replaced_parameter() == ""
+    memory.gather_pieces()
+    return {float(x) for piece in memory.pieces for x in piece.array}
+
+
+def reassign(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, StreamedMemory])
+@pytest.mark.parametrize("move", [lambda model: model.bfloat16(), lambda model: model.to(BF16).float(), reassign])
+def test_memory_that_was_moved_is_found_anew(kind: type[HostMemory], move: Callable[[nn.Module], Any]) -> None:
+    """The same parameters elsewhere: a pull reaches what is trained, and that is what is pushed."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    memory = memory_of(model, kind=kind)
+    move(model)
+    pull(memory, 5.0)
+    assert all(bool((p == 5.0).all()) for p in model.parameters())
+    if kind is not StreamedMemory:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        assert pushed(memory) == {7.0}
+
+
+def swap_module(model: nn.Module) -> None:
+    model[1] = nn.Linear(2, 2)
+
+
+def assign_state(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.zeros_like(t) for name, t in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(("replace", "name"), [(swap_module, "1.bias"), (assign_state, "0.bias")])
+def test_parameters_that_are_others_are_refused(replace: Callable[[nn.Module], None], name: str) -> None:
+    """Nobody knows which of the two an optimizer trains."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    memory = memory_of(model)
+    replace(model)
+    assert memory.find_replaced_parameter() == name
+
+
+# ---- fp32 masters ----------------------------------------------------------------------------------------------------
+
+
+class MasterAdam(torch.optim.Optimizer):
+    """As Transformer Engine's FusedAdam and its kin: an fp32 master in the state, made at the first step."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self._place = place
+        self.param_groups_master: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._place not in self.state[p]:
+                    self.state[p][self._place] = p.detach().float().clone()
+                master = self.state[p][self._place]
+                master -= 1e-3
+                p.copy_(master)
+
+
+class GroupedAdam(MasterAdam):
+    """As apex's FusedAdam(master_weights=True): masters beside the groups."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, place)
+        self.param_groups_master = [
+            {"params": [p.detach().float().clone() for p in g["params"]]} for g in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
+            for p, master in zip(group["params"], masters["params"], strict=True):
+                master -= 1e-3
+                p.copy_(master)
+
+
+class CopyAdam:
+    """A loop by hand: an optimizer over fp32 copies, which are copied back after each step."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        self._params = list(params)
+        self.copies = [p.detach().float().clone() for p in self._params]
+        self.optimizer = torch.optim.SGD(self.copies, lr=1e-3)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for copy, p in zip(self.copies, self._params, strict=True):
+            copy -= 1e-3
+            p.copy_(copy)
+
+
+MASTERS = [(MasterAdam, "master_param"), (MasterAdam, "main_param"), (GroupedAdam, ""), (CopyAdam, "")]
+
+
+@pytest.mark.parametrize(("make", "place"), MASTERS)
+def test_masters_are_pushed_and_pulled_exactly(make: Callable[..., Any], place: str) -> None:
+    """1.001 is no number of bf16: a push carries the master's, and a step after a pull goes on from there."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    optimizer = make(model.parameters(), place)
+    memory = memory_of(model, optimizer)
+    optimizer.step()  # masters may be made here
+    pull(memory, 1.001)
+    assert pushed(memory) == {float(torch.tensor(1.001))}
+    pull(memory, 1.001)
+    optimizer.step()
+    (value,) = pushed(memory)
+    assert value == pytest.approx(1.0, abs=1e-6)
+
+
+def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
+    """They begin as what 16 bits left of θ: the first push adds what was rounded away, those after it do not."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    optimizer = MasterAdam(model.parameters(), "master_param")
+    memory = memory_of(model, optimizer)
+    for value in (0.123456789, 0.345678912):
+        pull(memory, value)
+        optimizer.step()
+        (found,) = pushed(memory)
+        assert found == pytest.approx(value - 1e-3, abs=1e-7)
+
+
+def test_a_function_makes_masters_after_every_install() -> None:
+    """For an optimizer of any other kind."""
+    model, called = nn.Linear(3, 2, dtype=BF16), []
+    for kind in (HostMemory, StreamedMemory):
+        pull(memory_of(model, lambda: called.append(float(model.bias.detach()[0])), kind), 2.0)
+    assert called == [2.0, 2.0]
+
+
+def test_an_optimizer_of_other_tensors_is_refused() -> None:
+    """Flat partitions, as DeepSpeed's: a function is the way out. What is no optimizer is named."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    flat = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(8)], lr=0.1))
+    with pytest.raises(ConfigError, match=r"1 tensors that are neither the model's 2 parameters.*optimizer=function"):
+        lay_out(model, JobCollectives(), flat)
+    with pytest.raises(ConfigError, match="expected a torch optimizer, one that wraps it, or a function"):
+        lay_out(model, JobCollectives(), 3)
+
+
+# ---- 16 bits without masters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory])
+def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type[HostMemory]) -> None:
+    """Bit for bit, whatever rounding took; and what it trains is added to that."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    memory = memory_of(model, kind=kind)
+    value = float(torch.tensor(0.123456789))
+    pull(memory, value)
+    assert pushed(memory) == {value}
+    assert pushed(memory) == {value}, "as often as it is asked"
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.125)
+    (trained,) = pushed(memory)
+    assert trained == pytest.approx(value + 0.125, abs=2**-10) and trained != value
+    rounded = memory.remainders.take_state()
+    assert rounded is not None and rounded.numel() == 8
+    assert memory.remainders.restore_state(rounded) and not memory.remainders.restore_state(rounded[1:])
+
+
+def test_a_merge_keeps_the_remainder() -> None:
+    """θ_local ← θ_pulled + (θ_local − θ_pushed) in fp32: trained nothing, it is what was pulled."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    memory = memory_of(model)
+    first, second = (float(torch.tensor(x)) for x in (0.123456789, 0.345678912))
+    pull(memory, first)
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    for piece in memory.pieces:
+        piece.array[:] = second
+    memory.scatter_pieces()
+    memory.merge_shard()
+    (pushed_now,) = pushed(memory)
+    assert pushed_now == pytest.approx(second, abs=1e-7)
+
+
+def test_what_others_train_arrives_beside_a_model_of_16_bits() -> None:
+    """Two clusters of equal weight, one trains 1e-5 a round where a unit of bf16 is 4e-3: its half arrives."""
+    models = nn.Linear(3, 2), nn.Linear(3, 2, dtype=BF16)
+    memories = [memory_of(model) for model in models]
+    start = theta = float(torch.tensor(0.5001))
+    for _ in range(20):
+        for memory in memories:
+            pull(memory, theta)
+        with torch.no_grad():
+            for p in models[0].parameters():
+                p.add_(1e-5)
+        (exact,), (coarse,) = (pushed(memory) for memory in memories)
+        theta = float(torch.tensor((exact + coarse) / 2))
+    assert (theta - start) / (20 * 1e-5 / 2) > 0.95
+
+
+# ---- what cannot be copied -------------------------------------------------------------------------------------------
+
+
+class Packed(torch.Tensor):
+    """Stands in for a quantized tensor subclass."""
+
+
+def test_what_cannot_be_copied_is_named_with_the_way_out() -> None:
+    """A parameter on meta, one of a tensor subclass, one of fp8, and a model over several devices."""
+    with pytest.raises(ConfigError, match=r"weight: has no memory yet.*to_empty"):
+        lay_out(nn.Linear(3, 2, bias=False, device="meta"), JobCollectives())
+    with pytest.raises(ConfigError, match=r"weight: has no memory yet"):
+        lay_out(nn.LazyLinear(2, bias=False), JobCollectives())
+    model = nn.Linear(3, 2, bias=False)
+    model.weight = nn.Parameter(torch.zeros(2, 3).as_subclass(Packed))
+    with pytest.raises(ConfigError, match="weight: a parameter held as Packed cannot be copied exactly"):
+        lay_out(model, JobCollectives())
+    model.weight = nn.Parameter(torch.zeros(2, 3).to(torch.float8_e4m3fn))
+    with pytest.raises(ConfigError, match="weight: expected a parameter of one of"):
+        lay_out(model, JobCollectives())
+
+
+def test_compile_around_ddp_leaves_no_trace_in_names(tmp_path: Any) -> None:
+    """torch.compile(DDP(m)) is the model m."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        model = nn.Linear(3, 2)
+        wrapped: Any = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+        found = lay_out(wrapped, JobCollectives())
+        assert found.plan.manifest == lay_out(model, JobCollectives()).plan.manifest
+        with pytest.raises(ConfigError, match="compiled graph of a OptimizedModule"):
+            found.adapter.read_groups()
+    finally:
+        torch.distributed.destroy_process_group()

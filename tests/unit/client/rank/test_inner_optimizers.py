@@ -1,0 +1,63 @@
+"""Which optimizers train the model, and what dropping their state leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dips.client.rank.inner_optimizers import InnerOptimizers
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, 0.1),
+        lambda p: torch.optim.SGD(p, 0.1, 0.9),
+        lambda p: torch.optim.Adagrad(p, 1.0),
+    ],
+)
+def test_a_dropped_state_is_that_of_a_new_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """After moments that are not finite: the next step is bit for bit a new optimizer's first."""
+    model = nn.Linear(3, 2)
+    watched, optimizer = InnerOptimizers([model]), make(model.parameters())
+    step(model, optimizer)
+    assert watched.steps == 1
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.fill_(float("nan"))
+    assert watched.drop_state() == "" and all(p.grad is None for p in model.parameters())
+    watched.close()
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    step(model, optimizer)
+    step(twin, make(twin.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_what_a_reset_does_not_mend_is_named() -> None:
+    """Only an optimizer of others was seen, or of copies; or a buffer holds NaN. A mask of infinities is no reason."""
+    model, other = nn.BatchNorm1d(3), nn.Linear(3, 3)
+    watched = InnerOptimizers([model])
+    assert watched.drop_state() == "", "nothing has stepped, nothing is to be dropped"
+    anothers = torch.optim.SGD(other.parameters(), 0.1)
+    step(other, anothers)
+    assert "OuterLoop(model, optimizer=optimizer)" in watched.drop_state() and watched.steps == 1
+    watched.close()
+    wrapped = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    watched = InnerOptimizers([model], wrapped)
+    model.register_buffer("mask", torch.tensor([float("-inf")]))
+    assert watched.drop_state() == ""
+    model.running_mean[0] = float("nan")
+    assert watched.drop_state().startswith("running_mean, a buffer")
+    watched.close()

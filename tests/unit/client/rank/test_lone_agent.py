@@ -1,0 +1,84 @@
+"""The same script without an agent: it trains, walks its ranges, saves and loads, and is told once that it is alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from dips.client import OuterLoop
+from dips.errors import ConfigError
+from dips.ids import GENESIS
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIPS_CLUSTER_FILE", "DIPS_AGENT", "DIPS_ALONE", "DIPS_AGENT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_an_agent_it_trains_alone() -> None:
+    """Every call is legal, the model is what the script makes of it."""
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="OuterLoop trains alone.*dips-client --config"):
+        outer = OuterLoop(model)
+    for _ in range(3):
+        outer.step(tokens=8, loss=1.0)
+    outer.push()
+    outer.install()
+    assert (outer.version, outer.progress, outer.finished, outer.inner_steps) == (GENESIS, 0.0, False, 3)
+    state = outer.state_dict()
+    outer.step(tokens=8)
+    assert outer.load_state_dict(state) == "it trains alone" and outer.inner_steps == 3
+    with torch.no_grad():
+        model.bias.add_(1.0)
+    assert "OuterLoop is made" in outer.load_state_dict(state)
+    with torch.no_grad():
+        model.bias.sub_(1.0)
+    outer.close()
+    assert all(torch.allclose(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIPS_ALONE=1 beside a cluster file: its data ranges in order, and no warning."""
+    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with OuterLoop(nn.Linear(3, 2)) as outer:
+            assert list(outer.ranges()) == [0, 1, 2]
+
+
+def test_an_agent_without_a_cluster_file_is_no_reason_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an environment is a mistake, and names the command that is missing."""
+    monkeypatch.setenv("DIPS_AGENT", "unix:/nowhere")
+    with pytest.raises(ConfigError, match=r"start this script as `dips-client --config cluster.yaml -- …`"):
+        OuterLoop(nn.Linear(3, 2))
+
+
+def test_a_script_that_steps_for_every_micro_batch_is_told() -> None:
+    """With what to write; one of 16 bits without masters is told, too, and how much memory that takes."""
+    with pytest.warns(UserWarning, match="OuterLoop") as told:
+        step_often()
+    texts = [str(warning.message) for warning in told]
+    assert [text.split()[0] for text in texts] == ["OuterLoop", "weight:", "OuterLoop.step"]
+    assert "16 bits without fp32 masters" in texts[1] and 'instead of "auto"' in texts[1]
+    assert "called 16 times in 4 optimizer steps: call it once after each optimizer.step" in texts[2]
+
+
+def step_often() -> None:
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with OuterLoop(model) as outer:
+        for micro_batch in range(20):
+            model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+            if micro_batch % 4 == 3:
+                optimizer.step()
+            outer.step(tokens=8)

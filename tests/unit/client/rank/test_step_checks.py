@@ -1,0 +1,46 @@
+"""Tokens of one rank instead of the cluster's are told, where they can be told apart."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from dips.client.rank.step_checks import StepChecks
+
+
+class CountingRanks:
+    """Three ranks, of which this is rank 0; the others have passed `others` tokens."""
+
+    rank = 0
+
+    def __init__(self, *others: int) -> None:
+        self._others, self.gathers = others, 0
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        self.gathers += 1
+        return [message, *(json.dumps(n).encode() for n in self._others)]
+
+
+def checked(*others: int) -> CountingRanks:
+    ranks: Any = CountingRanks(*others)
+    checks = StepChecks(ranks)
+    checks.on_step(100, 0)
+    for _ in range(3):
+        checks.compare_ranks()
+    return ranks
+
+
+def test_ranks_that_count_for_themselves_are_told() -> None:
+    """Once, with all numbers and what to pass."""
+    with pytest.warns(UserWarning, match=r"passed 100, 90, 100 tokens.*the same number on each"):
+        assert checked(90, 100).gathers == 1
+
+
+def test_ranks_that_agree_or_leave_it_to_rank_0_are_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked(100, 100)
+        checked(0, 0)

@@ -1,0 +1,63 @@
+"""An optimizer that writes back what a pull replaced is noticed at its next step; training is not mistaken for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dips.client.rank.undo_watch import UndoWatch
+from dips.errors import ConfigError
+
+H = 5
+STEP = -0.01
+
+
+class Trained:
+    """A parameter under a watch, whose first install was at zero; each of H inner steps then moved it by STEP."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, numel: int = 300) -> None:
+        self.watch, self.parameter = UndoWatch(), torch.zeros(numel // 3, 3, dtype=dtype)
+        self.optimizer_steps = 0
+        self.install(self.parameter.clone())
+        for _ in range(H):
+            self.step(self.parameter + STEP)
+
+    def install(self, pulled: torch.Tensor) -> None:
+        self.watch.take_before([("w", self.parameter)])
+        self.parameter.copy_(pulled)
+        self.watch.take_after(self.optimizer_steps)
+
+    def step(self, value: torch.Tensor, seen: int = 1) -> None:
+        self.parameter.copy_(value)
+        self.optimizer_steps += seen
+        self.watch.on_inner_step(self.optimizer_steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moved", [0.004, 0.05, -0.2])
+def test_old_values_after_the_next_step_end_the_job(dtype: torch.dtype, moved: float) -> None:
+    """The step began from masters of its own, also where the pull moved less than a step: told what to write."""
+    trained = Trained(dtype)
+    old = trained.parameter.clone()
+    trained.install(old + moved)
+    with pytest.raises(ConfigError, match=r"w: the first optimizer step.*OuterLoop\(model, optimizer=optimizer\)"):
+        trained.step(old + STEP)
+
+
+@pytest.mark.parametrize("moved", [0.0, 1e-6, -STEP, STEP, H * STEP, 0.7 * H * STEP, -H * STEP, 0.3])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_training_is_no_undoing(moved: float, noise: float) -> None:
+    """A step from what was pulled, wherever that lies, and however much steps differ from each other."""
+    trained = Trained()
+    trained.install(trained.parameter + moved)
+    drawn = torch.randn(trained.parameter.shape, generator=torch.Generator().manual_seed(0))
+    trained.step(trained.parameter + STEP * (1 + noise * drawn))
+
+
+def test_what_proves_nothing_is_passed_over() -> None:
+    """No optimizer step was seen, as where a script writes parameters itself; a rank that holds nothing."""
+    trained = Trained()
+    old = trained.parameter.clone()
+    trained.install(old + 0.05)
+    trained.step(old + STEP, seen=0)
+    Trained(numel=0).install(torch.zeros(0, 3))

@@ -1,0 +1,202 @@
+"""What comes out of a run can be used: `dips.load` and a directory that `from_pretrained` reads, ties included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import dips
+from dips.cli import cli
+from dips.client.parallel import full_parameters
+from dips.config import load_run
+from dips.errors import ConfigError, CorruptSnapshot, DipsError
+from dips.ids import VersionId
+from dips.master.genesis import make_run
+from dips.protocol.manifest import Manifest
+from dips.slave.snapshot_files import write_snapshot
+
+TOKENS = torch.arange(12).view(1, 12)
+V3 = VersionId(3, 4)
+
+
+def build(tied: bool = True) -> LlamaForCausalLM:
+    """A tiny Llama whose head is its embedding."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def build_untied() -> LlamaForCausalLM:
+    return build(tied=False)
+
+
+def build_plain() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(TOKENS).logits
+    return result
+
+
+class Exported:
+    """A run whose slaves hold v3@r4 of a trained model."""
+
+    def __init__(self, directory: Path, trained: nn.Module) -> None:
+        slave = {"master": "127.0.0.1:1", "initial_model": "m/i.safetensors"}
+        content = {
+            "shared": {"run": "r"},
+            "master": {"directory": "m"},
+            "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
+            "insecure": True,
+        }
+        self.file = directory / "dips.yaml"
+        self.file.write_text(yaml.safe_dump(content))
+        tensors = {name: t.detach().numpy() for name, t in full_parameters(trained)[0].items()}
+        row = make_run(load_run(self.file), {n: np.zeros_like(t) for n, t in tensors.items()}, wall=lambda: 0.0)
+        manifest = Manifest.from_json(row.manifest)
+        for name, layers in row.placement:
+            path = directory / name / str(V3)
+            path.mkdir(parents=True)
+            theta = [np.concatenate([tensors[p.name].ravel() for p in manifest.layers[i].parameters]) for i in layers]
+            flat = [array for t in theta for array in (t, np.zeros_like(t))]
+            write_snapshot(path, ("r", name, 1), V3, manifest, layers, flat)
+
+    def export(self, output: Path, *words: str) -> str:
+        line = ["export", "--config", str(self.file), "--output", str(output), "--version", str(V3), *words]
+        done = CliRunner().invoke(cli, line)
+        if isinstance(done.exception, DipsError):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.output
+
+
+@pytest.fixture(name="trained", scope="module")
+def trained_model() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    return build()
+
+
+@pytest.fixture(name="exported")
+def made_run(tmp_path: Path, trained: LlamaForCausalLM) -> Exported:
+    return Exported(tmp_path, trained)
+
+
+def test_the_directory_is_read_by_from_pretrained(
+    exported: Exported, trained: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Bit for bit the trained model's logits, with its configuration; the head is the embedding, one tensor."""
+    assert str(V3) in exported.export(tmp_path / "hf", "--format", "hf", "--factory", f"{__name__}:build")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(logits_of(model), logits_of(trained))
+    assert model.config.num_hidden_layers == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+def test_like_another_directory(exported: Exported, trained: LlamaForCausalLM, tmp_path: Path) -> None:
+    """The configuration is read from a directory, whose tokenizer is copied; its weights are not needed."""
+    like = tmp_path / "like"
+    torch.manual_seed(8)
+    build().save_pretrained(like)
+    (like / "model.safetensors").unlink()
+    (like / "tokenizer.json").write_text("{}")
+    exported.export(tmp_path / "hf", "--format", "hf", "--like", str(like))
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")), logits_of(trained))
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+def test_load_fills_a_plain_module(exported: Exported, trained: LlamaForCausalLM, tmp_path: Path) -> None:
+    """The version's name comes back; a model in another precision takes the same numbers."""
+    exported.export(tmp_path / "model.safetensors")
+    model = build()
+    assert dips.load(model, tmp_path / "model.safetensors") == str(V3)
+    assert torch.equal(logits_of(model), logits_of(trained))
+    half = build().to(torch.bfloat16)
+    dips.load(half, str(tmp_path / "model.safetensors"))
+    assert torch.equal(half.lm_head.weight, trained.lm_head.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "hf"], "of what model"),
+        (["--format", "hf", "--factory", "a:b", "--like", "x"], "of what model"),
+        (["--format", "onnx"], "expected safetensors or hf"),
+        (["--format", "hf", "--factory", f"{__name__}:build_plain"], "PreTrainedModel"),
+        (["--format", "hf", "--factory", f"{__name__}:build_untied"], "missing: lm_head.weight"),
+        (["--format", "hf", "--like", "nowhere"], "expected a directory with config.json"),
+    ],
+)
+def test_what_is_no_such_model_is_refused(exported: Exported, tmp_path: Path, words: list[str], message: str) -> None:
+    """Said before anything is written."""
+    with pytest.raises(ConfigError, match=message):
+        exported.export(tmp_path / "hf", *words)
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".unfinished*"))
+
+
+def test_an_export_overwrites_no_directory(exported: Exported, tmp_path: Path) -> None:
+    """What lies there belongs to somebody."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "x").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        exported.export(tmp_path / "hf", "--format", "hf", "--factory", f"{__name__}:build")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight": None}, ConfigError, "missing: weight"),
+        ({"extra": torch.zeros(1)}, ConfigError, "unknown: extra"),
+        (
+            {"weight": torch.zeros(2, 3)},
+            ConfigError,
+            r"weight: expected F32 of shape \(2, 2\), got F32 of shape \(2, 3\)",
+        ),
+        ({"weight": torch.zeros(2, 2).half()}, ConfigError, "got F16"),
+        ({"bias": torch.tensor([0.0, float("nan")])}, CorruptSnapshot, "bias: not all numbers are finite"),
+    ],
+)
+def test_load_is_strict(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], error: type[DipsError], message: str
+) -> None:
+    """Another model, another precision, broken numbers: refused, and the model stays as it is."""
+    tensors = {"weight": torch.ones(2, 2), "bias": torch.ones(2)} | change
+    save_file({name: t for name, t in tensors.items() if t is not None}, tmp_path / "m.safetensors")
+    model = nn.Linear(2, 2)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(error, match=message):
+        dips.load(model, tmp_path / "m.safetensors")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_load_names_what_is_no_file(tmp_path: Path) -> None:
+    """A file that is not there, or is torn."""
+    with pytest.raises(ConfigError, match="no such file"):
+        dips.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors").write_bytes(b"torn")
+    with pytest.raises(CorruptSnapshot, match="no whole safetensors file"):
+        dips.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
+
+
+def test_frozen_parameters_stay_the_modules_own(tmp_path: Path) -> None:
+    """A run that shares adapters alone has only these in its file."""
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    bias = model.bias.clone()
+    save_file({"weight": torch.full((2, 2), 3.0)}, tmp_path / "m.safetensors")
+    assert dips.load(model, tmp_path / "m.safetensors") is None
+    assert torch.equal(model.weight, torch.full((2, 2), 3.0)) and torch.equal(model.bias, bias)

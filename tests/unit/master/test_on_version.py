@@ -1,0 +1,294 @@
+"""`master.on_version`: a process for every n-th version, whose numbers are in the ledger, and who harms nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from dips.commands.history import draw_rounds, round_as_data
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError
+from dips.ids import GENESIS, VersionId
+from dips.master.genesis import ledger_path, make_run
+from dips.master.ledger import Ledger
+from dips.master.on_version import VersionProcesses, read_numbers
+from dips.protocol.manifest import Manifest
+from dips.protocol.records import (
+    Record,
+    RolledBack,
+    RoundReserved,
+    ScoreHistory,
+    VersionCommitted,
+    VersionDurable,
+    VersionResult,
+    VersionsRetired,
+)
+from dips.slave.snapshot_files import write_snapshot
+from dips.telemetry import logs
+
+RESULT_S = 30.0  # a process that hangs must have been killed before
+
+MODULE = """
+import os, pathlib, subprocess, sys, time
+from safetensors.numpy import load_file
+
+def evaluate(model, version):
+    w = load_file(model)["w"]
+    print("so many lines")
+    return {"loss": float(w.sum()), "bad": float("nan"), "steps": 3}
+
+def fail(model, version):
+    raise RuntimeError("no such benchmark")
+
+def hang(model, version):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path("pids.tmp").write_text(f"{os.getpid()} {child.pid}")
+    os.rename("pids.tmp", "pids")
+    time.sleep(600)
+"""
+
+
+class Place:
+    """A run in a directory, with versions that its one slave has written down."""
+
+    def __init__(self, directory: Path, **on_version: Any) -> None:
+        (directory / "module_of_on_version.py").write_text(textwrap.dedent(MODULE))
+        content = {
+            "shared": {"run": "r"},
+            "master": {"directory": "m", "keep_every": 2, "on_version": {"every": 2, **on_version}},
+            "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
+            "insecure": True,
+        }
+        self.file, self.directory = directory / "dips.yaml", directory
+        self.file.write_text(yaml.safe_dump(content))
+        self.config: RunFile = load_run(self.file)
+        row = make_run(self.config, {"w": np.ones(3, np.float32)}, force=False, wall=lambda: 0.0)
+        self.manifest = Manifest.from_json(row.manifest)
+        self.ledger = Ledger.open(ledger_path(self.config))
+        self.head, self.written = GENESIS, asyncio.Event()
+
+    def commit(self, durable: bool = True, snapshot: bool = True) -> VersionId:
+        """Make the next version, whose θ are its number."""
+        version = VersionId(self.head.version + 1, self.head.round + 1)
+        row = VersionCommitted(version, self.head, durable, (), (), 1.0, 0.7, 0.8, 1.0, False, (), (),
+                               ScoreHistory((), ()), 0.0)  # fmt: skip
+        self.ledger.write_records([RoundReserved(version.round, 0.0), row])
+        if snapshot:
+            path = self.directory / "s" / str(version)
+            path.mkdir(parents=True)
+            flat = [np.full(3, version.version, np.float32), np.zeros(3, np.float32)]
+            write_snapshot(path, ("r", "s", 1), version, self.manifest, [0], flat)
+        self.head = version
+        return version
+
+    def begin(self) -> VersionProcesses:
+        master, section = self.config.master, self.config.master.on_version
+        assert section is not None
+        log = logs.configure_log("master", "r", "error")
+        made = VersionProcesses(self.file, section, master.directory, self.find_due, self.write, log)
+        made.start()
+        return made
+
+    async def find_due(self, every: int) -> VersionId | None:
+        return self.ledger.find_unprocessed(every)
+
+    async def write(self, records: Sequence[Record]) -> None:
+        self.ledger.write_records(records)
+        self.written.set()
+
+    async def run_one(self) -> VersionResult:
+        """Start the processes, wait for the first result, and stop; return it."""
+        processes = self.begin()
+        try:
+            await asyncio.wait_for(self.written.wait(), RESULT_S)
+        finally:
+            await processes.stop()
+        view = processes.view()
+        assert view["running"] is None and view["red"] is bool(view["reason"])
+        (round_,) = [r for r in self.ledger.read_history() if r.result is not None]
+        result, version = round_.result, round_.version
+        assert result is not None and version is not None and view["version"] == str(version)
+        return VersionResult(version, result.ok, result.reason, tuple(result.numbers.items()), result.seconds)
+
+
+MakePlace = Callable[..., Place]
+
+
+@pytest.fixture
+def make_place(tmp_path: Path) -> Iterator[MakePlace]:
+    """Makes a place in the test's directory."""
+    made: list[Place] = []
+
+    def make(**on_version: Any) -> Place:
+        made.append(Place(tmp_path, **on_version))
+        return made[-1]
+
+    yield make
+    for place in made:
+        place.ledger.close()
+
+
+async def test_numbers_of_a_version_are_in_the_ledger(make_place: MakePlace) -> None:
+    """The function gets the exported model; finite numbers come back, and history and JSON show them."""
+    place = make_place(call="module_of_on_version:evaluate")
+    place.commit()
+    second = place.commit()
+    result = await place.run_one()
+    assert (result.version, result.ok, result.numbers) == (second, True, (("loss", 6.0), ("steps", 3.0)))
+    shown = round_as_data(place.ledger.read_history()[-1])
+    assert shown["result"]["numbers"] == {"loss": 6.0, "steps": 3.0}
+    Console(file=(out := io.StringIO()), width=80).print(draw_rounds([shown]))
+    assert "on_version: loss 6, steps 3" in out.getvalue()
+    assert place.ledger.find_unprocessed(2) is None
+
+
+async def test_a_command_knows_its_version(make_place: MakePlace) -> None:
+    """It runs beside the run file, with the model's file and the version's name in its environment."""
+    script = 'test -s "$DIPS_MODEL" && test -f dips.yaml && echo "{\\"rounds\\": ${DIPS_VERSION#*@r}}"'
+    place = make_place(command=["sh", "-c", script])
+    place.commit()
+    place.commit()
+    assert (await place.run_one()).numbers == (("rounds", 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("on_version", "reason"),
+    [
+        ({"call": "module_of_on_version:fail"}, r"exit code 1: RuntimeError: no such benchmark"),
+        ({"call": "module_of_on_version:missing"}, r"exit code 78: .*"),
+        (
+            {"command": ["dips-there-is-no-such-command"]},
+            r"exit code 127: cannot start 'dips-there-is-no-such-command'",
+        ),
+        ({"call": "module_of_on_version:hang", "timeout_s": 0.05}, r"not done after 0\.05 s: killed"),
+    ],
+)
+async def test_a_failure_is_a_row_with_its_reason(
+    make_place: MakePlace, on_version: dict[str, Any], reason: str
+) -> None:
+    """A crash, a missing function or command, one that takes too long: shown, and not tried again."""
+    place = make_place(**on_version)
+    place.commit()
+    place.commit()
+    result = await place.run_one()
+    assert not result.ok and result.numbers == ()
+    assert re.match(reason, result.reason), result.reason
+    assert place.ledger.find_unprocessed(2) is None
+
+
+async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Path) -> None:
+    """A master that stops kills the whole process group; the version is due again for the next master."""
+    place = make_place(call="module_of_on_version:hang")
+    place.commit()
+    second = place.commit()
+    processes = place.begin()
+    while not (tmp_path / "pids").exists():
+        await asyncio.sleep(0.01)
+    assert processes.view()["running"] == str(second)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    await processes.stop()
+    async with asyncio.timeout(RESULT_S):
+        while any(is_alive(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+    assert place.ledger.find_unprocessed(2) == second
+
+
+MASTER = """
+import os, subprocess, sys, time
+words = [sys.executable, "-m", "dips.commands.version_process", str(os.getpid()), *sys.argv[1:]]
+subprocess.Popen(words, start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_it_dies_with_a_master_that_is_killed(make_place: MakePlace, tmp_path: Path) -> None:
+    """The kernel tells it, and it ends its process group: the next master finds nothing running."""
+    place = make_place(call="module_of_on_version:hang")
+    words = [str(place.file), str(place.commit()), str(tmp_path / "x"), "--call", "module_of_on_version:hang"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    master = subprocess.Popen([sys.executable, "-c", MASTER, *words], cwd=tmp_path, env=environment)
+    while not (tmp_path / "pids").exists():
+        assert master.poll() is None
+        time.sleep(0.01)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(is_alive(pid) for pid in pids)
+    master.kill()
+    master.wait()
+    while any(is_alive(pid) for pid in pids):
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """It runs: neither gone nor a zombie that its reaper has not seen yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_versions_are_due_in_their_order(make_place: MakePlace) -> None:
+    """Every n-th that is durable and neither undone nor retired, oldest first; what has a result is done."""
+    place = make_place(command=["true"])
+    made = [place.commit(durable=n != 3, snapshot=False) for n in range(8)]
+    assert [v.version for v in made] == list(range(1, 9))
+    ledger = place.ledger
+    ledger.write_records([VersionsRetired((made[1],))])
+    assert ledger.find_unprocessed(2) == made[5]  # v4 is not durable yet
+    ledger.write_records([VersionDurable(made[3], (), 0.0)])
+    assert ledger.find_unprocessed(2) == made[3]
+    ledger.write_records([VersionResult(made[3], False, "why", (), 1.0)])
+    ledger.write_records([RolledBack(made[6], (made[7],), "why", 0.0)])
+    assert ledger.find_unprocessed(2) == made[5]
+    ledger.write_records([VersionResult(made[5], True, "", (), 1.0), VersionResult(made[5], True, "", (), 2.0)])
+    assert ledger.find_unprocessed(2) is None
+    assert os.path.exists(ledger_path(place.config))
+
+
+@pytest.mark.parametrize(
+    ("line", "numbers"),
+    [
+        ('{"a": 1, "b": 2.5}', (("a", 1.0), ("b", 2.5))),
+        ('{"a": Infinity, "b": true, "c": "x", "d": null, "e": 1e999}', ()),
+        ("[1, 2]", ()),
+        ("done.", ()),
+        ("", ()),
+        ('{"a": 1' + "0" * 400 + "}", ()),
+    ],
+)
+def test_only_finite_numbers_are_taken(line: str, numbers: tuple[tuple[str, float], ...]) -> None:
+    """The last line is somebody else's: what is no number of a sane size is left out."""
+    assert read_numbers(line) == numbers
+
+
+@pytest.mark.parametrize(
+    ("on_version", "key"),
+    [
+        ({"every": 2}, "expected one of command and call"),
+        ({"every": 2, "command": ["x"], "call": "a:b"}, "expected one of command and call"),
+        ({"every": 2, "call": "nothing"}, "expected MODULE:FUNCTION"),
+        ({"every": 3, "command": ["x"]}, "keep_every: expected 3"),
+    ],
+)
+def test_wrong_sections_are_refused(make_place: MakePlace, on_version: dict[str, Any], key: str) -> None:
+    """Neither or both ways, no function, versions that would be gone before their turn."""
+    place = make_place(command=["true"])
+    content = yaml.safe_load(place.file.read_text())
+    content["master"]["on_version"] = on_version
+    place.file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=key):
+        load_run(place.file)

@@ -1,0 +1,48 @@
+"""`keep_every`: every so many-th version stays on the disks beyond the newest two, the newest `keep_most` of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.errors import ConfigError
+from dips.protocol.options import Options, PenaltyOptions, TimingOptions
+from dips.protocol.records import VersionsRetired
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+
+def kept_after(rounds: int, every: int, most: int) -> list[int]:
+    """The versions that are not retired after so many rounds."""
+    options = Options(
+        penalty=PenaltyOptions(rule="none"), timing=TimingOptions(window_s=0.0), keep_every=every, keep_most=most
+    )
+    run = ScriptedRun(options)
+    run.train("a")
+    for _ in range(rounds):
+        run.push("a")
+        run.wait(1.0)
+        run.pull("a")
+    assert run.head.version == rounds
+    retired = {v.version for row in run.all_of(VersionsRetired) for v in row.versions}
+    return [v for v in range(1, rounds + 1) if v not in retired]
+
+
+@pytest.mark.parametrize(
+    ("every", "most", "kept"),
+    [
+        (0, 0, [9, 10]),
+        (3, 0, [3, 6, 9, 10]),
+        (3, 2, [6, 9, 10]),
+        (5, 1, [9, 10]),
+        (4, 1, [8, 9, 10]),
+        (1, 4, [7, 8, 9, 10]),
+    ],
+)
+def test_every_nth_version_stays(every: int, most: int, kept: list[int]) -> None:
+    """The newest two stay anyway; 0 keeps none besides, or all."""
+    assert kept_after(10, every, most) == kept
+
+
+def test_a_negative_number_is_refused() -> None:
+    """The message names the key."""
+    with pytest.raises(ConfigError, match="keep_every"):
+        Options(keep_every=-1)
