@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,7 +63,7 @@ def test_the_masters_example_works(tmp_path: Path) -> None:
     """What `dips-master --help` shows makes a run, word for word."""
     _, text = type_words(*harness.daemon("master"), "--help")
     line = next(line.strip() for line in text.splitlines() if line.strip().startswith("dips init"))
-    shutil.copy(harness.ROOT / "configs" / "dips.yaml", tmp_path / "dips.yaml")
+    assert type_words(*CLI, "init", "--template", cwd=tmp_path)[0] == 0
     content = yaml.safe_load((tmp_path / "dips.yaml").read_text())
     content["shared"] = {"run": "r"}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))

@@ -6,15 +6,16 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from dips.commands.status import ask_status
+from dips.master.genesis import LEDGER
+from dips.master.ledger import Ledger
 from tests.integration import cluster_harness as harness
 from tests.integration import train_coarse as coarse
 from tests.integration import train_diverging as diverging
@@ -110,28 +111,23 @@ def run_alone(
         return cluster.log.read_text()
 
 
-def newest_theta(tmp_path: Path) -> dict[str, Any]:
-    """What the slaves hold at the end, of all layers together."""
-    found: dict[str, Any] = {}
-    for slave in ("ps0", "ps1"):
-        newest = max((tmp_path / slave).rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        found |= load_file(newest)
-    return found
-
-
 @pytest.mark.timeout(90)
 def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
-    """θ is no number of bf16; after 20 rounds of a model that is, it is what it was, bit for bit. It is told of it."""
+    """θ is no number of bf16, yet each of 20 pushes of a model that is has norm 0: it is θ, bit for bit.
+
+    So no version follows, and what nobody trains is told, as are the 16 bits.
+    """
     said = run_alone(tmp_path, "idle", versions=20, steps=1)
+    with closing(Ledger.open(tmp_path / "master" / LEDGER, readonly=True)) as ledger:
+        rounds = ledger.read_history(1000)
+    outcomes = [o for r in rounds for o in r.outcomes]
+    assert not any(r.version for r in rounds)
+    assert len(outcomes) == coarse.IDLE_STEPS and all("norm 0 after 1 inner step" in o.reason for o in outcomes)
     assert "weight: a parameter of 16 bits without fp32 masters" in said and "4 B of host memory per parameter" in said
-    theta = newest_theta(tmp_path)
-    for name, parameter in coarse.build().named_parameters():
-        (found,) = (value for key, value in theta.items() if key.endswith(name) and "momentum" not in key)
-        assert found.reshape(-1).tobytes() == parameter.detach().numpy().reshape(-1).tobytes()
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("mode", "code"), [("hidden", 1), ("copies", 1), ("given", 0)])
+@pytest.mark.parametrize(("mode", "code"), [("hidden", 78), ("copies", 78), ("given", 0)])
 def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, code: int) -> None:
     """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
     said = run_alone(tmp_path, mode, versions=6, steps=5, code=code)

@@ -22,6 +22,8 @@ from torch import nn
 
 from dips.client import OuterLoop
 
+IDLE_STEPS = 20
+
 
 class MasterSgd(torch.optim.Optimizer):
     """fp32 masters in the state, from which every step writes the parameters."""
@@ -46,7 +48,7 @@ def build() -> nn.Module:
 
 def train_idle(model: nn.Module) -> dict[str, Any]:
     with OuterLoop(model.bfloat16()) as outer:
-        while not outer.finished:
+        for _ in range(IDLE_STEPS):
             outer.step(tokens=8)
     return {}
 
@@ -85,6 +87,8 @@ def train_early(model: nn.Module, saved: Path) -> dict[str, Any]:
         with OuterLoop(model) as outer:
             said = outer.load_state_dict(state["outer"])
             while not outer.finished:
+                with torch.no_grad():
+                    model.weight.add_(0.5)
                 outer.step(tokens=8)
         return {"said": said}
     with OuterLoop(model) as outer:

@@ -18,7 +18,7 @@ from dips.client.parallel.model_memory import merge_tied
 from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
 from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock
+from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_in_memory
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 
@@ -108,7 +108,9 @@ def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str
 def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
         adapter = choose_adapter(model, optimizer)
-        return adapter, merge_tied(adapter.held_parameters()), ""
+        held = merge_tied(adapter.held_parameters())
+        check_in_memory(held)
+        return adapter, held, ""
     except ConfigError as error:
         return None, [], str(error)
 

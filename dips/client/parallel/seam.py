@@ -98,10 +98,20 @@ def pair_blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Ten
     return tuple(made)
 
 
+NO_MEMORY = "has no memory yet: give the model its parameters (to_empty, init) before OuterLoop"
+
+
 def check_made(name: str, parameter: torch.Tensor) -> None:
-    """Refuse a parameter whose memory is still to come."""
-    if parameter.is_meta or is_lazy(parameter):
-        raise ConfigError(f"{name}: has no memory yet: give the model its parameters (to_empty, init) before OuterLoop")
+    """Refuse a parameter whose shape is still to come."""
+    if is_lazy(parameter):
+        raise ConfigError(f"{name}: {NO_MEMORY}")
+
+
+def check_in_memory(held: Iterable[HeldParameter]) -> None:
+    """Refuse a model on torch's meta device: it can be described, and not be trained."""
+    for parameter in held:
+        if any(block.view.is_meta for block in parameter.writes):
+            raise ConfigError(f"{parameter.name}: {NO_MEMORY}")
 
 
 def check_plain(name: str, memory: torch.Tensor) -> None:
