@@ -98,7 +98,7 @@ class Place:
     def begin(self) -> VersionProcesses:
         master, section = self.config.master, self.config.master.on_version
         assert section is not None
-        log = logs.configure_log("master", "r", "error")
+        log = logs.configure_log("master", "r")  # of the whole process: a level would silence the tests that follow
         made = VersionProcesses(self.file, section, master.directory, self.find_due, self.write, log)
         made.start()
         return made
