@@ -48,7 +48,7 @@ class QueueInvariant(Invariant):
         self.began.clear()
 
     def after_step(self, process: MasterProcess, event: Event) -> None:
-        if not process.presides:
+        if type(event) not in (PushRequested, PushAborted) or not process.presides:
             return
         run = process.coordinator.capture_state()
         assert isinstance(run, RunState)

@@ -19,7 +19,7 @@ from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
-EVERY = 16  # steps of a master
+EVERY = 64  # steps of a master; a seed has some 1,500
 
 
 class IndexInvariant(Invariant):
