@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from grpc import ChannelConnectivity, aio
@@ -21,6 +22,10 @@ from dips.wire.generated.slave_pb2 import Answer
 from dips.wire.generated.slave_pb2_grpc import OrderServiceStub
 
 RESEND_PAUSE_S = 0.1  # between two sendings of one order over a link that is down
+
+
+class _NobodyListens(Exception):
+    """The slave's address refuses connections."""
 
 
 class SlaveLink:
@@ -62,35 +67,37 @@ class SlaveLink:
 
     async def _send_once(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
         """Send it once; None: send it again."""
-        if sent.needs_listener and not await self._is_reachable():
-            return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
         try:
+            if sent.needs_listener:
+                await self._find_listener()
             reply = await control.call_method(
-                self._begin_call,
+                partial(self._begin_call, sent.needs_listener),
                 messages.to_proto(sent.order),
                 deadline_s=sent.order.deadline_s,
                 peer=f"slave {self.slave} at {self.address}",
                 unavailable=UnavailableSlave,
             )
+        except _NobodyListens:
+            return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
         except DipsError as error:
             return sent.on_error(error, clock())
         return sent.on_answer(messages.unwrap_oneof(reply))
 
-    async def _is_reachable(self) -> bool:
-        """Connect if need be; False as soon as that is refused."""
-        while True:
-            state = self._channel.get_state(try_to_connect=True)
-            if state in (ChannelConnectivity.READY, ChannelConnectivity.TRANSIENT_FAILURE):
-                return state is ChannelConnectivity.READY
+    async def _find_listener(self) -> None:
+        """Connect if need be; raise _NobodyListens as soon as that is refused."""
+        while (state := self._channel.get_state(try_to_connect=True)) is not ChannelConnectivity.READY:
+            if state is ChannelConnectivity.TRANSIENT_FAILURE:
+                raise _NobodyListens
             await self._channel.wait_for_state_change(state)
 
-    async def _begin_call(self, request: Any, timeout: float) -> Answer:
+    async def _begin_call(self, needs_listener: bool, request: Any, timeout: float) -> Answer:
         """Begin a call when the slave has received those made before it; their answers may take long.
 
-        Calls in flight at once reach the other end's handlers in any order (of 100, the ninth came as the fifteenth).
+        An order that needs a listener looks again when it is its turn: a dead link is noticed late. Calls in flight at
+        once reach the other end's handlers in any order (of 100, the ninth came as the fifteenth).
         """
         async with self._gate:
-            await self._channel.channel_ready()
+            await (self._find_listener() if needs_listener else self._channel.channel_ready())
             call = self._execute(request, timeout=timeout)
             await call.initial_metadata()  # sent by every server of control.py before its handler begins
         reply: Answer = await call
