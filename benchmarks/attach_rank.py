@@ -27,7 +27,7 @@ from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.outer_loop import attach_trainer
 from dips.config import load_cluster
-from dips.errors import CorruptManifest
+from dips.errors import DifferentModel
 
 GO_S = 120.0
 
@@ -60,7 +60,7 @@ def time_stages(model: nn.Module, wrong: bool) -> dict[str, float]:
     differences = ""
     try:
         attach_trainer(client, layout.plan.manifest, 1)
-    except CorruptManifest as error:
+    except DifferentModel as error:
         differences = str(error)
     assert ("down_proj.weight: expected shape" in differences) == wrong, differences
     marks.append(time.perf_counter())
