@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dips.commands.factory import make_module
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ def write_hf_directory(file: Path, directory: Path, factory: str | None, like: P
 
 def _make_model(factory: str) -> PreTrainedModel:
     from transformers import PreTrainedModel
+
+    from dips.client.parallel.factory import make_module
 
     made = make_module(factory)
     if not isinstance(made, PreTrainedModel):

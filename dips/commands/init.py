@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from dips.commands import templates
-from dips.commands.factory import make_module
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 
@@ -91,11 +90,12 @@ def _used_directories(run_file: RunFile) -> list[Path]:
 
 def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
     """Call MODULE:FUNCTION under a seed; return its trainable parameters by name, and the names of the frozen ones."""
-    made = make_module(spec, seed)
     import torch
 
     from dips.client.parallel import full_parameters
+    from dips.client.parallel.factory import make_module
 
+    made = make_module(spec, seed=seed)
     try:
         parameters, frozen = full_parameters(made)
     except ConfigError as error:

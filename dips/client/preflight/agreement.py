@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -23,21 +21,8 @@ def manifest_of_file(path: Path) -> Manifest:
 
 def manifest_of_factory(spec: str) -> Manifest:
     """Call MODULE:FUNCTION without memory for its parameters (torch's meta device) and lay its model out."""
-    module, colon, function = spec.partition(":")
-    if not colon:
-        raise ConfigError(f"--factory: expected MODULE:FUNCTION, got {spec!r}")
-    sys.path.insert(0, "")  # a factory beside the cluster file is the usual case
-    try:
-        import torch
+    from dips.client.parallel import full_parameters
+    from dips.client.parallel.factory import make_module
 
-        from dips.client.parallel import full_parameters
-
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--factory {spec}: {error}") from error
-    with torch.device("meta"):
-        made = make()
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
-    parameters, _ = full_parameters(made)
+    parameters, _ = full_parameters(make_module(spec, device="meta"))
     return Manifest.from_shapes((name, tuple(tensor.shape)) for name, tensor in parameters.items())
