@@ -37,6 +37,12 @@ SHAPES = {f"block.{i}.w": (3 + i, 2) for i in range(6)} | {"head.b": (1,)}
 Arrays = dict[int, np.ndarray]
 
 
+@pytest.fixture(autouse=True)
+def own_log() -> None:
+    """A test before this one may have left a log that writes to its own, closed file."""
+    structlog.reset_defaults()
+
+
 class Killed(BaseException):
     """The command is gone, as by SIGKILL."""
 
