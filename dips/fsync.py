@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -13,3 +15,16 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def write_aside(output: Path) -> Iterator[Path]:
+    """Yield a path beside `output` to write to, and to make durable; only what is whole then gets the name."""
+    aside = output.with_name(f".unfinished-{output.name}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        aside.rename(output)
+        sync_path(output.parent)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from dips.client.version_pull import pull_version
 from dips.errors import ConfigError
-from dips.fsync import sync_path
+from dips.fsync import sync_path, write_aside
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
@@ -17,22 +18,17 @@ NAME = "export"  # of the cluster that it is meanwhile; two of one name would fe
 
 def export_over_lanes(address: str, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
     """Write the head of the run whose master is at `address`; raise ConfigError if `version` is another."""
-    aside = output.with_name(f".unfinished-{output.name}")
 
-    def make_room(run: str, head: VersionId, manifest: Manifest) -> tensorfile.F32:
+    def make_room(aside: Path, run: str, head: VersionId, manifest: Manifest) -> tensorfile.F32:
         if version not in (None, head):
             raise ConfigError(f"--version {version}: lanes serve the head, {head}, alone; older ones need --config")
         shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
         return tensorfile.map_new(aside, {"format": "pt", "run": run, "version": str(head)}, shapes)
 
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        pulled = asyncio.run(pull_version(address, name, make_room))
-        sync_path(aside)
-        aside.rename(output)
-        sync_path(output.parent)
+        with write_aside(output) as aside:
+            pulled = asyncio.run(pull_version(address, name, partial(make_room, aside)))
+            sync_path(aside)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
     return pulled.version

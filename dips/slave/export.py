@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
-from dips.fsync import sync_path
+from dips.fsync import write_aside
 from dips.ids import VersionId
 from dips.slave import tensorfile
 from dips.slave.ports import F32
@@ -32,18 +32,13 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
     chosen, manifests = _choose_version(directories, version)
     places = _order_layers(chosen, manifests)
     shapes = [(p.name, p.shape) for _, record in places for p in record.layer.parameters]
-    aside = output.with_name(f".unfinished-{output.name}")
     first = next(iter(manifests.values()))
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers asks for `format`
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
-        aside.rename(output)
-        sync_path(output.parent)
+        with write_aside(output) as aside:
+            tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
     except OSError as error:
         raise ConfigError(f"{output}: {chosen} cannot be written: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
     return chosen
 
 
