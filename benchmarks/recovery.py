@@ -35,6 +35,7 @@ from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest
 from dips.telemetry import timeline
+from dips.transport.endpoints import master_peer
 
 LAYERS, SLAVES, CLUSTERS = 16, 2, 2
 STEP_S, INNER_STEPS = 0.1, 40  # H: 4 s of inner time, within which a process that is started at once is back
@@ -122,7 +123,7 @@ class RecoveryRun(WholeRun):
 
     def status(self) -> dict[str, Any] | None:
         try:
-            return asyncio.run(ask_status(self._address, deadline_s=1.0))
+            return asyncio.run(ask_status(master_peer(self._address, None), deadline_s=1.0))
         except DipsError:
             return None
 

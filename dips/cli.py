@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import demo, drain, export, history, init, plot, readmit, rebalance, recover, status, verify
+from dips.commands import certs, demo, drain, export, history, init, plot, readmit, rebalance, recover, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -39,6 +39,7 @@ A run:
 
 \b
 Keeping it going:
+  dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
@@ -52,6 +53,7 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 )
 
 cli.add_typer(data.words, name="data")
+cli.add_typer(certs.words, name="certs")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -16,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
 from dips.ids import check_name
 from dips.protocol.enums import (
     AskOrder,
@@ -179,13 +182,28 @@ class SlaveSection(Section):
         return (f"{host}:0",) * count
 
 
+class TlsSection(Section):
+    """Certificates (`dips certs`); in cert and key `{name}` and `{role}` stand for those of the process that reads."""
+
+    ca: Path
+    cert: Path
+    key: Path
+    crl: Path | None = None
+
+    def files_of(self, name: str, role: PeerRole) -> TlsFiles:
+        """The files of one process."""
+        return TlsFiles(self.ca, self.cert, self.key, self.crl).of(name, role)
+
+
 class RunFile(Section):
     """`dips.yaml`: one run, its master and its slaves."""
 
     shared: Shared
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
-    insecure: bool = False  # plain text; only on loopback
+    clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    tls: TlsSection | None = None
+    insecure: bool = False  # plain text instead; only on loopback
 
     def make_options(self) -> Options:
         """Gather what tunes the Coordinator."""
@@ -195,6 +213,10 @@ class RunFile(Section):
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most,
         )  # fmt: skip
+
+    def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:
+        """Certificate of the process of this name; None: plain text."""
+        return None if self.tls is None else self.tls.files_of(name, role)
 
     def slave_section(self, name: str) -> SlaveSection:
         """Return one slave's section; raise ConfigError naming those that exist."""
@@ -266,7 +288,13 @@ class ClusterFile(Section):
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
     relay: str | None = None
-    insecure: bool = False  # plain text; only on loopback
+    tls: TlsSection | None = None
+    insecure: bool = False  # plain text instead; only on loopback
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The agent's certificate; None: plain text."""
+        return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
 
     @field_validator("install", mode="before")
     @classmethod
@@ -287,16 +315,20 @@ def load_run(path: Path) -> RunFile:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
-    addresses = [("master.listen", config.master.listen)]
-    addresses += [("master.metrics", config.master.metrics)] if config.master.metrics else []
+    control = [("master.listen", config.master.listen)]
+    plain = [("master.metrics", config.master.metrics)] if config.master.metrics else []
     for s in config.slaves:
         if s.lanes and s.lane_count:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
-        keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
-        keys += (("metrics", s.metrics),) if s.metrics else ()
-        keys += (("advertise", s.reached_at("x:0")),) if s.advertise else ()
-        addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
-    _check_loopback(path, config.insecure, addresses)
+        control += [
+            (f"slaves.{s.name}.{key}", address) for key, address in (("master", s.master), ("listen", s.listen))
+        ]
+        lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
+        lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
+        keys = (lanes if s.curve_key is None else []) + ([("metrics", s.metrics)] if s.metrics else [])
+        plain += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
+    _check_names(path, [(name, "cluster") for name in config.clusters or ()])
+    _check_transport(path, config.insecure, config.tls, control, plain)
     return config
 
 
@@ -304,8 +336,8 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = _load_file(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
-    _check_loopback(path, config.insecure, addresses)
+    plain = [("metrics", config.metrics)] if config.metrics else []
+    _check_transport(path, config.insecure, config.tls, [("master", config.master)], plain)
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")
@@ -325,8 +357,11 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """What is sent there stays on this machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """What is sent there stays on this machine; a name that only begins like such an address is not one."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _load_file(path: Path, model: type[Model]) -> Model:
@@ -354,7 +389,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token", "mirror"})
+_PATH_KEYS = frozenset(
+    {"directory", "initial_model", "socket", "curve_key", "token", "mirror", "ca", "cert", "key", "crl"}
+)
 
 
 def _is_path(key: str, value: Any) -> bool:
@@ -401,20 +438,27 @@ def _check_names(path: Path, names: list[tuple[str, str]]) -> None:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def _check_loopback(path: Path, insecure: bool, addresses: list[tuple[str, str]]) -> None:
+def _check_transport(
+    path: Path,
+    insecure: bool,
+    tls: TlsSection | None,
+    control: list[tuple[str, str]],
+    plain: list[tuple[str, str]],
+) -> None:
     """Plain text leaves the machine never, and stays on it only when that is asked for
-    (docs/architecture.md#security)."""
-    if not insecure:
+    (docs/architecture.md#security). `plain`: addresses at which there is no certificate in any case."""
+    if insecure == (tls is not None):
+        got = "both" if insecure else "neither"
         raise ConfigError(
-            f"{path}: insecure: expected `insecure: true`, since certificates are not implemented yet; "
-            "plain text is allowed on loopback only"
+            f"{path}: insecure: expected a section `tls` (`dips certs` makes the files) or `insecure: true` for plain "
+            f"text on loopback, got {got}"
         )
-    for key, address in addresses:
+    for key, address in control + plain:
         try:
             host, _ = host_port(address)
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from error
-        if not is_loopback(host):
-            raise ConfigError(
-                f"{path}: {key}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}"
-            )
+        if is_loopback(host) or (tls is not None and (key, address) not in plain):
+            continue
+        why = "`insecure: true`" if insecure else "certificates do not reach it yet; lanes need `curve_key`"
+        raise ConfigError(f"{path}: {key}: plain text ({why}) is allowed on loopback only, got {address!r}")

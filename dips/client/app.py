@@ -35,10 +35,13 @@ from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
 from dips.config import AUTO_LANES, ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
 from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
+from dips.transport.endpoints import master_peer
+from dips.transport.tls import open_source
 
 MASTER_CONNECTIONS = 2
 SCRAPE_S = 5.0  # Prometheus waits for 10
@@ -114,7 +117,9 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    master = MasterLink(config.master, config.shared.model_dump(mode="json"))
+    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
+    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, report)
+    master = MasterLink(master_peer(config.master, tls), config.shared.model_dump(mode="json"))
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(

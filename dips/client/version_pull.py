@@ -26,6 +26,7 @@ from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullR
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.transport import control
+from dips.transport.endpoints import Endpoint
 from dips.transport.shares import F32, Piece
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
@@ -49,15 +50,15 @@ class PulledVersion:
     stats: TransferStats
 
 
-async def pull_version(address: str, name: str, make_room: MakeRoom, stall_s: float = 30.0) -> PulledVersion:
-    """Pull the head of the run whose master is at `address`, as a cluster of the name `name`.
+async def pull_version(master: Endpoint, name: str, make_room: MakeRoom, stall_s: float = 30.0) -> PulledVersion:
+    """Pull the head of the run of `master`, as a cluster of the name `name`.
 
     Errors  UnavailableMaster, UnavailableSlave; StaleIncarnation: another of this name joined; Denied: the name is
             another's; what `make_room` raises
     """
     check_name(name, "cluster")
-    described = await _describe_run(address)
-    link, digest = MasterLink(address, described["shared"]), Manifest.from_json(described["manifest"]).digest
+    described = await _describe_run(master)
+    link, digest = MasterLink(master, described["shared"]), Manifest.from_json(described["manifest"]).digest
     try:
         event = ClusterJoined(0, name, uuid.uuid4().hex, described["run"], digest, described["config_digest"])
         joined = await link.ask_master(event)
@@ -71,12 +72,12 @@ async def pull_version(address: str, name: str, make_room: MakeRoom, stall_s: fl
         await link.close()
 
 
-async def _describe_run(address: str) -> dict[str, Any]:
-    channel = control.open_channel(address)
+async def _describe_run(master: Endpoint) -> dict[str, Any]:
+    channel = control.open_channel(master)
     try:
         reply = await control.call_method(
             StatusServiceStub(channel).Describe, DescribeRequest(), deadline_s=CALL_S,
-            peer=f"the master at {address}", unavailable=UnavailableMaster,
+            peer=master, unavailable=UnavailableMaster, explain=True,
         )  # fmt: skip
     finally:
         await channel.close()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from dips.commands import operator
-from dips.commands.options import MASTER, WHOSE, address_of
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.protocol.effects import Acknowledged, Pending
 from dips.protocol.events import DrainAsked
 
@@ -19,6 +19,7 @@ def drain(
     slave: Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.")],
     config: WHOSE = None,
     master: MASTER = None,
+    credentials: CREDENTIALS = None,
     wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for what is open on it.")] = 600.0,
 ) -> None:
     """Take a slave out of service, when nothing is open on it.
@@ -37,11 +38,11 @@ def drain(
     Example:
       dips drain slave-0 --config dips.yaml && systemctl restart dips-slave@slave-0
     """
-    address, until = address_of(config, master), time.monotonic() + wait_s
+    peer, until = find_master(config, master, credentials), time.monotonic() + wait_s
     console = Console(stderr=True)
     with console.status(f"draining {slave}") as line:
         while True:
-            answer = asyncio.run(operator.ask_master(address, "Drain", DrainAsked(0, slave)))
+            answer = asyncio.run(operator.ask_master(peer, "Drain", DrainAsked(0, slave)))
             if not isinstance(answer, Pending) or time.monotonic() >= until:
                 break
             line.update(f"draining: {answer.reason}")

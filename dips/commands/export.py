@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dips.commands.options import MASTER, WHOSE, address_of
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
@@ -23,6 +23,7 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; with --format hf a directory.")],
     config: WHOSE = None,
     master: MASTER = None,
+    credentials: CREDENTIALS = None,
     version: Annotated[str | None, typer.Option(metavar="vN@rM", help="Which version; default the head.")] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
@@ -51,26 +52,28 @@ def export(
     if form not in (SAFETENSORS, HF):
         raise ConfigError(f"--format: expected {SAFETENSORS} or {HF}, got {form!r}")
     if form == SAFETENSORS:
-        written = _write_file(config, master, version, output)
+        written = _write_file(config, master, credentials, version, output)
         print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
         return
     from dips.commands.export_hf import write_hf_directory
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".unfinished-") as aside:
-        written = _write_file(config, master, version, file := Path(aside) / "model.safetensors")
+        written = _write_file(config, master, credentials, version, file := Path(aside) / "model.safetensors")
         write_hf_directory(file, output, factory, like)
     print(f"wrote {written} to {output}: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
-def _write_file(config: Path | None, master: str | None, version: str | None, output: Path) -> VersionId:
-    address = address_of(config, master)
+def _write_file(
+    config: Path | None, master: str | None, credentials: Path | None, version: str | None, output: Path
+) -> VersionId:
+    peer = find_master(config, master, credentials)
     wanted = _parse_version(version) if version else None
     if config is not None:
         return _write_from_disks(config, wanted or _committed_head(config), output)
     from dips.commands.export_lanes import export_over_lanes
 
-    return export_over_lanes(address, wanted, output)
+    return export_over_lanes(peer, wanted, output)
 
 
 def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:

@@ -12,12 +12,13 @@ from dips.fsync import sync_path, write_aside
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
+from dips.transport.endpoints import Endpoint
 
 NAME = "export"  # of the cluster that it is meanwhile; two of one name would fence each other
 
 
-def export_over_lanes(address: str, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
-    """Write the head of the run whose master is at `address`; raise ConfigError if `version` is another."""
+def export_over_lanes(master: Endpoint, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
+    """Write the head of the run of `master`; raise ConfigError if `version` is another."""
 
     def make_room(aside: Path, run: str, head: VersionId, manifest: Manifest) -> tensorfile.F32:
         if version not in (None, head):
@@ -25,9 +26,11 @@ def export_over_lanes(address: str, version: VersionId | None, output: Path, nam
         shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
         return tensorfile.map_new(aside, {"format": "pt", "run": run, "version": str(head)}, shapes)
 
+    if master.tls is not None:
+        name = master.tls.read_current().identity.cluster_name
     try:
         with write_aside(output) as aside:
-            pulled = asyncio.run(pull_version(address, name, partial(make_room, aside)))
+            pulled = asyncio.run(pull_version(master, name, partial(make_room, aside)))
             sync_path(aside)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error}") from error

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dips.config import load_run
+from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.identity.tls_files import load_tls
+from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.tls import TlsSource
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")]
 WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file; names the master.")]
 MASTER = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The master, instead of --config.")]
+CREDENTIALS = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="DIPS_CREDENTIALS",
+        help="Your certificate NAME.operator.crt or NAME.viewer.crt; its .key and ca.crt lie beside it.",
+    ),
+]
+OPERATOR = "operator"  # whose files the run file's `tls` names for a command
 
 
-def address_of(config: Path | None, master: str | None) -> str:
-    """Where the master answers: as the run file says, or as was said; raise ConfigError unless one of them is given."""
+def find_master(config: Path | None, master: str | None, credentials: Path | None) -> Endpoint:
+    """Where the master answers, and as whom we ask; raise ConfigError unless the options fit."""
     if (config is None) == (master is None):
         raise ConfigError("whom to ask: give --config FILE or --master HOST:PORT, one of them")
-    return master or load_run(config).master.listen  # type: ignore[arg-type]
+    run_file = load_run(config) if config is not None else None
+    if credentials is not None:
+        address = master or run_file.master.listen  # type: ignore[union-attr]
+        return master_peer(address, _own_source(credentials))
+    if run_file is not None:
+        return operator_peer(run_file, OPERATOR)
+    assert master is not None
+    if not is_loopback(host_port(master)[0]):
+        raise ConfigError(f"--master {master}: plain text is allowed on loopback only; give --credentials")
+    return master_peer(master, None)
+
+
+def operator_peer(config: RunFile, name: str) -> Endpoint:
+    """The run's master, asked by the operator `name`, whose files the run file's `tls` names."""
+    files = config.tls_files(name, PeerRole.OPERATOR)
+    source = TlsSource(files, name, PeerRole.OPERATOR, config.shared.run, _warn) if files else None
+    return master_peer(config.master.listen, source)
+
+
+def _own_source(cert: Path) -> TlsSource:
+    files = TlsFiles(cert.with_name("ca.crt"), cert, cert.with_suffix(".key"))
+    own = load_tls(files).identity
+    if own.role not in (PeerRole.OPERATOR, PeerRole.VIEWER):
+        raise ConfigError(f"--credentials {cert}: expected a certificate of an operator or viewer, got one of {own}")
+    return TlsSource(files, own.name, own.role, own.run, _warn)
+
+
+def _warn(problem: str) -> None:
+    print(problem, file=sys.stderr)

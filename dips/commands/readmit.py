@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dips.commands import operator
-from dips.commands.options import MASTER, WHOSE, address_of
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.protocol.effects import Refused
 from dips.protocol.events import ReadmissionAsked
 
@@ -17,6 +17,7 @@ def readmit(
     cluster: Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.")],
     config: WHOSE = None,
     master: MASTER = None,
+    credentials: CREDENTIALS = None,
 ) -> None:
     """Lift the quarantine of a cluster.
 
@@ -31,7 +32,8 @@ def readmit(
     Example:
       dips readmit west --config dips.yaml
     """
-    answer = asyncio.run(operator.ask_master(address_of(config, master), "Readmit", ReadmissionAsked(0, cluster)))
+    peer = find_master(config, master, credentials)
+    answer = asyncio.run(operator.ask_master(peer, "Readmit", ReadmissionAsked(0, cluster)))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

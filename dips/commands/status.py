@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from dips.commands.options import MASTER, WHOSE, address_of
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.errors import UnavailableMaster
 from dips.telemetry import status as picture
 from dips.transport import control
+from dips.transport.endpoints import Endpoint
 from dips.wire.generated.status_pb2 import StatusRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
@@ -23,6 +24,7 @@ STATUS_DEADLINE_S = 5.0
 def status(
     config: WHOSE = None,
     master: MASTER = None,
+    credentials: CREDENTIALS = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON, for scripts.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, once a second.")] = False,
 ) -> None:
@@ -37,31 +39,32 @@ def status(
       dips status --config dips.yaml --watch
       dips status --master 127.0.0.1:7800 --json | jq .clusters
     """
-    address = address_of(config, master)
+    peer = find_master(config, master, credentials)
     if not watch:
-        return _print_status(asyncio.run(ask_status(address)), as_json)
+        return _print_status(asyncio.run(ask_status(peer)), as_json)
     try:
-        asyncio.run(_watch_status(address, as_json))
+        asyncio.run(_watch_status(peer, as_json))
     except KeyboardInterrupt:
         return None
 
 
-async def ask_status(address: str, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
+async def ask_status(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
     """Ask the master once; raise UnavailableMaster if nobody answers in time."""
-    channel = control.open_channel(address)
+    channel = control.open_channel(master)
     try:
-        return await _ask_status(StatusServiceStub(channel), address, deadline_s)
+        return await _ask_status(StatusServiceStub(channel), master, deadline_s)
     finally:
         await channel.close()
 
 
-async def _ask_status(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
+async def _ask_status(stub: Any, master: Endpoint, deadline_s: float) -> dict[str, Any]:
     reply = await control.call_method(
         stub.Status,
         StatusRequest(),
         deadline_s=deadline_s,
-        peer=f"the master at {address}",
+        peer=master,
         unavailable=UnavailableMaster,
+        explain=True,
     )
     answer: dict[str, Any] = json.loads(reply.json)
     return answer
@@ -74,13 +77,13 @@ def _print_status(answer: dict[str, Any], as_json: bool) -> None:
         Console().print(picture.render_status(answer))
 
 
-async def _watch_status(address: str, as_json: bool) -> None:
-    console, channel = Console(), control.open_channel(address)
+async def _watch_status(master: Endpoint, as_json: bool) -> None:
+    console, channel = Console(), control.open_channel(master)
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
             while True:
                 try:
-                    answer = await _ask_status(StatusServiceStub(channel), address, STATUS_DEADLINE_S)
+                    answer = await _ask_status(StatusServiceStub(channel), master, STATUS_DEADLINE_S)
                 except UnavailableMaster as error:
                     live.update(f"{error}; asking again", refresh=True)
                 else:

@@ -18,6 +18,7 @@ from types import FrameType
 
 from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
 from dips.commands.export_lanes import export_over_lanes
+from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
@@ -57,7 +58,7 @@ def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
     if all(path.is_dir() for path in directories):
         export_snapshot(directories, version, model)
     else:
-        export_over_lanes(config.master.listen, version, model, PULLED_AS)
+        export_over_lanes(operator_peer(config, PULLED_AS), version, model, PULLED_AS)
 
 
 def _run_command(command: list[str], environment: dict[str, str]) -> int:

@@ -11,6 +11,7 @@ from dips.commands.status import ask_status
 from dips.demo.layout import DemoLayout
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.errors import Unavailable
+from dips.transport.endpoints import master_peer
 
 RANKS = {"fast": 2, "slow": 1}
 SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
@@ -54,6 +55,6 @@ def run_word(*arguments: str) -> str:
 def read_status(address: str) -> dict[str, Any] | None:
     """The master's status; None if it does not answer."""
     try:
-        return asyncio.run(ask_status(address, deadline_s=STATUS_S))
+        return asyncio.run(ask_status(master_peer(address, None), deadline_s=STATUS_S))
     except Unavailable:
         return None

@@ -17,6 +17,7 @@ from grpc_health.v1 import health
 
 from dips.config import RunFile, host_port, load_run
 from dips.errors import ConfigError, CorruptManifest
+from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
@@ -35,6 +36,8 @@ from dips.protocol.records import RunRow
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
+from dips.transport.guard import Guard
+from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
@@ -111,12 +114,14 @@ async def serve(
         row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
-        outside = MasterOutside(ledger)
+        tls = _open_tls(config, log)
+        guard = Guard(tls, config.clusters) if tls is not None else None
+        outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
-        server = control.make_server(lambda method, error: log.error("call failed", method=method, exc_info=error))
+        server = control.make_server(partial(_report_call, log), guard)
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
-        address = f"{host}:{control.bind_server(server, config.master.listen, KEY)}"
+        address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack)
         checker = await _add_services(server, runtime, _describe_run(config, row))
         await server.start()
@@ -132,6 +137,16 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
     return code
+
+
+def _open_tls(config: RunFile, log: logs.Log) -> TlsSource | None:
+    files = config.tls_files(MASTER_NAME, PeerRole.MASTER)
+    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
+    return open_source(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, report)
+
+
+def _report_call(log: logs.Log, method: str, error: BaseException) -> None:
+    log.error("call failed", method=method, exc_info=error)
 
 
 def _raise_open_files(config: RunFile, log: logs.Log) -> None:

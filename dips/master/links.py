@@ -17,6 +17,8 @@ from dips.master.orders import SentOrder
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.transport import control
+from dips.transport.endpoints import slave_peer
+from dips.transport.tls import TlsSource
 from dips.wire import messages
 from dips.wire.generated.slave_pb2 import Answer
 from dips.wire.generated.slave_pb2_grpc import OrderServiceStub
@@ -31,9 +33,9 @@ class _NobodyListens(Exception):
 class SlaveLink:
     """One slave at one address."""
 
-    def __init__(self, slave: str, address: str) -> None:
-        self.slave, self.address = slave, address
-        self._channel: aio.Channel = control.open_channel(address)
+    def __init__(self, slave: str, address: str, tls: TlsSource | None = None) -> None:
+        self.slave, self.address, self._peer = slave, address, slave_peer(slave, address, tls)
+        self._channel: aio.Channel = control.open_channel(self._peer)
         self._execute: Any = OrderServiceStub(self._channel).Execute
         self._gate = asyncio.Lock()  # first come, first begun
         self._timeouts: dict[SentOrder, asyncio.Timeout] = {}
@@ -74,7 +76,7 @@ class SlaveLink:
                 partial(self._begin_call, sent.needs_listener),
                 messages.to_proto(sent.order),
                 deadline_s=sent.order.deadline_s,
-                peer=f"slave {self.slave} at {self.address}",
+                peer=self._peer,
                 unavailable=UnavailableSlave,
             )
         except _NobodyListens:
@@ -107,7 +109,8 @@ class SlaveLink:
 class SlaveLinks:
     """All slaves that have registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsSource | None = None) -> None:
+        self._tls = tls
         self._links: dict[str, SlaveLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -120,7 +123,7 @@ class SlaveLinks:
             task = asyncio.get_running_loop().create_task(known.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._links[slave] = SlaveLink(slave, address)
+        self._links[slave] = SlaveLink(slave, address, self._tls)
 
     def on_progress(self, slave: str) -> None:
         """A slave has worked: its orders have their whole time again."""

@@ -22,6 +22,7 @@ from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.records import Record, VersionCommitted
 from dips.telemetry import logs
+from dips.transport.tls import TlsSource
 
 ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
 
@@ -29,8 +30,8 @@ ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
 class MasterOutside:
     """What the runtime reaches; `dips/master/ports.py` says as what."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._links = ledger, SlaveLinks()
+    def __init__(self, ledger: Ledger, tls: TlsSource | None = None) -> None:
+        self._ledger, self._links = ledger, SlaveLinks(tls)
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None

@@ -19,6 +19,7 @@ import typer
 
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
 from dips.open_files import raise_open_files
@@ -41,7 +42,10 @@ from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
+from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.guard import Guard
 from dips.transport.pipeline import available_cores
+from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
@@ -149,11 +153,14 @@ async def serve(
     async with AsyncExitStack() as stack:
         _raise_open_files(section, log)
         parts = _build_parts(config, section, log, stack)
-        server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
+        tls = _open_tls(config, section, log)
+        guard = Guard(tls) if tls is not None else None
+        report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
+        server = control.make_server(report, guard)
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
-        address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen')}"
-        runtime = _make_runtime(config, parts, address, stack)
+        address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"
+        runtime = _make_runtime(config, parts, address, master_peer(section.master, tls), stack)
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
@@ -169,6 +176,12 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
+
+
+def _open_tls(config: RunFile, section: SlaveSection, log: logs.Log) -> TlsSource | None:
+    files = config.tls_files(section.name, PeerRole.SLAVE)
+    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
+    return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, report)
 
 
 def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:
@@ -227,9 +240,9 @@ def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncE
     return mirror
 
 
-def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
+def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint, stack: AsyncExitStack) -> SlaveRuntime:
     section = parts.section
-    channel, heartbeat_channel = control.open_channel(section.master), control.open_channel(section.master)
+    channel, heartbeat_channel = control.open_channel(master), control.open_channel(master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(heartbeat_channel.close)
     identity = SlaveIdentity(
@@ -251,7 +264,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitS
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror, parts.restore)
+    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror, parts.restore)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

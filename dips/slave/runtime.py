@@ -39,6 +39,7 @@ from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.telemetry.logs import Log
 from dips.transport.control import call_method
+from dips.transport.endpoints import Endpoint
 from dips.wire.messages import from_proto, to_proto
 
 
@@ -51,14 +52,14 @@ class SlaveRuntime:
         thread: ShardThread,
         stub: Any,
         heartbeat_stub: Any,
-        master: str,
+        master: Endpoint,
         log: Log,
         mirror: SnapshotMirror | None = None,
         restore: Callable[[tuple[VersionId, ...]], Restored] = lambda on_disk: Restored(()),
     ) -> None:
         """`restore` brings back from the mirror what is newer than what is on the disk; called on any thread."""
         self._core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
-        self._peer = f"the master at {master}"
+        self._peer = master
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
             SlaveHeartbeat: (heartbeat_stub.Heartbeat, SlaveHeartbeatAnswer),
@@ -168,6 +169,7 @@ class SlaveRuntime:
                 deadline_s=action.deadline_s,
                 peer=self._peer,
                 unavailable=UnavailableMaster,
+                explain=isinstance(action.message, SlaveRegistered),
             )
             reply = from_proto(raw, kind)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)

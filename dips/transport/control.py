@@ -8,6 +8,7 @@ know.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dips import errors
 from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable, class_named
+from dips.identity.tls_files import LoadedTls
+from dips.transport.endpoints import Endpoint
+from dips.transport.guard import Guard
+from dips.transport.renewing import RenewingChannel
+from dips.transport.tls import make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
@@ -65,22 +71,26 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def make_server(report: Report) -> aio.Server:
+def make_server(report: Report, guard: Guard | None = None) -> aio.Server:
     """Make a gRPC server whose handlers may raise DipsError.
 
     `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
+    `guard` stands before each handler; None: plain text, which the configuration allows on loopback only.
     """
     return aio.server(
         options=_SERVER_OPTIONS,
-        interceptors=[_ErrorsOut(report)],
+        interceptors=[_Interceptor(report, guard)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )
 
 
-def bind_server(grpc_server: aio.Server, address: str, key: str) -> int:
+def bind_server(grpc_server: aio.Server, address: str, key: str, guard: Guard | None = None) -> int:
     """Listen on host:port and return the port (0 takes a free one); raise ConfigError naming `key` if it is taken."""
     try:
-        port = grpc_server.add_insecure_port(address)
+        if guard is None:
+            port = grpc_server.add_insecure_port(address)
+        else:
+            port = grpc_server.add_secure_port(address, make_server_credentials(guard.source))
     except RuntimeError as error:
         raise ConfigError(_cannot_listen(key, address)) from error
     if port == 0:
@@ -97,9 +107,16 @@ async def serve_health(grpc_server: aio.Server, services: Sequence[str]) -> heal
     return checker
 
 
-def open_channel(address: str) -> aio.Channel:
+def open_channel(peer: Endpoint) -> aio.Channel:
     """Make a channel with a connection of its own; it connects at the first call and again after each loss."""
-    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    if peer.tls is None or peer.identity is None:
+        return aio.insecure_channel(peer.address, options=_CHANNEL_OPTIONS)
+    options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.identity.san)]
+
+    def open_as(ours: LoadedTls) -> aio.Channel:
+        return aio.secure_channel(peer.address, make_channel_credentials(ours), options=options)
+
+    return cast(aio.Channel, RenewingChannel(peer.tls, open_as))
 
 
 async def call_method(
@@ -107,29 +124,33 @@ async def call_method(
     request: Message,
     *,
     deadline_s: float,
-    peer: str,
+    peer: Endpoint,
     unavailable: type[Unavailable],
+    explain: bool = False,
 ) -> Reply:
     """Ask `method` of a stub; raise the class of dips.errors that the peer raised.
 
     deadline_s   how long to wait, in seconds
-    peer         who is asked, for the message ("the master at 10.0.0.1:7800")
+    peer         who is asked
     unavailable  UnavailableMaster or UnavailableSlave: raised when nobody answers in time
+    explain      if nobody answers, make a handshake and say what it says (up to 3 s more)
     """
     try:
         return await method(request, timeout=deadline_s)
     except aio.AioRpcError as error:
-        raise _to_error(error, deadline_s, peer, unavailable) from error
+        failed = _to_error(error, deadline_s, peer, unavailable)
+        why = await asyncio.to_thread(peer.explain_silence) if explain and isinstance(failed, Unavailable) else ""
+        raise (type(failed)(f"{failed}; {why}") if why else failed) from error
 
 
 # ---- errors out ---------------------------------------------------------------------------------------------------
 
 
-class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps every unary handler, so that none can forget to translate."""
+class _Interceptor(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps every handler, so that none can forget to ask the guard or to translate."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, guard: Guard | None) -> None:
+        self._report, self._guard = report, guard
 
     async def intercept_service(
         self,
@@ -137,12 +158,16 @@ class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
+        if handler is None:
             return handler
+        if handler.unary_unary is None:
+            return handler if self._guard is None else None  # nothing of ours streams: unknown to those outside
         method, inner = handler_call_details.method, handler.unary_unary
 
         async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
+                if self._guard is not None:
+                    self._guard.check_call(method, request, context.auth_context())
                 await context.send_initial_metadata(
                     ()
                 )  # "received": a caller that keeps an order of calls waits for it
@@ -171,7 +196,7 @@ async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) 
 _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
-def _to_error(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: type[Unavailable]) -> DipsError:
+def _to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
     cls = _class_named(error)
     if cls is not None:
         return cls(error.details() or cls.__name__)

@@ -39,6 +39,7 @@ from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
+from dips.transport.endpoints import master_peer
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.train_chaos import SHAPES, START, H
@@ -323,7 +324,7 @@ class Deployment(Run):
 
     def status(self) -> dict[str, Any] | None:
         try:
-            return self.loop.run(ask_status(self.address, deadline_s=5.0))
+            return self.loop.run(ask_status(master_peer(self.address, None), deadline_s=5.0))
         except Unavailable:
             return None
 

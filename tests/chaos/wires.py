@@ -20,6 +20,7 @@ import grpc
 from grpc import aio
 
 from dips.transport import control
+from dips.transport.endpoints import master_peer
 from dips.wire.generated.slave_pb2 import Order, SlaveRegistered
 
 T = TypeVar("T")
@@ -228,11 +229,11 @@ class Interpreter:
         self._loop.run(self._close())
 
     async def _retarget(self, target: str) -> None:
-        old, self._channel = self._channel, control.open_channel(target)
+        old, self._channel = self._channel, control.open_channel(master_peer(target, None))
         await old.close()
 
     async def _open(self) -> int:
-        self._channel = control.open_channel(self._target)
+        self._channel = control.open_channel(master_peer(self._target, None))
         self._server = aio.server(options=control._SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_Everything(self._carry),))
         port = control.bind_server(self._server, "127.0.0.1:0", "interpreter")

@@ -101,9 +101,13 @@ class Run:
         timing: Mapping[str, Any] | None = None,
         slaves: int = 2,
         slave: Mapping[str, Any] | None = None,
+        security: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tensors`: θ of v0@r0; `shared`, `timing`, `slave` (of each): what differs from the defaults."""
-        self._slave = dict(slave or {})
+        """`tensors`: θ of v0@r0; `shared`, `timing`, `slave` (of each): what differs from the defaults.
+
+        security  keys of run file and cluster files that say how they talk; default in plain text
+        """
+        self._slave, self.security = dict(slave or {}), dict(security or {"insecure": True})
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
         self.address = f"127.0.0.1:{free_port()}"
@@ -147,7 +151,7 @@ class Run:
             file,
             {
                 "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, "insecure": True, "heartbeat_s": 0.5, "retry_s": 1.0,
+                "directory": name, **self.security, "heartbeat_s": 0.5, "retry_s": 1.0,
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip
@@ -191,7 +195,7 @@ class Run:
             "shared": self.shared,
             "master": {"listen": self.address, "directory": "master", "timing": dict(timing)},
             "slaves": [{"name": name, "directory": name, **small} for name in self.slaves],
-            "insecure": True,
+            **self.security,
         }
 
     @staticmethod

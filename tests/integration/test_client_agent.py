@@ -19,6 +19,7 @@ import pytest
 from dips.client.rank import orphan
 from dips.commands.status import ask_status
 from dips.telemetry import timeline
+from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
@@ -217,7 +218,7 @@ def test_a_hung_trainer_and_a_dead_one_are_told_apart(long_run: Any, tmp_path: P
 
 def seen(run: Any) -> tuple[str, str]:
     """West's state and its reason, as the master tells them."""
-    west = asyncio.run(ask_status(run.address))["clusters"]["west"]
+    west = asyncio.run(ask_status(master_peer(run.address, None)))["clusters"]["west"]
     return west["state"], west["reason"]
 
 

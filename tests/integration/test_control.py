@@ -52,6 +52,7 @@ from dips.protocol.heartbeats import (
     Transfer,
 )
 from dips.transport import control
+from dips.transport.endpoints import master_peer
 from dips.wire import messages
 from dips.wire.generated import slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
@@ -251,7 +252,7 @@ async def running_master(config: RunFile) -> AsyncIterator[tuple[ClusterScript, 
     """A master with two registered slaves and a channel for a cluster."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.open_channel(address))
+        channel = await stack.enter_async_context(control.open_channel(master_peer(address, None)))
         slaves = [await stack.enter_async_context(listening(SlaveScript(f"s{i}"))) for i in range(2)]
         stub = SlaveServiceStub(channel)
         for slave in slaves:
@@ -301,7 +302,7 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
         await cluster.push(2, slaves, stub)
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.open_channel(address))
+        channel = await stack.enter_async_context(control.open_channel(master_peer(address, None)))
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert (await slave.heartbeat(stub)).register
@@ -437,7 +438,7 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
             await cluster.ask("AbortPush", events.PushAborted(0, PushId("a", 1, seq), "its tokens were refused"))
         outcome = await cluster.push(5, slaves, stub, tokens=many)
         assert (outcome.kind, outcome.progress.tokens) == ("accepted", many)
-    async with master(config) as address, control.open_channel(address) as channel:
+    async with master(config) as address, control.open_channel(master_peer(address, None)) as channel:
         assert (await slaves[0].heartbeat(SlaveServiceStub(channel))).register
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.read_tokens()["a"]["accepted"] == many
@@ -450,7 +451,7 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
     slave = SlaveScript("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
-    async with control.open_channel(await ready) as channel:
+    async with control.open_channel(master_peer(await ready, None)) as channel:
         with pytest.raises(StaleTerm, match=r"has seen term 9.*dips-master recover"):
             await slave.register(SlaveServiceStub(channel))
     assert await task == 75
@@ -611,7 +612,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
 
 
 async def health(address: str) -> int:
-    async with control.open_channel(address) as channel:
+    async with control.open_channel(master_peer(address, None)) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         return int(reply.status)
 

@@ -11,6 +11,7 @@ import pytest
 from dips import errors
 from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, UnavailableMaster
 from dips.transport import control
+from dips.transport.endpoints import master_peer
 from dips.wire.generated import status_pb2, status_pb2_grpc
 
 Handler = Callable[[], Awaitable[str]]
@@ -32,7 +33,7 @@ async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | No
     port = control.bind_server(server, "127.0.0.1:0", "master.listen")
     await server.start()
     try:
-        async with control.open_channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(master_peer(f"127.0.0.1:{port}", None)) as channel:
             return await status_of(channel, deadline_s)
     finally:
         await server.stop(None)
@@ -101,7 +102,7 @@ def test_nobody_there_is_unavailability() -> None:
         port = control.bind_server(server, "127.0.0.1:0", "master.listen")
         await server.start()  # a server that never started keeps its socket
         await server.stop(None)
-        async with control.open_channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(master_peer(f"127.0.0.1:{port}", None)) as channel:
             return await status_of(channel, 5.0)
 
     with pytest.raises(UnavailableMaster, match="the master cannot be reached"):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dips.commands.status import ask_status
+from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import TINY, tensors
 
@@ -91,7 +92,7 @@ def test_another_model_and_other_options_are_refused(run: Any, tmp_path: Path) -
     )
     run.start_slaves()
     run.wait(run.start_cluster("right", tiny(tmp_path)), 60)
-    told = asyncio.run(ask_status(run.address))
+    told = asyncio.run(ask_status(master_peer(run.address, None)))
     assert (told["finished"] is not None, told["last_loss"]) == (True, 1.5)
     logs = {name: (tmp_path / f"{name}.log").read_text() for name in ("master", "ps0", "right")}
     one_each = [("master", '"version_committed"'), ("ps0", '"event": "order"'), ("right", '"event": "outcome"')]
@@ -124,7 +125,7 @@ def test_a_slave_without_the_initial_model(run: Any, tmp_path: Path) -> None:
 
 def seen(run: Any, cluster: str) -> dict[str, Any]:
     """A cluster, as the master tells."""
-    return dict(asyncio.run(ask_status(run.address))["clusters"].get(cluster, {}))
+    return dict(asyncio.run(ask_status(master_peer(run.address, None)))["clusters"].get(cluster, {}))
 
 
 @pytest.mark.timeout(120)

@@ -16,6 +16,7 @@ import pytest
 from dips.commands.status import ask_status
 from dips.master.genesis import LEDGER
 from dips.master.ledger import Ledger
+from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration import train_coarse as coarse
 from tests.integration import train_diverging as diverging
@@ -74,7 +75,8 @@ def test_a_job_is_started_again_if_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_model_that_diverges_in_a_row_is_quarantined(tmp_path: Path) -> None:
     """Every gradient holds a NaN: after three pushes that were kept back `dips status` says so."""
     with diverging_run(tmp_path, "ever", versions=4, on_divergence="reset") as (run, _):
-        quarantined = lambda: asyncio.run(ask_status(run.address))["clusters"].get("a", {}).get("quarantined")  # noqa: E731
+        master = master_peer(run.address, None)
+        quarantined = lambda: asyncio.run(ask_status(master))["clusters"].get("a", {}).get("quarantined")  # noqa: E731
         run.until(lambda: list(marks(run.timeline("a"), "diverged"))[2:], 40, "the model has diverged three times")
         run.until(quarantined, 10, "it is quarantined")
         with run.ledger() as ledger:

@@ -11,6 +11,7 @@ from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.slave.app import serve
 from dips.telemetry import logs
 from dips.transport import control
+from dips.transport.endpoints import master_peer
 
 
 async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     incarnation = asyncio.create_task(serve(config, section, logs.configure_log("slave", "s0"), ready.set_result))
-    channel = control.open_channel(await asyncio.wait_for(ready, 30))
+    channel = control.open_channel(master_peer(await asyncio.wait_for(ready, 30), None))
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="dips.v1.OrderService"), timeout=5)

@@ -25,7 +25,7 @@ CONFIG = {
     "dips.pidlock",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
-BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
+BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport", "dips.identity"}
 BELOW_LIBRARY = {"dips.protocol", "dips.wire", "dips.transport"}  # what a training process loads of Di-PS
 ROLES = {"dips.master", "dips.slave", "dips.client"}
 
@@ -40,12 +40,13 @@ MAY: dict[str, set[str]] = {
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
-    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
+    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options", "dips.identity.names", "dips.identity.paths"},
+    "dips.identity": LOW | {"dips.fsync"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire"},
+    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
@@ -88,7 +89,8 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
-    "dips.config": {"torch", "numpy", "numba", "zmq", "grpc"},
+    "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
+    "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},
 }
 
 MODULES = sorted(DIPS.rglob("*.py"))

@@ -19,6 +19,7 @@ from dips.config import (
     load_run,
 )
 from dips.errors import ConfigError, treatment_of
+from dips.identity.names import PeerRole
 from dips.protocol.options import TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -115,7 +116,9 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
         ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
         ("slaves.0.lane_count", 17, "slaves.0.lane_count"),
-        ("insecure", False, "insecure: expected `insecure: true`"),
+        ("insecure", False, "insecure: expected a section `tls`.* got neither"),
+        ("tls", {"ca": "a", "cert": "b", "key": "c"}, "insecure: expected a section `tls`.* got both"),
+        ("master.listen", "127.evil.example:7800", "loopback only, got '127.evil.example:7800'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
@@ -297,3 +300,37 @@ def test_a_wrong_pace_is_refused(tmp_path: Path, pace: dict[str, Any], said: str
     """H = 0, two paces at once, an unknown one: the message names the key."""
     with pytest.raises(ConfigError, match=said):
         load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))
+
+
+TLS = {"ca": "ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key"}
+
+
+def secured(**changes: Any) -> dict[str, Any]:
+    """A run file with certificates, its one slave changed."""
+    content = changed(RUN, "tls", TLS)
+    del content["insecure"]
+    content["slaves"][0].update(changes)
+    return content
+
+
+def test_with_certificates_control_leaves_the_machine(tmp_path: Path) -> None:
+    """The file's paths are relative to it, and stand for each process's own."""
+    content = secured(curve_key="lane.key_secret", listen="10.0.0.2:7801")
+    content["master"]["listen"] = "10.0.0.1:7800"
+    run = load_run(write(tmp_path / "dips.yaml", content))
+    files = run.tls_files("s0", PeerRole.SLAVE)
+    assert files is not None and files.cert == tmp_path / "s0.slave.crt" and files.ca == tmp_path / "ca.crt"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"listen": "10.0.0.2:7801"}, r"slaves\.s0\.listen: plain text .*lanes need `curve_key`"),
+        ({"lanes": ["10.0.0.2:7802"]}, r"slaves\.s0\.lanes: plain text .*lanes need `curve_key`"),
+        ({"advertise": "s0.example"}, r"slaves\.s0\.advertise: plain text"),
+        ({"metrics": "0.0.0.0:7821"}, r"slaves\.s0\.metrics: plain text"),
+    ],
+)
+def test_what_certificates_do_not_reach_stays_on_loopback(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(write(tmp_path / "dips.yaml", secured(**change)))

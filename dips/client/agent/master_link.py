@@ -28,6 +28,7 @@ from dips.protocol.events import (
 )
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport import control
+from dips.transport.endpoints import Endpoint
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
@@ -53,10 +54,10 @@ CALLS: Mapping[type, tuple[str, float]] = {
 class MasterLink:
     """Two channels to one master; they connect at the first call and again after each loss."""
 
-    def __init__(self, address: str, shared: Mapping[str, Any]) -> None:
+    def __init__(self, peer: Endpoint, shared: Mapping[str, Any]) -> None:
         """`shared`: our options, to name those that differ from the run's."""
-        self._peer, self._shared = f"the master at {address}", shared
-        self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(address), control.open_channel(address))
+        self._peer, self._shared = peer, shared
+        self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(peer), control.open_channel(peer))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
     async def ask_master(self, event: object) -> Result:
@@ -94,5 +95,6 @@ class MasterLink:
 
     async def _call_method(self, method: Any, event: object, deadline_s: float) -> Any:
         return await control.call_method(
-            method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster
-        )
+            method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster,
+            explain=isinstance(event, ClusterJoined),
+        )  # fmt: skip

@@ -18,9 +18,12 @@ from dips.client.preflight.agreement import manifest_of_factory, manifest_of_fil
 from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
+from dips.identity.names import PeerRole
 from dips.protocol.manifest import Manifest
 from dips.telemetry import exits
 from dips.transport import control
+from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.tls import open_source
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
@@ -76,28 +79,34 @@ def make_rows(
     """Make all rows; what depends on the master is left out if it does not answer."""
     rows = checks.check_host(config)
     try:
-        described = asyncio.run(describe_run(config.master))
+        described = asyncio.run(describe_run(_master_of(config)))
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
     return rows + checks.check_lanes(described, most_bytes, seconds)
 
 
-async def describe_run(address: str) -> dict[str, Any]:
+async def describe_run(master: Endpoint) -> dict[str, Any]:
     """Ask the master to describe the run; raise UnavailableMaster if it does not answer in time."""
-    channel = control.open_channel(address)
+    channel = control.open_channel(master)
     try:
         reply = await control.call_method(
             StatusServiceStub(channel).Describe,
             DescribeRequest(),
             deadline_s=MASTER_S,
-            peer=f"the master at {address}",
+            peer=master,
             unavailable=UnavailableMaster,
+            explain=True,
         )
     finally:
         await channel.close()
     described: dict[str, Any] = json.loads(reply.json)
     return described
+
+
+def _master_of(config: ClusterFile) -> Endpoint:
+    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None)
+    return master_peer(config.master, tls)
 
 
 def _rows_table(rows: list[CheckRow]) -> Table:

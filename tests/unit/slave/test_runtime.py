@@ -50,6 +50,7 @@ from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
 from dips.slave.shard_thread import ShardThread
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
+from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
@@ -194,7 +195,7 @@ class RunningSlave:
             Random(),
         )
         more = {} if restore is None else {"restore": restore}
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log, **more)
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, master_peer("m:1", None), log, **more)
         self.servicer = OrderServicer(self.runtime)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master

@@ -1,0 +1,174 @@
+"""`dips certs`: an offline authority and the certificates that it signs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from cryptography import x509
+
+from dips.errors import ConfigError, Denied
+from dips.identity import certificates, pem_files
+from dips.identity.authority import LEAF_DAYS, REVOCATIONS, ROOT, ROOT_DAYS, Authority
+from dips.identity.certificates import identity_of, utc_now
+from dips.identity.names import PeerIdentity, PeerRole, make_identity
+from dips.telemetry import exits
+
+CRT, KEY, CSR, RENEWAL = ".crt", ".key", ".csr", ".renewal"
+MOST_DAYS = 825  # of a leaf
+SOON = timedelta(days=14)
+VALID, EXPIRES_SOON = "valid", "expires soon"
+
+words = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings=exits.HELP_OPTIONS,
+    help="""Certificates: who is master, slave, cluster, operator or viewer of a run.
+
+Private keys stay where they are made; only requests and certificates travel.
+
+\b
+On the authority's machine, once, offline if you like:
+  dips certs init ca/ --run RUN
+On each machine, then signed by the authority and brought back:
+  dips certs request slave-0 --role slave --run RUN --out certs/
+  dips certs issue ca/ slave-0.slave.csr
+Later:
+  dips certs renew certs/slave-0.slave.crt        a new key and a new request
+  dips certs revoke ca/ cluster-a.cluster         and copy ca/crl.pem to all
+  dips certs show certs/*.crt
+
+cert-manager or Vault serve as well: one DNS name <name>.<role>.<run>.dips, P-256, client and server usage.""",
+)
+
+AUTHORITY = Annotated[Path, typer.Argument(help="The authority's directory.")]
+
+
+@words.command("init")
+def init_command(
+    directory: AUTHORITY,
+    run: Annotated[str, typer.Option(help="The run that it signs for; shared.run.")],
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is valid.")] = ROOT_DAYS,
+) -> None:
+    """Make an authority: ca.crt for everybody, ca.key for nobody else."""
+    Authority.create(directory, run, days)
+    print(f"{directory / ROOT}: copy it to all machines; {directory / REVOCATIONS}: likewise, after each revocation")
+
+
+@words.command("request")
+def request_command(
+    name: Annotated[str, typer.Argument(help="Of the slave, cluster or person; the master is called `master`.")],
+    role: Annotated[PeerRole, typer.Option(help="What it is.")],
+    run: Annotated[str, typer.Option(help="The run; shared.run.")],
+    out: Annotated[Path, typer.Option(help="Directory for key and request.")] = Path("certs"),
+) -> None:
+    """Make a key, which stays here, and a request for `dips certs issue`."""
+    identity = make_identity(name, role, run)
+    key, request = out / (identity.label + KEY), out / (identity.label + CSR)
+    if key.exists():
+        raise ConfigError(f"{key} is there already: `dips certs renew` makes a new one for the same name")
+    _write_request(identity, key, request)
+
+
+@words.command("issue")
+def issue_command(
+    directory: AUTHORITY,
+    requests: Annotated[list[Path], typer.Argument(help="Requests (.csr); each certificate is written beside.")],
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How long they are valid.")] = LEAF_DAYS,
+) -> None:
+    """Sign requests; look who asks before you sign."""
+    authority = Authority.open(directory)
+    for path in requests:
+        request = pem_files.parse_request(pem_files.read_pem(path, "request"), path, "request")
+        live = authority.find_live(identity_of(request))
+        certificate = authority.issue(request, days)
+        pem_files.write_public(path.with_suffix(CRT), pem_files.to_pem(certificate))
+        besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
+        until = certificate.not_valid_after_utc
+        print(f"{path.with_suffix(CRT)}: {identity_of(certificate)}, valid until {until:%Y-%m-%d}{besides}")
+
+
+@words.command("renew")
+def renew_command(
+    certificate: Annotated[Path, typer.Argument(help="The present certificate (.crt), with its key beside it.")],
+    authority: Annotated[
+        Path | None, typer.Option(help="The authority's directory, if it is here: sign and put in place at once.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="With --authority: its validity.")] = LEAF_DAYS,
+) -> None:
+    """Make a new key and request for the same name; again, when it is signed: put both in place.
+
+    Daemons use the new files from the next connection, without a restart.
+    """
+    stem = certificate.with_suffix("")
+    key, request, signed = (stem.with_name(stem.name + RENEWAL + end) for end in (KEY, CSR, CRT))
+    if not signed.exists():
+        content = pem_files.read_pem(certificate, "certificate")
+        identity = identity_of(pem_files.parse_certificate(content, certificate, "certificate"))
+        if not key.exists():
+            _write_request(identity, key, request)
+        if authority is None:
+            print(f"sign it by `dips certs issue`, bring {signed.name} back, and call renew again")
+            return
+        issue_command(authority, [request], days)
+    _put_in_place(signed, key, certificate, stem.with_name(stem.name + KEY))
+    request.unlink(missing_ok=True)
+    print(f"{certificate}: renewed")
+
+
+@words.command("revoke")
+def revoke_command(
+    directory: AUTHORITY,
+    label: Annotated[str, typer.Argument(metavar="NAME.ROLE", help="Whose; or the serial of one certificate.")],
+) -> None:
+    """Revoke all certificates of a name; copy crl.pem to all daemons, which refuse it within a heartbeat."""
+    for row in Authority.open(directory).revoke(label):
+        print(f"revoked {row.san}, serial {row.serial:x}")
+    print(f"copy {directory / REVOCATIONS} to the machines' tls.crl")
+
+
+@words.command("show")
+def show_command(files: Annotated[list[Path], typer.Argument(help="Certificates.")]) -> None:
+    """Show who each certificate is of, how long it is valid, and what is wrong with it."""
+    states = []
+    for path in files:
+        certificate = pem_files.parse_certificate(pem_files.read_pem(path, "certificate"), path, "certificate")
+        who, state = _describe(certificate)
+        states.append(state)
+        until = f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        print(f"{path}: {who}\n  {state}, until {until}, serial {certificate.serial_number:x}")
+    raise typer.Exit(0 if set(states) <= {VALID, EXPIRES_SOON} else 1)
+
+
+def _describe(certificate: x509.Certificate) -> tuple[str, str]:
+    now, until = utc_now(), certificate.not_valid_after_utc
+    state = EXPIRES_SOON if until - now < SOON else VALID
+    try:
+        certificates.check_validity(certificate, now, "it")
+    except ConfigError:
+        state = "expired" if now > until else "not yet valid"
+    try:
+        return str(identity_of(certificate)), state
+    except Denied as error:
+        is_root = certificate.issuer == certificate.subject
+        return certificate.subject.rfc4514_string(), state if is_root else str(error)
+
+
+def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
+    secret = certificates.new_key()
+    pem_files.write_private(key, certificates.key_to_pem(secret))
+    pem_files.write_public(request, pem_files.to_pem(certificates.make_request(identity, secret)))
+    print(f"{key}: stays here; {request}: {identity}, for `dips certs issue`")
+
+
+def _put_in_place(signed: Path, key: Path, certificate: Path, old_key: Path) -> None:
+    """Between the two renames a daemon sees files that do not fit, and goes on with what it has."""
+    new = pem_files.parse_certificate(pem_files.read_pem(signed, "certificate"), signed, "certificate")
+    if key.exists():
+        secret = pem_files.parse_key(pem_files.read_key_pem(key, "key"), key, "key")
+        if new.public_key() != secret.public_key():
+            raise ConfigError(f"{signed} was not signed for {key}: sign {key.with_suffix(CSR)} again")
+        key.rename(old_key)
+    signed.rename(certificate)

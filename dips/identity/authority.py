@@ -1,0 +1,129 @@
+"""An offline authority: a directory with a run's root key, what it has signed and what it has revoked.
+
+Private keys of daemons never come here: they are made where they are used, and only requests travel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from cryptography import x509
+
+from dips.errors import ConfigError, Denied
+from dips.identity import certificates, pem_files
+from dips.identity.certificates import Key, utc_now
+from dips.identity.names import PeerIdentity, parse_san
+from dips.ids import check_name
+
+ROOT, ROOT_KEY, REVOCATIONS, ISSUED = "ca.crt", "ca.key", "crl.pem", "issued.jsonl"
+ROOT_DAYS, LEAF_DAYS = 3650, 90
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedRow:
+    """One certificate that the authority signed."""
+
+    san: str
+    serial: int
+    until: datetime
+    revoked: datetime | None
+
+
+class Authority:
+    """The authority of one run, in its directory."""
+
+    def __init__(self, directory: Path, run: str, root: x509.Certificate, key: Key) -> None:
+        """Use `create` or `open`."""
+        self.directory, self.run, self.root, self._key = directory, run, root, key
+
+    @classmethod
+    def create(cls, directory: Path, run: str, days: int = ROOT_DAYS) -> Authority:
+        """Make a new one; raise ConfigError if the directory holds one already."""
+        check_name(run, "run")
+        for name in (ROOT, ROOT_KEY, ISSUED):
+            if (directory / name).exists():
+                raise ConfigError(f"{directory / name}: there is an authority already; name another directory")
+        key = certificates.new_key()
+        authority = cls(directory, run, certificates.make_authority(run, key, utc_now(), days), key)
+        pem_files.write_private(directory / ROOT_KEY, certificates.key_to_pem(key))
+        pem_files.write_private(directory / ISSUED, json.dumps({"run": run}).encode() + b"\n")
+        authority._write_revocations({})
+        pem_files.write_public(directory / ROOT, pem_files.to_pem(authority.root))
+        return authority
+
+    @classmethod
+    def open(cls, directory: Path) -> Authority:
+        """Read an authority's directory; raise ConfigError if it is not whole."""
+        root, key = directory / ROOT, directory / ROOT_KEY
+        certificate = pem_files.parse_certificate(pem_files.read_pem(root, "authority"), root, "authority")
+        secret = pem_files.parse_key(pem_files.read_key_pem(key, "authority"), key, "authority")
+        if certificate.public_key() != secret.public_key():
+            raise ConfigError(f"{key} is not the key of {root}: put back the file that `dips certs init` wrote")
+        try:
+            head = json.loads((directory / ISSUED).read_text().partition("\n")[0])
+            run = check_name(head["run"], "run")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{directory / ISSUED}: expected the list that `dips certs init` began: {error}"
+            ) from error
+        return cls(directory, run, certificate, secret)
+
+    def issue(self, request: x509.CertificateSigningRequest, days: int = LEAF_DAYS) -> x509.Certificate:
+        """Sign; raise Denied if the request is not of this run, or not usable."""
+        identity = certificates.identity_of(request)
+        if identity.run != self.run:
+            raise Denied(f"the request is of run {identity.run!r}, this authority is of run {self.run!r}")
+        certificate = certificates.sign_request(request, self.root, self._key, utc_now(), days)
+        until = certificate.not_valid_after_utc.isoformat()
+        self._append({"san": identity.san, "serial": f"{certificate.serial_number:x}", "until": until})
+        return certificate
+
+    def revoke(self, label: str) -> list[IssuedRow]:
+        """Revoke all certificates of `NAME.ROLE`, or one by its serial; raise ConfigError if there is none."""
+        rows = [row for row in self.list_issued() if row.revoked is None and self._is_meant(row, label)]
+        if not rows:
+            raise ConfigError(f"{label}: expected NAME.ROLE or a serial of a certificate that is not revoked yet")
+        now = utc_now()
+        for row in rows:
+            self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
+        self._write_revocations({row.serial: row.revoked for row in self.list_issued() if row.revoked is not None})
+        return rows
+
+    def list_issued(self) -> list[IssuedRow]:
+        """What it has signed, the oldest first."""
+        rows: dict[str, IssuedRow] = {}
+        for said in self._read_rows():
+            if serial := said.get("serial"):
+                rows[serial] = IssuedRow(said["san"], int(serial, 16), datetime.fromisoformat(said["until"]), None)
+            elif (serial := said.get("revoked")) in rows:
+                was = rows[serial]
+                rows[serial] = IssuedRow(was.san, was.serial, was.until, datetime.fromisoformat(said["at"]))
+        return list(rows.values())
+
+    def find_live(self, identity: PeerIdentity) -> list[IssuedRow]:
+        """The certificates of one name that are valid now."""
+        now = utc_now()
+        return [r for r in self.list_issued() if r.san == identity.san and r.revoked is None and r.until > now]
+
+    def _is_meant(self, row: IssuedRow, label: str) -> bool:
+        return label in (parse_san(row.san).label, row.san, f"{row.serial:x}")
+
+    def _read_rows(self) -> Iterator[dict[str, str]]:
+        path = self.directory / ISSUED
+        for number, line in enumerate(path.read_text().splitlines()[1:], 2):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
+
+    def _append(self, row: dict[str, str]) -> None:
+        with (self.directory / ISSUED).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _write_revocations(self, serials: dict[int, datetime]) -> None:
+        revoked = certificates.make_revocations(serials, self.root, self._key, utc_now())
+        pem_files.write_public(self.directory / REVOCATIONS, pem_files.to_pem(revoked))

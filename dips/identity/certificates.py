@@ -1,0 +1,132 @@
+"""Makes and reads certificates: P-256 keys, one name each, X.509 by the library `cryptography`.
+
+What a certificate may say is fixed here, so that an authority cannot sign by accident what the daemons refuse.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
+
+from dips.errors import ConfigError, Denied
+from dips.identity.names import PeerIdentity, parse_san
+
+CLOCK_SKEW = timedelta(minutes=5)  # between the authority's machine and a daemon's
+MOST_PEM = 64 * 1024  # bytes of a file of certificates
+Key = ec.EllipticCurvePrivateKey
+
+
+def new_key() -> Key:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_to_pem(key: Key) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def make_authority(run: str, key: Key, now: datetime, days: int) -> x509.Certificate:
+    """The run's own root: it signs certificates and nothing else."""
+    name = _common_name(f"dips authority of {run}")
+    builder = _builder(name, name, key.public_key(), now, now + timedelta(days=days))
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def make_request(identity: PeerIdentity, key: Key) -> x509.CertificateSigningRequest:
+    """What the authority signs: the public half of `key` and the one name."""
+    return (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(_common_name(identity.label))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.san)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def sign_request(
+    request: x509.CertificateSigningRequest, authority: x509.Certificate, key: Key, now: datetime, days: int
+) -> x509.Certificate:
+    """Sign for the one name that `request` asks; take nothing else of it. Raise Denied if it is not usable."""
+    public = request.public_key()
+    if not request.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
+        raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
+    identity = identity_of(request)
+    end = min(now + timedelta(days=days), authority.not_valid_after_utc)
+    builder = _builder(_common_name(identity.label), authority.subject, public, now, end)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.san)]), critical=False)
+        .add_extension(both, critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def make_revocations(
+    serials: dict[int, datetime], authority: x509.Certificate, key: Key, now: datetime
+) -> x509.CertificateRevocationList:
+    """The list of what is no longer valid; it is itself valid as long as the authority is."""
+    builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
+    builder = builder.last_update(now - CLOCK_SKEW).next_update(authority.not_valid_after_utc)
+    for serial, when in serials.items():
+        row = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
+        builder = builder.add_revoked_certificate(row)
+    return builder.sign(key, hashes.SHA256())
+
+
+def identity_of(document: x509.Certificate | x509.CertificateSigningRequest) -> PeerIdentity:
+    """Who it is for; raise Denied unless it has exactly one name, of Di-PS."""
+    try:
+        extension = document.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
+        raise Denied("expected one name <name>.<role>.<run>.dips in the certificate, found none") from error
+    assert isinstance(extension.value, x509.SubjectAlternativeName)
+    names = [entry.value if isinstance(entry, x509.DNSName) else f"{type(entry).__name__}" for entry in extension.value]
+    if len(names) != 1:
+        raise Denied(f"expected one name <name>.<role>.<run>.dips in the certificate, found {len(names)}: {names[:4]}")
+    return parse_san(names[0])
+
+
+def check_validity(certificate: x509.Certificate, now: datetime, what: str) -> None:
+    """Raise ConfigError if `certificate` is expired or not yet valid."""
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > end:
+        raise ConfigError(f"{what} expired at {end:%Y-%m-%d %H:%M} UTC: renew it by `dips certs renew`")
+    if now < begin:
+        raise ConfigError(
+            f"{what} is valid from {begin:%Y-%m-%d %H:%M} UTC only, it is {now:%Y-%m-%d %H:%M}: see the clock"
+        )
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, now: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(end)
+    )

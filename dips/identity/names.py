@@ -1,0 +1,81 @@
+"""The name in a certificate: `<name>.<role>.<run>.dips`, one DNS name, never an address.
+
+Tunnels, balancers and address translation do not matter, since nobody is recognised by where it is. Names of the
+processes have no dots, so that each certificate names exactly one role of one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dips.errors import ConfigError, Denied
+from dips.ids import check_name
+
+SUFFIX = "dips"
+MOST_SAN = 253  # characters of a DNS name
+MASTER_NAME = "master"  # a run has one
+
+
+class PeerRole(StrEnum):
+    """What a process of a run may be."""
+
+    MASTER = "master"
+    SLAVE = "slave"
+    CLUSTER = "cluster"
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who a certificate says that its holder is."""
+
+    name: str
+    role: PeerRole
+    run: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r} of run {self.run!r}"
+
+    @property
+    def san(self) -> str:
+        """The certificate's only subject alternative name."""
+        return f"{self.name}.{self.role}.{self.run}.{SUFFIX}"
+
+    @property
+    def label(self) -> str:
+        """What its files are called."""
+        return f"{self.name}.{self.role}"
+
+    @property
+    def cluster_name(self) -> str:
+        """The cluster it may be: an operator who pulls joins beside the clusters, under a name that none can have."""
+        return self.label if self.role is PeerRole.OPERATOR else self.name
+
+
+def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:
+    """Check the names; raise ConfigError if they cannot be told apart in a certificate."""
+    check_name(run, "run")
+    check_name(name, str(role))
+    if "." in name:
+        raise ConfigError(f"{role} name {name!r}: dots separate the parts of a certificate's name; use - instead")
+    if role is PeerRole.MASTER and name != MASTER_NAME:
+        raise ConfigError(f"a run has one master, its certificate's name is {MASTER_NAME!r}, got {name!r}")
+    identity = PeerIdentity(name, role, run)
+    if len(identity.san) > MOST_SAN:
+        raise ConfigError(f"{identity.san} has {len(identity.san)} characters, at most {MOST_SAN} fit; shorten a name")
+    return identity
+
+
+def parse_san(san: str) -> PeerIdentity:
+    """Read a certificate's name; raise Denied for one that is not of Di-PS."""
+    name, _, rest = san.partition(".")
+    role, _, rest = rest.partition(".")
+    run, dot, suffix = rest.rpartition(".")
+    if not dot or suffix != SUFFIX or len(san) > MOST_SAN or role not in list(PeerRole):
+        raise Denied(f"expected a certificate for <name>.<role>.<run>.{SUFFIX}, got {san[:MOST_SAN]!r}")
+    try:
+        return make_identity(name, PeerRole(role), run)
+    except ConfigError as error:
+        raise Denied(str(error)) from error

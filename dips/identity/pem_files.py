@@ -1,0 +1,105 @@
+"""Reads and writes keys, certificates and requests as files; whoever else may read a key is refused.
+
+A file is replaced in one piece, so that a daemon that looks meanwhile sees the old or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from dips.errors import ConfigError
+from dips.fsync import sync_path, write_aside
+from dips.identity.certificates import MOST_PEM, Key
+
+PRIVATE, PUBLIC = 0o600, 0o644
+_OTHERS = stat.S_IRWXO  # a group may read: Kubernetes mounts secrets as root:fsGroup 0440
+
+Document = TypeVar("Document")
+
+
+def read_pem(path: Path, key: str) -> bytes:
+    """Read a small file; raise ConfigError naming `key` of the configuration."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_PEM + 1)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
+    if len(content) > MOST_PEM:
+        raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
+    return content
+
+
+def read_key_pem(path: Path, key: str) -> bytes:
+    """Read a private key's file; raise ConfigError if others may read it."""
+    content = read_pem(path, key)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & _OTHERS:
+        raise ConfigError(f"{key}: {path} can be read by everybody on this machine (mode {mode:o}): chmod 600 it")
+    return content
+
+
+def parse_certificate(content: bytes, path: Path, key: str) -> x509.Certificate:
+    return _parse(x509.load_pem_x509_certificate, content, path, key, "certificate")
+
+
+def parse_certificates(content: bytes, path: Path, key: str) -> list[x509.Certificate]:
+    """All of a file: during a rollover two authorities are trusted."""
+    return _parse(x509.load_pem_x509_certificates, content, path, key, "certificate")
+
+
+def parse_request(content: bytes, path: Path, key: str) -> x509.CertificateSigningRequest:
+    return _parse(x509.load_pem_x509_csr, content, path, key, "certificate request")
+
+
+def parse_revocations(content: bytes, path: Path, key: str) -> x509.CertificateRevocationList:
+    return _parse(x509.load_pem_x509_crl, content, path, key, "revocation list")
+
+
+def parse_key(content: bytes, path: Path, key: str) -> Key:
+    def load(pem: bytes) -> Key:
+        loaded = serialization.load_pem_private_key(pem, None)
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"expected a P-256 key, got {type(loaded).__name__}")
+        return loaded
+
+    return _parse(load, content, path, key, "private key")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write what nobody else may read."""
+    _write(path, content, PRIVATE)
+
+
+def write_public(path: Path, content: bytes) -> None:
+    _write(path, content, PUBLIC)
+
+
+def to_pem(document: x509.Certificate | x509.CertificateSigningRequest | x509.CertificateRevocationList) -> bytes:
+    return document.public_bytes(serialization.Encoding.PEM)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    try:
+        with write_aside(path) as aside:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            sync_path(aside)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: str, what: str) -> Document:
+    try:
+        return load(content)
+    except (ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:160]
+        raise ConfigError(f"{key}: {path}: expected a {what} in PEM: {reason}") from error

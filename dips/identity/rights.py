@@ -1,0 +1,78 @@
+"""Who may ask what: one row a method, and no row is no.
+
+`own` is the field of the request that must bear the caller's own name: a cluster speaks for itself alone, a slave
+reports for itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from dips.errors import Denied
+from dips.identity.names import PeerIdentity, PeerRole
+
+_ALL = frozenset(PeerRole)
+_PULLERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR})  # `dips export --master` pulls as a cluster does
+_CLUSTER, _SLAVE, _MASTER = frozenset({PeerRole.CLUSTER}), frozenset({PeerRole.SLAVE}), frozenset({PeerRole.MASTER})
+_OPERATOR = frozenset({PeerRole.OPERATOR})
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Who may call a method, and in whose name."""
+
+    roles: frozenset[PeerRole]
+    own: str = ""  # field of the request; empty: it speaks for nobody
+    own_of: frozenset[PeerRole] = _ALL  # the roles that `own` binds; an operator may drain any slave
+
+
+RIGHTS: Mapping[str, Right] = {
+    "/dips.v1.ClusterService/Join": Right(_PULLERS, "cluster"),
+    "/dips.v1.ClusterService/Heartbeat": Right(_PULLERS, "cluster"),
+    "/dips.v1.ClusterService/RequestPush": Right(_CLUSTER, "push.cluster"),
+    "/dips.v1.ClusterService/FinishPush": Right(_CLUSTER, "push.cluster"),
+    "/dips.v1.ClusterService/AbortPush": Right(_CLUSTER, "push.cluster"),
+    "/dips.v1.ClusterService/AwaitRound": Right(_CLUSTER, "push.cluster"),
+    "/dips.v1.ClusterService/RequestPull": Right(_PULLERS, "pull.cluster"),
+    "/dips.v1.ClusterService/FinishPull": Right(_PULLERS, "pull.cluster"),
+    "/dips.v1.ClusterService/RequestRanges": Right(_CLUSTER, "cluster"),
+    "/dips.v1.ClusterService/Leave": Right(_PULLERS, "cluster"),
+    "/dips.v1.SlaveService/Register": Right(_SLAVE, "slave"),
+    "/dips.v1.SlaveService/Heartbeat": Right(_SLAVE, "slave"),
+    "/dips.v1.SlaveService/Staged": Right(_SLAVE, "slave"),
+    "/dips.v1.SlaveService/Refused": Right(_SLAVE, "slave"),
+    "/dips.v1.OrderService/Execute": Right(_MASTER),
+    "/dips.v1.OperatorService/Readmit": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends
+    "/dips.v1.StatusService/Status": Right(_ALL),
+    "/dips.v1.StatusService/Describe": Right(_ALL),
+    "/grpc.health.v1.Health/Check": Right(_ALL),
+}
+
+
+def check_right(caller: PeerIdentity, method: str, request: Any) -> None:
+    """Return if `caller` may call `method` with this request; raise Denied with the reason if not."""
+    right = RIGHTS.get(method)
+    if right is None:
+        raise Denied(f"{method} is open to nobody")
+    if caller.role not in right.roles:
+        raise Denied(f"{method} is for {_either(right.roles)}; this certificate is of {caller}")
+    if not right.own or caller.role not in right.own_of:
+        return
+    named = attrgetter(right.own)(request)
+    own = caller.cluster_name if caller.role in _PULLERS else caller.name
+    if named != own:
+        raise Denied(f"{method}: {caller} cannot speak for {named[:64]!r}")
+
+
+def check_enrolled(caller: PeerIdentity, clusters: Collection[str] | None) -> None:
+    """Raise Denied for a cluster that the run file's `clusters` does not list; None lists all."""
+    if caller.role is PeerRole.CLUSTER and clusters is not None and caller.name not in clusters:
+        raise Denied(f"{caller} is not in the run file's list `clusters`")
+
+
+def _either(roles: frozenset[PeerRole]) -> str:
+    return " or ".join(sorted(roles))

@@ -1,0 +1,94 @@
+"""The three or four files by which a daemon shows who it is and knows the others; checked before they are used.
+
+gRPC says "Socket closed" to whatever is wrong with them, so all that can be known here is said here: which file, what
+it is, and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from dips.errors import ConfigError, Denied
+from dips.identity import certificates, pem_files
+from dips.identity.certificates import utc_now
+from dips.identity.names import PeerIdentity, PeerRole
+from dips.identity.paths import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTls:
+    """What the files held when they were read together and fitted."""
+
+    identity: PeerIdentity
+    ca: bytes
+    cert: bytes
+    key: bytes
+    until: datetime
+    revoked: frozenset[int]  # serials
+
+
+def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
+    """Read and check; raise ConfigError naming the file and the remedy."""
+    now = now or utc_now()
+    ca = pem_files.read_pem(files.ca, "tls.ca")
+    cert = pem_files.read_pem(files.cert, "tls.cert")
+    key = pem_files.read_key_pem(files.key, "tls.key")
+    authorities = pem_files.parse_certificates(ca, files.ca, "tls.ca")
+    certificate = pem_files.parse_certificate(cert, files.cert, "tls.cert")
+    if certificate.public_key() != pem_files.parse_key(key, files.key, "tls.key").public_key():
+        raise ConfigError(
+            f"tls.key: {files.key} is not the key of {files.cert}: one of them was renewed without the other"
+        )
+    certificates.check_validity(certificate, now, f"tls.cert: {files.cert}")
+    _check_signed(certificate, authorities, files, now)
+    try:
+        identity = certificates.identity_of(certificate)
+    except Denied as error:
+        raise ConfigError(f"tls.cert: {files.cert}: {error}") from error
+    revoked = _read_revoked(files, authorities)
+    if certificate.serial_number in revoked:
+        raise ConfigError(
+            f"tls.cert: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`"
+        )
+    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked)
+
+
+def require_identity(loaded: LoadedTls, name: str, role: PeerRole, run: str) -> LoadedTls:
+    """Return `loaded` if it is of this process; raise ConfigError if it is another's."""
+    wanted = PeerIdentity(name, role, run)
+    if loaded.identity != wanted:
+        raise ConfigError(f"tls.cert: expected a certificate of {wanted}, got one of {loaded.identity}")
+    return loaded
+
+
+def _check_signed(
+    certificate: x509.Certificate, authorities: list[x509.Certificate], files: TlsFiles, now: datetime
+) -> None:
+    for authority in authorities:
+        if certificate.issuer == authority.subject and _is_signed(certificate, authority):
+            certificates.check_validity(authority, now, f"tls.ca: {files.ca}")
+            return
+    signer = certificate.issuer.rfc4514_string()
+    raise ConfigError(f"tls.cert: {files.cert} is signed by {signer!r}, which is not in {files.ca} (tls.ca)")
+
+
+def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
+    if files.crl is None:
+        return frozenset()
+    crl = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
+    signers = [authority for authority in authorities if authority.subject == crl.issuer]
+    if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
+        raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
+    return frozenset(row.serial_number for row in crl)

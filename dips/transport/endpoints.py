@@ -1,0 +1,119 @@
+"""Whom a channel leads to: an address, the name that its certificate must have, and what is said if nobody answers.
+
+gRPC's own "Socket closed" hides which certificate was refused by whom, so a handshake of ours asks again and says it.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from dataclasses import dataclass, field
+
+from cryptography import x509
+
+from dips.errors import ConfigError, Denied
+from dips.identity.certificates import identity_of
+from dips.identity.names import MASTER_NAME, PeerIdentity, PeerRole
+from dips.identity.tls_files import LoadedTls
+from dips.transport.tls import TlsSource
+
+PROBE_S = 3.0  # a handshake that explains why a call failed
+ALERT_S = 0.5  # TLS 1.3 says only after the handshake that it refused our certificate
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server, as its callers know it."""
+
+    what: str  # for messages: "the master at 10.0.0.1:7800"
+    address: str  # host:port
+    identity: PeerIdentity | None = None  # whose certificate it must show; None: plain text
+    tls: TlsSource | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return self.what
+
+    def explain_silence(self) -> str:
+        """What a handshake says about a server that gRPC could not reach; empty if it says nothing new. Blocks."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            raw = socket.create_connection((host.strip("[]"), int(port)), PROBE_S)
+        except (OSError, ValueError):
+            return ""
+        with raw:
+            if self.tls is None or self.identity is None:
+                return _explain_plain(raw)
+            return _explain_tls(raw, self.tls, self.identity)
+
+
+def master_peer(address: str, tls: TlsSource | None) -> Endpoint:
+    """The run's master."""
+    identity = PeerIdentity(MASTER_NAME, PeerRole.MASTER, tls.run) if tls is not None else None
+    return Endpoint(f"the master at {address}", address, identity, tls)
+
+
+def slave_peer(name: str, address: str, tls: TlsSource | None) -> Endpoint:
+    """One of the run's slaves."""
+    identity = PeerIdentity(name, PeerRole.SLAVE, tls.run) if tls is not None else None
+    return Endpoint(f"slave {name} at {address}", address, identity, tls)
+
+
+def _explain_plain(raw: socket.socket) -> str:
+    """We speak plain text; does it expect a handshake?"""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(raw):
+            return "it expects certificates: give this process a section `tls`"
+    except ssl.SSLError as error:
+        asks = "CERTIFICATE" in (error.reason or "")
+        return "it expects certificates: give this process a section `tls`" if asks else ""
+    except OSError:
+        return ""
+
+
+def _explain_tls(raw: socket.socket, source: TlsSource, wanted: PeerIdentity) -> str:
+    context = _probe_context(source)
+    try:
+        with context.wrap_socket(raw) as secured:
+            shown = secured.getpeercert(binary_form=True)
+            if reason := _wrong_name(shown, wanted):
+                return reason
+            secured.settimeout(ALERT_S)
+            try:
+                refused = not secured.recv(1)  # gRPC speaks first to whom it takes
+            except TimeoutError:
+                refused = False
+            return f"it refused our certificate ({source.files.cert})" if refused else ""
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is refused: {error.verify_message} (tls.ca: {source.files.ca})"
+    except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            return "it speaks plain text: give it a section `tls`, or this process `insecure: true`"
+        return f"it refused our certificate ({source.files.cert}): {error.reason}"
+    except OSError as error:
+        return f"the handshake broke: {error}"
+
+
+def _probe_context(source: TlsSource) -> ssl.SSLContext:
+    loaded: LoadedTls = source.read_current()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the name is compared by us, with a sentence
+    try:
+        context.load_verify_locations(cadata=loaded.ca.decode())
+        context.load_cert_chain(source.files.cert, source.files.key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"tls: {source.files.cert} and {source.files.key} do not load: {error}") from error
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _wrong_name(shown: bytes | None, wanted: PeerIdentity) -> str:
+    if shown is None:
+        return "it showed no certificate"
+    try:
+        found = identity_of(x509.load_der_x509_certificate(shown))
+    except Denied as error:
+        return f"its certificate: {error}"
+    return "" if found == wanted else f"its certificate is of {found}, expected {wanted}"

@@ -1,0 +1,110 @@
+"""This process's certificate on gRPC: what new connections use, looked at again when the files change.
+
+Files that do not fit (half of a renewal, a Secret that is gone) are reported, and what was loaded stays in use.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.identity.tls_files import LoadedTls, load_tls, require_identity
+
+LOOK_S = 1.0  # files are looked at again at most so often
+Report = Callable[[str], None]
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class TlsSource:
+    """Our identity, as the files say it now; from any thread."""
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        name: str,
+        role: PeerRole,
+        run: str,
+        report: Report = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Load them; raise ConfigError if they do not fit or are another's. `report` hears why later ones do not."""
+        self.files, self._name, self._role, self._run = files, name, role, run
+        self._report, self._clock, self._lock = report, clock, threading.Lock()
+        self._looked, self._stamp = clock(), _stamp(files)
+        self._loaded = self._load()
+
+    @property
+    def run(self) -> str:
+        return self._run
+
+    def read_current(self) -> LoadedTls:
+        """What a connection made now uses."""
+        with self._lock:
+            now = self._clock()
+            if now - self._looked >= LOOK_S:
+                self._looked = now
+                self._look_again()
+            return self._loaded
+
+    def _look_again(self) -> None:
+        stamp = _stamp(self.files)
+        if stamp == self._stamp:
+            return
+        try:
+            self._loaded = self._load()
+        except ConfigError as error:
+            self._report(f"the new files are not used: {error}")
+        self._stamp = stamp
+
+    def _load(self) -> LoadedTls:
+        return require_identity(load_tls(self.files), self._name, self._role, self._run)
+
+
+def open_source(files: TlsFiles | None, name: str, role: PeerRole, run: str, report: Report) -> TlsSource | None:
+    """Our certificate, if the configuration names one; None: plain text on loopback."""
+    return None if files is None else TlsSource(files, name, role, run, report)
+
+
+def make_server_credentials(source: TlsSource) -> grpc.ServerCredentials:
+    """For a port that takes only peers with a certificate of our authority; a renewed one is used from the next
+    connection."""
+    used = [source.read_current()]
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        now = source.read_current()
+        if now is used[0]:
+            return None  # as before
+        used[0] = now
+        return _server_configuration(now)
+
+    return grpc.dynamic_ssl_server_credentials(_server_configuration(used[0]), cast(Any, fetch), True)
+
+
+def make_channel_credentials(loaded: LoadedTls) -> grpc.ChannelCredentials:
+    """Show our certificate, and take only peers of our authority."""
+    return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
+
+
+def _server_configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
+
+
+def _stamp(files: TlsFiles) -> _Stamp:
+    """Changes whenever a file does; a file that is missing has a stamp as well."""
+    return tuple(_stamp_of(path) for path in (files.ca, files.cert, files.key, files.crl) if path is not None)
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

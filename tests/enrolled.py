@@ -1,0 +1,32 @@
+"""An authority that enrolls as its tests ask, and files of certificates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dips.identity import certificates, pem_files
+from dips.identity.authority import Authority
+from dips.identity.names import PeerRole, make_identity
+from dips.identity.paths import TlsFiles
+
+
+class Enrolled:
+    """An authority that enrolls as its tests ask."""
+
+    def __init__(self, directory: Path, run: str = "july") -> None:
+        self.directory, self.run = directory, run
+        self.authority = Authority.create(directory / "ca", run)
+
+    def enroll(self, name: str, role: PeerRole, days: int = 90) -> TlsFiles:
+        identity, key = make_identity(name, role, self.run), certificates.new_key()
+        certificate = self.authority.issue(certificates.make_request(identity, key), days)
+        stem = self.directory / identity.label
+        files = TlsFiles(
+            self.directory / "ca" / "ca.crt",
+            stem.with_name(stem.name + ".crt"),
+            stem.with_name(stem.name + ".key"),
+            self.directory / "ca" / "crl.pem",
+        )
+        pem_files.write_public(files.cert, pem_files.to_pem(certificate))
+        pem_files.write_private(files.key, certificates.key_to_pem(key))
+        return files

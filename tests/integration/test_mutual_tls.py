@@ -1,0 +1,235 @@
+"""gRPC with certificates, real sockets: who gets in, who is told what, and what changes without a restart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.errors import ConfigError, Denied, UnavailableMaster
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.paths import TlsFiles
+from dips.transport import control
+from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.guard import Guard
+from dips.transport.tls import LOOK_S, TlsSource
+from dips.wire.generated import cluster_pb2, operator_pb2
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub
+from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server as add_clusters
+from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
+from tests.enrolled import Enrolled
+
+RUN = "july"
+
+
+@pytest.fixture
+def enrolled(tmp_path: Path) -> Enrolled:
+    return Enrolled(tmp_path, RUN)
+
+
+class Clusters(ClusterServiceServicer):
+    """A master that lets every request in that reaches it."""
+
+    async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
+        return cluster_pb2.JoinReply(pending=cluster_pb2.Pending(reason=request.cluster))
+
+
+class HandClock:
+    """Time for a source of certificates, so that it looks at its files when the test says."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def source_of(files: TlsFiles, name: str, role: PeerRole, clock: HandClock | None = None, **more: Any) -> TlsSource:
+    return TlsSource(files, name, role, RUN, clock=clock or HandClock(), **more)
+
+
+@asynccontextmanager
+async def master(source: TlsSource | None, clusters: tuple[str, ...] | None = None) -> AsyncIterator[tuple[str, Any]]:
+    guard = Guard(source, clusters) if source is not None else None
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"), guard)
+    add_clusters(Clusters(), server)
+    port = control.bind_server(server, "127.0.0.1:0", "master.listen", guard)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", guard
+    finally:
+        await server.stop(0)
+
+
+async def join(peer: Endpoint, cluster: str, channel: Any = None) -> str:
+    """Join once; what the master answered."""
+    own = channel or control.open_channel(peer)
+    try:
+        reply = await control.call_method(
+            ClusterServiceStub(own).Join, cluster_pb2.ClusterJoined(cluster=cluster), deadline_s=10.0, peer=peer,
+            unavailable=UnavailableMaster, explain=True,
+        )  # fmt: skip
+    finally:
+        if channel is None:
+            await own.close()
+    return str(reply.pending.reason)
+
+
+async def test_a_cluster_with_its_certificate(enrolled: Enrolled) -> None:
+    ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+    west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+    async with master(ours) as (address, guard):
+        assert await join(master_peer(address, west), "west") == "west"
+        with pytest.raises(Denied, match="cluster 'west' of run 'july' cannot speak for 'east'"):
+            await join(master_peer(address, west), "east")
+        assert dict(guard.refused) == {"/dips.v1.ClusterService/Join": 1}
+
+
+async def test_who_is_not_listed(enrolled: Enrolled) -> None:
+    ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+    west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+    async with master(ours, ("east",)) as (address, _):
+        with pytest.raises(Denied, match="not in the run file's list"):
+            await join(master_peer(address, west), "west")
+
+
+async def test_another_role(enrolled: Enrolled) -> None:
+    ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+    viewer = source_of(enrolled.enroll("west", PeerRole.VIEWER), "west", PeerRole.VIEWER)
+    async with master(ours) as (address, _):
+        with pytest.raises(Denied, match="is for cluster or operator; this certificate is of viewer 'west'"):
+            await join(master_peer(address, viewer), "west")
+
+
+async def test_a_service_that_is_not_served_is_not_reached(enrolled: Enrolled) -> None:
+    ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+    ada = master_peer("", source_of(enrolled.enroll("ada", PeerRole.OPERATOR), "ada", PeerRole.OPERATOR))
+    async with master(ours) as (address, _):
+        peer = replace(ada, address=address)
+        channel = control.open_channel(peer)
+        with pytest.raises(Exception, match="UNIMPLEMENTED"):
+            await control.call_method(
+                OperatorServiceStub(channel).Drain, operator_pb2.DrainAsked(slave="s0"), deadline_s=10.0, peer=peer,
+                unavailable=UnavailableMaster,
+            )  # fmt: skip
+        await channel.close()
+
+
+class TestStrangers:
+    """Each is told what is wrong, not "Socket closed"."""
+
+    async def test_plain_text_to_a_master_with_certificates(self, enrolled: Enrolled) -> None:
+        ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+        async with master(ours) as (address, _):
+            with pytest.raises(UnavailableMaster, match="it expects certificates: give this process a section `tls`"):
+                await join(master_peer(address, None), "west")
+
+    async def test_certificates_to_a_master_in_plain_text(self, enrolled: Enrolled) -> None:
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+        async with master(None) as (address, _):
+            with pytest.raises(UnavailableMaster, match="it speaks plain text"):
+                await join(master_peer(address, west), "west")
+
+    async def test_a_certificate_of_another_authority(self, enrolled: Enrolled, tmp_path: Path) -> None:
+        ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
+        (tmp_path / "other").mkdir()
+        forged = source_of(Enrolled(tmp_path / "other", RUN).enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+        async with master(ours) as (address, _):
+            with pytest.raises(UnavailableMaster, match=r"its certificate is refused: .*tls\.ca"):
+                await join(master_peer(address, forged), "west")
+
+    async def test_a_forged_certificate_that_trusts_the_true_master(self, enrolled: Enrolled, tmp_path: Path) -> None:
+        true = enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
+        (tmp_path / "other").mkdir()
+        files = Enrolled(tmp_path / "other", RUN).enroll("west", PeerRole.CLUSTER)
+        files.ca.write_bytes(files.ca.read_bytes() + true.ca.read_bytes())
+        forged = source_of(files, "west", PeerRole.CLUSTER)
+        async with master(source_of(true, MASTER_NAME, PeerRole.MASTER)) as (address, guard):
+            with pytest.raises(UnavailableMaster, match="it refused our certificate"):
+                await join(master_peer(address, forged), "west")
+            assert not guard.refused, "the handshake already failed"
+
+    async def test_a_slave_that_poses_as_the_master(self, enrolled: Enrolled) -> None:
+        slave = source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s0", PeerRole.SLAVE)
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+        async with master(slave) as (address, _):
+            with pytest.raises(UnavailableMaster, match=r"its certificate is of slave 's0'.*expected master 'master'"):
+                await join(master_peer(address, west), "west")
+
+
+class TestWithoutRestart:
+    async def test_a_renewed_certificate_and_a_half_written_one(self, enrolled: Enrolled) -> None:
+        clock, problems = HandClock(), []
+        files = enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
+        ours = source_of(files, MASTER_NAME, PeerRole.MASTER, clock, report=problems.append)
+        first, old_key = ours.read_current(), files.key.read_bytes()
+        enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
+        new_key = files.key.read_bytes()
+        files.key.write_bytes(old_key)  # between the two renames
+        clock.now += LOOK_S
+        assert ours.read_current() is first and "one of them was renewed without the other" in problems[0]
+        files.key.write_bytes(new_key)
+        clock.now += LOOK_S
+        assert ours.read_current().cert != first.cert
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+        async with master(ours) as (address, _):
+            assert await join(master_peer(address, west), "west") == "west"
+
+    async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
+        clock = HandClock()
+        ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER, clock)
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
+        east = source_of(enrolled.enroll("east", PeerRole.CLUSTER), "east", PeerRole.CLUSTER)
+        async with master(ours) as (address, _):
+            peer = master_peer(address, west)
+            channel = control.open_channel(peer)
+            assert await join(peer, "west", channel) == "west"
+            enrolled.authority.revoke("west.cluster")
+            clock.now += LOOK_S
+            with pytest.raises(Denied, match="the certificate of cluster 'west' of run 'july' is revoked"):
+                await join(peer, "west", channel)
+            assert await join(master_peer(address, east), "east") == "east"
+            await channel.close()
+
+    async def test_a_caller_shows_its_renewed_certificate(self, enrolled: Enrolled) -> None:
+        """The channel stays, its connection is made anew."""
+        served, called = HandClock(), HandClock()
+        ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER, served)
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER, called)
+        async with master(ours) as (address, _):
+            peer = master_peer(address, west)
+            channel = control.open_channel(peer)
+            assert await join(peer, "west", channel) == "west"
+            enrolled.authority.revoke("west.cluster")
+            served.now += LOOK_S
+            with pytest.raises(Denied, match="is revoked"):
+                await join(peer, "west", channel)
+            enrolled.enroll("west", PeerRole.CLUSTER)
+            called.now += LOOK_S
+            assert await join(peer, "west", channel) == "west"
+            await channel.close()
+
+    async def test_the_authority_rolls_over(self, enrolled: Enrolled, tmp_path: Path) -> None:
+        """Both are trusted, then certificates of the new one arrive, then the old one is gone."""
+        clock = HandClock()
+        files = enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
+        ours = source_of(replace(files, crl=None), MASTER_NAME, PeerRole.MASTER, clock)
+        (tmp_path / "new").mkdir()
+        later = Enrolled(tmp_path / "new", RUN).enroll("west", PeerRole.CLUSTER)
+        async with master(ours) as (address, _):
+            both = files.ca.read_bytes() + later.ca.read_bytes()
+            later.ca.write_bytes(both)
+            west = source_of(replace(later, crl=None), "west", PeerRole.CLUSTER)
+            with pytest.raises(UnavailableMaster):
+                await join(master_peer(address, west), "west")
+            files.ca.write_bytes(both)
+            clock.now += LOOK_S
+            assert await join(master_peer(address, west), "west") == "west"
+
+
+def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
+    with pytest.raises(ConfigError, match=r"expected a certificate of slave 's1'.*got one of slave 's0'"):
+        source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s1", PeerRole.SLAVE)

@@ -1,0 +1,108 @@
+"""A run with certificates of `dips certs`: it trains, and those without the right one are told and change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration import cluster_harness as harness
+from tests.integration.test_client_agent import tensors
+from tests.integration.test_mistakes import CLI, tiny, type_words
+
+RUN = "test"  # the harness's
+NAMES = (("master", "master"), ("ps0", "slave"), ("west", "cluster"), ("operator", "operator"), ("eve", "viewer"))
+
+
+def type_certs(*words: str, cwd: Path) -> str:
+    code, said = type_words(*CLI, "certs", *words, cwd=cwd)
+    assert code == 0, said
+    return said
+
+
+def enroll(directory: Path, name: str, role: str) -> None:
+    """Request here, sign there."""
+    type_certs("request", name, "--role", role, "--run", RUN, "--out", "certs", cwd=directory)
+    type_certs("issue", "ca", f"certs/{name}.{role}.csr", cwd=directory)
+
+
+@pytest.fixture(name="run")
+def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
+    type_certs("init", "ca", "--run", RUN, cwd=tmp_path)
+    for name, role in NAMES:
+        enroll(tmp_path, name, role)
+    (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
+    tls = {
+        "ca": "certs/ca.crt",
+        "cert": "certs/{name}.{role}.crt",
+        "key": "certs/{name}.{role}.key",
+        "crl": "ca/crl.pem",
+    }
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 3}}
+    with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security={"tls": tls}) as run:
+        yield run
+
+
+@pytest.mark.timeout(180)
+def test_a_secured_run_trains_and_strangers_are_told(run: harness.Run, tmp_path: Path) -> None:
+    run.start_master()
+    run.start_slaves()
+
+    # without a certificate, as another cluster, as a viewer who would drain, in plain text
+    lost = run.start_cluster("lost", tiny(tmp_path))
+    run.wait(lost, 60, code=78)
+    assert "lost.cluster.crt cannot be read: No such file or directory" in lost.log.read_text()
+    forged = dict(run.security["tls"], cert="certs/west.cluster.crt", key="certs/west.cluster.key")
+    posing = run.start_cluster("east", tiny(tmp_path), tls=forged)
+    run.wait(posing, 60, code=78)
+    assert "expected a certificate of cluster 'east' of run 'test', got one of cluster 'west'" in posing.log.read_text()
+    viewer = str(tmp_path / "certs" / "eve.viewer.crt")
+    code, said = type_words(*CLI, "drain", "ps0", "--master", run.address, "--credentials", viewer)
+    assert (code, "is for operator or slave; this certificate is of viewer 'eve'" in said) == (77, True), said
+    code, said = type_words(*CLI, "status", "--master", run.address)
+    assert (code, "it expects certificates: give this process a section `tls`" in said) == (69, True), said
+
+    # a viewer looks, the run trains to its end
+    code, said = type_words(*CLI, "status", "--master", run.address, "--credentials", viewer, "--json")
+    assert code == 0 and json.loads(said)["clusters"] == {}, "no stranger has joined"
+    run.wait(run.start_cluster("west", tiny(tmp_path)), 90)
+    code, said = type_words(*CLI, "status", "--config", str(run.file), "--json")
+    assert code == 0 and json.loads(said)["finished"]
+
+
+def test_certificates_are_shown_renewed_and_revoked(tmp_path: Path) -> None:
+    type_certs("init", "ca", "--run", RUN, cwd=tmp_path)
+    enroll(tmp_path, "west", "cluster")
+    certificate, key = (tmp_path / "certs" / f"west.cluster.{end}" for end in ("crt", "key"))
+    before = certificate.read_bytes(), key.read_bytes()
+    assert "sign it by" in type_certs("renew", "certs/west.cluster.crt", cwd=tmp_path)
+    assert (certificate.read_bytes(), key.read_bytes()) == before, "nothing changes before it is signed"
+    type_certs("issue", "ca", "certs/west.cluster.renewal.csr", cwd=tmp_path)
+    assert "renewed" in type_certs("renew", "certs/west.cluster.crt", cwd=tmp_path)
+    assert certificate.read_bytes() != before[0] and key.read_bytes() != before[1]
+    assert sorted(path.name for path in certificate.parent.iterdir()) == [
+        "west.cluster.crt", "west.cluster.csr", "west.cluster.key",
+    ]  # fmt: skip
+    assert "renewed" in type_certs("renew", "certs/west.cluster.crt", "--authority", "ca", cwd=tmp_path)
+    assert "cluster 'west' of run 'test'" in type_certs("show", "certs/west.cluster.crt", "ca/ca.crt", cwd=tmp_path)
+    assert type_certs("revoke", "ca", "west.cluster", cwd=tmp_path).count("revoked west.cluster.test.dips") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("request", "a.b", "--role", "slave", "--run", "r"), "dots separate the parts of a certificate's name"),
+        (("request", "west", "--role", "master", "--run", "r"), "a run has one master"),
+        (("issue", "ca", "none.csr"), "none.csr cannot be read"),
+        (("issue", "nowhere", "none.csr"), "nowhere/ca.crt cannot be read"),
+        (("init", "ca", "--run", "r"), "there is an authority already"),
+        (("revoke", "ca", "west.cluster"), "expected NAME.ROLE or a serial"),
+    ],
+    ids=["dots", "master", "request", "authority", "twice", "nobody"],
+)
+def test_mistakes(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    type_certs("init", "ca", "--run", RUN, cwd=tmp_path)
+    code, text = type_words(*CLI, "certs", *words, cwd=tmp_path)
+    assert code == 78 and said in text, text

@@ -1,0 +1,92 @@
+"""The table of rights: a row for each method, no row is no, and nobody speaks for another."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dips.errors import Denied
+from dips.identity.names import PeerIdentity, PeerRole
+from dips.identity.rights import RIGHTS, check_enrolled, check_right
+from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
+
+FILES = (cluster_pb2, operator_pb2, slave_pb2, status_pb2)
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for file in FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+HEALTH = "/grpc.health.v1.Health/Check"
+
+
+def who(role: PeerRole, name: str = "a") -> PeerIdentity:
+    return PeerIdentity(name, role, "run")
+
+
+def request_of(method: str, name: str) -> Any:
+    """A request of `method` in the name of `name`."""
+    own = RIGHTS[method].own
+    made: Any = name
+    for part in reversed(own.split(".")):
+        made = SimpleNamespace(**{part: made}) if part else SimpleNamespace()
+    return made
+
+
+def test_each_method_has_a_row_and_each_row_a_method() -> None:
+    assert set(RIGHTS) == set(METHODS) | {HEALTH}
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_field_that_bears_the_name_is_of_the_request(method: str) -> None:
+    descriptor = METHODS[method].input_type
+    for part in filter(None, RIGHTS[method].own.split(".")):
+        field = descriptor.fields_by_name[part]
+        descriptor = field.message_type
+    assert descriptor is None or not RIGHTS[method].own, "it ends at a string"
+
+
+@pytest.mark.parametrize(("method", "role"), list(product(sorted(RIGHTS), PeerRole)))
+def test_only_those_of_the_row(method: str, role: PeerRole) -> None:
+    caller = who(role)
+    request = request_of(method, caller.cluster_name)
+    if role in RIGHTS[method].roles:
+        check_right(caller, method, request)
+    else:
+        with pytest.raises(Denied, match="is for"):
+            check_right(caller, method, request)
+
+
+@pytest.mark.parametrize("method", sorted(m for m, right in RIGHTS.items() if right.own))
+def test_nobody_speaks_for_another(method: str) -> None:
+    for role in RIGHTS[method].roles & RIGHTS[method].own_of:
+        with pytest.raises(Denied, match="cannot speak for 'b'"):
+            check_right(who(role), method, request_of(method, "b"))
+
+
+def test_a_cluster_is_not_the_operator_of_its_name() -> None:
+    with pytest.raises(Denied):
+        check_right(who(PeerRole.OPERATOR, "west"), "/dips.v1.ClusterService/Join", SimpleNamespace(cluster="west"))
+
+
+def test_an_operator_drains_any_slave_and_a_slave_itself() -> None:
+    method = "/dips.v1.OperatorService/Drain"
+    check_right(who(PeerRole.OPERATOR), method, SimpleNamespace(slave="b"))
+    check_right(who(PeerRole.SLAVE), method, SimpleNamespace(slave="a"))
+
+
+def test_a_method_without_a_row_is_open_to_nobody() -> None:
+    for role in PeerRole:
+        with pytest.raises(Denied, match="open to nobody"):
+            check_right(who(role), "/dips.v1.ClusterService/Fold", SimpleNamespace())
+
+
+def test_clusters_that_the_run_file_does_not_list() -> None:
+    check_enrolled(who(PeerRole.CLUSTER), None)
+    check_enrolled(who(PeerRole.CLUSTER), ("a", "b"))
+    check_enrolled(who(PeerRole.SLAVE), ("b",))
+    with pytest.raises(Denied, match="not in the run file's list"):
+        check_enrolled(who(PeerRole.CLUSTER), ("b",))

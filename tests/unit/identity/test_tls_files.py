@@ -1,0 +1,179 @@
+"""Files that do not fit are refused by name, with what to do; what fits is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+
+from dips.errors import ConfigError, Denied
+from dips.identity import certificates, pem_files
+from dips.identity.authority import Authority
+from dips.identity.certificates import utc_now
+from dips.identity.names import PeerIdentity, PeerRole
+from dips.identity.paths import TlsFiles
+from dips.identity.tls_files import load_tls, require_identity
+from tests.enrolled import Enrolled
+
+
+def test_files_that_fit(enrolled: Enrolled) -> None:
+    loaded = load_tls(enrolled.enroll("west", PeerRole.CLUSTER))
+    assert loaded.identity == PeerIdentity("west", PeerRole.CLUSTER, "july")
+    assert timedelta(days=89) < loaded.until - utc_now() < timedelta(days=91)
+
+
+def test_one_section_serves_all_daemons() -> None:
+    files = TlsFiles(Path("ca.crt"), Path("certs/{name}.{role}.crt"), Path("certs/{name}.{role}.key"))
+    assert files.of("s0", PeerRole.SLAVE).cert == Path("certs/s0.slave.crt")
+    assert files.of("s0", PeerRole.SLAVE).key == Path("certs/s0.slave.key")
+
+
+def two_names(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    return _signed(enrolled, files, ["a.cluster.july.dips", "b.cluster.july.dips"])
+
+
+def foreign_name(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    return _signed(enrolled, files, ["www.example.org"])
+
+
+def no_name(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    return _signed(enrolled, files, [])
+
+
+def _signed(enrolled: Enrolled, files: TlsFiles, names: list[str]) -> TlsFiles:
+    """A certificate that our authority would not sign, by its key."""
+    key, root_path = certificates.new_key(), enrolled.directory / "ca" / "ca.key"
+    root_key = pem_files.parse_key(pem_files.read_key_pem(root_path, "key"), root_path, "key")
+    subject = x509.Name([])
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(enrolled.authority.root.subject)
+    builder = builder.public_key(key.public_key()).serial_number(7).not_valid_before(utc_now() - timedelta(hours=1))
+    builder = builder.not_valid_after(utc_now() + timedelta(hours=1))
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(n) for n in names]), critical=False)
+    pem_files.write_public(files.cert, pem_files.to_pem(builder.sign(root_key, hashes.SHA256())))
+    pem_files.write_private(files.key, certificates.key_to_pem(key))
+    return files
+
+
+def another_key(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    return replace(files, key=enrolled.enroll("east", PeerRole.CLUSTER).key)
+
+
+def another_authority(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    Authority.create(enrolled.directory / "other", "july")
+    return replace(files, ca=enrolled.directory / "other" / "ca.crt", crl=None)
+
+
+def another_list(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    Authority.create(enrolled.directory / "other", "july")
+    return replace(files, crl=enrolled.directory / "other" / "crl.pem")
+
+
+def missing(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    files.cert.unlink()
+    return files
+
+
+def half_written(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    files.cert.write_bytes(files.cert.read_bytes()[:200])
+    return files
+
+
+def huge(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    files.cert.write_bytes(b"x" * (certificates.MOST_PEM + 1))
+    return files
+
+
+def open_to_all(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    files.key.chmod(0o644)
+    return files
+
+
+def revoked(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    enrolled.authority.revoke("west.cluster")
+    return files
+
+
+BAD: list[tuple[Callable[[Enrolled, TlsFiles], TlsFiles], str]] = [
+    (two_names, r"tls\.cert: .*west\.cluster\.crt: expected one name .* found 2"),
+    (foreign_name, r"tls\.cert: .*expected a certificate for .*www\.example\.org"),
+    (no_name, r"tls\.cert: .*found none"),
+    (another_key, r"tls\.key: .*east\.cluster\.key is not the key of .*west\.cluster\.crt: one of them was renewed"),
+    (another_authority, r"tls\.cert: .*which is not in .*other/ca\.crt"),
+    (another_list, r"tls\.crl: .*is not signed by an authority"),
+    (missing, r"tls\.cert: .*cannot be read: No such file"),
+    (half_written, r"tls\.cert: .*expected a certificate in PEM"),
+    (huge, r"tls\.cert: .*more than 65536 bytes"),
+    (open_to_all, r"tls\.key: .*can be read by everybody .*644.*chmod 600"),
+    (revoked, r"tls\.cert: .*is revoked by .*crl\.pem: ask for a new one"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD, ids=[spoil.__name__ for spoil, _ in BAD])
+def test_files_that_do_not_fit(
+    enrolled: Enrolled, spoil: Callable[[Enrolled, TlsFiles], TlsFiles], message: str
+) -> None:
+    files = spoil(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
+    with pytest.raises(ConfigError, match=message):
+        load_tls(files)
+
+
+@pytest.mark.parametrize(("days", "message"), [(91, "expired at"), (-1, "is valid from")])
+def test_the_clock(enrolled: Enrolled, days: int, message: str) -> None:
+    files = enrolled.enroll("west", PeerRole.CLUSTER)
+    with pytest.raises(ConfigError, match=message):
+        load_tls(files, utc_now() + timedelta(days=days))
+
+
+def test_anothers_certificate(enrolled: Enrolled) -> None:
+    loaded = load_tls(enrolled.enroll("west", PeerRole.CLUSTER))
+    with pytest.raises(ConfigError, match=r"expected a certificate of slave 'west'.*got one of cluster 'west'"):
+        require_identity(loaded, "west", PeerRole.SLAVE, "july")
+
+
+def test_a_root_that_is_rolled_over(enrolled: Enrolled) -> None:
+    """While both are trusted, certificates of either are."""
+    files, other = enrolled.enroll("west", PeerRole.CLUSTER), Authority.create(enrolled.directory / "new", "july")
+    both = enrolled.directory / "both.crt"
+    both.write_bytes(pem_files.to_pem(other.root) + files.ca.read_bytes())
+    assert load_tls(replace(files, ca=both)).identity.name == "west"
+
+
+class TestAuthority:
+    def test_a_second_one_in_its_place(self, enrolled: Enrolled) -> None:
+        with pytest.raises(ConfigError, match="there is an authority already"):
+            Authority.create(enrolled.directory / "ca", "july")
+
+    def test_signs_for_its_run_only(self, enrolled: Enrolled) -> None:
+        request = certificates.make_request(PeerIdentity("west", PeerRole.CLUSTER, "june"), certificates.new_key())
+        with pytest.raises(Denied, match="the request is of run 'june', this authority is of run 'july'"):
+            enrolled.authority.issue(request)
+
+    def test_never_outlives_its_root(self, tmp_path: Path) -> None:
+        files = Enrolled(tmp_path)
+        short = Authority.create(tmp_path / "short", "july", days=10)
+        identity = PeerIdentity("west", PeerRole.CLUSTER, "july")
+        signed = short.issue(certificates.make_request(identity, certificates.new_key()), days=90)
+        assert signed.not_valid_after_utc == short.root.not_valid_after_utc
+        assert files.authority.list_issued() == []
+
+    def test_lists_what_it_signed_and_revoked(self, enrolled: Enrolled) -> None:
+        for name in ("west", "east", "west"):
+            enrolled.enroll(name, PeerRole.CLUSTER)
+        again = Authority.open(enrolled.directory / "ca")
+        assert len(again.revoke("west.cluster")) == 2
+        assert [row.revoked is not None for row in again.list_issued()] == [True, False, True]
+        assert len(again.find_live(PeerIdentity("east", PeerRole.CLUSTER, "july"))) == 1
+        with pytest.raises(ConfigError, match=r"expected NAME\.ROLE or a serial"):
+            again.revoke("west.cluster")
+
+    def test_keys_of_the_authority_are_its_own(self, enrolled: Enrolled) -> None:
+        assert (enrolled.directory / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
+        (enrolled.directory / "ca" / "ca.key").write_bytes(certificates.key_to_pem(certificates.new_key()))
+        with pytest.raises(ConfigError, match="is not the key of"):
+            Authority.open(enrolled.directory / "ca")
