@@ -1,7 +1,8 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Wake), what they count (FrameRefused) and news for the shard (Staged, PushOver, Released, SourceMoved), as values, so that
-both halves can be tested without a socket, and so that nothing is called while a lock is held.
+Orders to the lanes (Say, Wake), what they count (FrameRefused) and news for the shard (Staged, PushOver, Released,
+SourceMoved), as values, so that both halves can be tested without a socket, and so that nothing is called while a lock
+is held.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ push: the error feedback of client/feedback.py. What pulls bring instead of para
     int8   1 B and a 4 B step for each block of 256; error at most half a step, a step being the block's max |x| / 127
     int4   ½ B and a 4 B step for each block of 128; error at most half a step, a step being the block's max |x| / 7
 
-What must stay true: a zero stays zero; what is not finite is noticed: in fp32 and bf16 it arrives not finite, so that the
-gate sees it, in int8 and int4 its block's step is NaN, which the receiver refuses (`check_steps`); the same elements make the same bytes, so a repeated chunk is the
-same. A body of blocks is all steps, then all elements: both are read as flat arrays. In int4 two elements share a byte,
-the first in the low half, each as 8 more than its steps; a half without an element is 8. Nothing here knows versions or
-sockets.
+What must stay true: a zero stays zero; what is not finite is noticed: in fp32 and bf16 it arrives not finite, so that
+the gate sees it, in int8 and int4 its block's step is NaN, which the receiver refuses (`check_steps`); the same
+elements make the same bytes, so a repeated chunk is the same. A body of blocks is all steps, then all elements: both
+are read as flat arrays. In int4 two elements share a byte, the first in the low half, each as 8 more than its steps; a
+half without an element is 8. Nothing here knows versions or sockets.
 """
 
 from __future__ import annotations

@@ -398,12 +398,12 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_a_difference_that_is_not_finite_ends_its_push_at_the_slave(codec):
-    """Its block's step is NaN: refused before it is written, told to the rank and to the master, not asked for again."""
+    """Its block's step is NaN: refused before it is written, told to the rank and to the master, never asked again."""
     with running_flow() as slave:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec=codec, theta=theta)
         differences[LAYERS[0]][7] = np.inf
-        with pytest.raises(DipsError, match="is refused: .*block 0 of a chunk"):
+        with pytest.raises(DipsError, match=r"is refused: .*block 0 of a chunk"):
             push_pieces(slave.grant(1, codec=codec), base(1), shares(differences, 1)[0])
         assert "expected finite steps from 0 on, got nan" in slave.heard.wait("refused", push_id)
         assert slave.flow.refused_frames["step"] == 1

@@ -68,7 +68,8 @@ class HostileWorld:
 
     def frame(self, kind: Kind, stream: int, body: bytes, chunk: Range = Range(0, 0, 0, 0)) -> Frame:
         dtype = self.codec.dtype if kind is Kind.CHUNK else Dtype.FP32
-        return pack_header(Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], dtype)), body
+        header = Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], dtype)
+        return pack_header(header), body
 
     def deliver(self, index: int) -> None:
         """The slave takes one frame, as the data flow does."""

@@ -68,7 +68,7 @@ def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
 @pytest.mark.parametrize(("codec", "elements"), [("int8", b"\x00\x01\x80"), ("int4", b"\x98\x80")])
 @pytest.mark.parametrize("step", [np.nan, np.inf, -np.inf])
 def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: str, elements: bytes, step: float) -> None:
-    """A peer may send any step under a right checksum: it is refused, and were it put, its whole block were not finite."""
+    """A peer may send any step under a right checksum: it is refused, and if it were put, its block would show it."""
     target, body = np.ones(3, np.float32), np.float32(step).tobytes() + elements
     codecs.codec_named(codec).put(body, target)
     assert not np.isfinite(target).any()
