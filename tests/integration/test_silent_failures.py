@@ -112,12 +112,13 @@ def run_alone(
 
 
 @pytest.mark.timeout(90)
-def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("install", ["whole", "streaming"])
+def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path, install: str) -> None:
     """θ is no number of bf16, yet each of 20 pushes of a model that is has norm 0: it is θ, bit for bit.
 
     So no version follows, and what nobody trains is told, as are the 16 bits.
     """
-    said = run_alone(tmp_path, "idle", versions=20, steps=1)
+    said = run_alone(tmp_path, "idle", versions=20, steps=1, install=install)
     with closing(Ledger.open(tmp_path / "master" / LEDGER, readonly=True)) as ledger:
         rounds = ledger.read_history(1000)
     outcomes = [o for r in rounds for o in r.outcomes]

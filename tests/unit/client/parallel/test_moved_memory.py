@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
+from dips.wire.chunks import split_chunks
 
 BF16 = torch.bfloat16
 
@@ -38,10 +40,15 @@ def pull(memory: HostMemory, value: float) -> None:
     memory.finish_install()
 
 
-def pushed(memory: HostMemory) -> set[float]:
+def pushed(memory: HostMemory, most: int = 1 << 20) -> set[float]:
+    """What travels, in chunks of at most so many elements."""
     assert memory.find_replaced_parameter() == ""
     memory.gather_pieces()
-    return {float(x) for piece in memory.pieces for x in piece.array}
+    if memory.encode_chunk is None:
+        return {float(x) for piece in memory.pieces for x in piece.array}
+    chunks = split_chunks([piece.range for piece in memory.pieces], 4 * most)
+    bodies = [memory.encode_chunk(chunk, memoryview(b"")) for chunk in chunks]
+    return {float(x) for body in bodies for x in np.frombuffer(body, np.float32)}
 
 
 def reassign(model: nn.Module) -> None:
@@ -58,11 +65,10 @@ def test_memory_that_was_moved_is_found_anew(kind: type[HostMemory], move: Calla
     move(model)
     pull(memory, 5.0)
     assert all(bool((p == 5.0).all()) for p in model.parameters())
-    if kind is not StreamedMemory:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)
-        assert pushed(memory) == {7.0}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    assert pushed(memory) == {7.0}
 
 
 def swap_module(model: nn.Module) -> None:
@@ -187,7 +193,7 @@ def test_an_optimizer_of_other_tensors_is_refused() -> None:
 # ---- 16 bits without masters -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HostMemory, LazyMemory])
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, StreamedMemory])
 def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type[HostMemory]) -> None:
     """Bit for bit, whatever rounding took; and what it trains is added to that."""
     model = nn.Linear(3, 2, dtype=BF16)
@@ -204,6 +210,26 @@ def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type
     rounded = memory.remainders.take_state()
     assert rounded is not None and rounded.numel() == 8
     assert memory.remainders.restore_state(rounded) and not memory.remainders.restore_state(rounded[1:])
+
+
+def test_layer_by_layer_every_element_keeps_its_own_remainder() -> None:
+    """Each chunk of a push reads those of its place, however small it is; a later pull replaces them."""
+    model = nn.Sequential(nn.Linear(30, 20, dtype=BF16), nn.Linear(20, 3, dtype=BF16))
+    memory = memory_of(model, kind=StreamedMemory)
+    assert isinstance(memory, StreamedMemory)
+    for seed in (0, 1):
+        drawn = np.random.default_rng(seed)
+        pulled = {piece.range: drawn.standard_normal(piece.length).astype(np.float32) for piece in memory.pieces}
+        for layer in memory.layers:
+            for piece in memory.pieces_of_layer(layer):
+                piece.array[:] = pulled[piece.range]
+            memory.install_layer(layer)
+        memory.gather_pieces()
+        assert memory.encode_chunk is not None
+        for whole, values in pulled.items():
+            for chunk in split_chunks([whole], 4 * 7):
+                body = bytes(memory.encode_chunk(chunk, memoryview(b"")))
+                assert body == values[chunk.offset : chunk.offset + chunk.length].tobytes()
 
 
 def test_a_merge_keeps_the_remainder() -> None:
