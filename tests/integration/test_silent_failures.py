@@ -128,10 +128,20 @@ def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("mode", "code"), [("hidden", 78), ("copies", 78), ("given", 0)])
-def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "install", "code"),
+    [
+        ("hidden", "whole", 78),
+        ("copies", "whole", 78),
+        ("given", "whole", 0),
+        ("hidden", "lazy", 78),
+        ("copies", "lazy", 78),
+        ("hidden", "streaming", 78),
+    ],
+)
+def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, install: str, code: int) -> None:
     """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
-    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code)
+    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code, install=install)
     named = "wrote back the values from before it" in said and "OuterLoop(model, optimizer=optimizer)" in said
     assert named is (mode != "given")
 

@@ -74,6 +74,7 @@ def train_with_masters(model: nn.Module, given: bool, kind: Any = MasterSgd) -> 
     optimizer = kind(model.bfloat16().parameters())
     with OuterLoop(model, optimizer=optimizer if given else None) as outer:
         while not outer.finished:
+            model(torch.zeros(1, 16, dtype=torch.bfloat16))  # with `install: lazy` it brings what was pulled
             optimizer.step()
             outer.step(tokens=8)
     return {}

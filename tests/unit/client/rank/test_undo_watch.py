@@ -54,6 +54,29 @@ def test_training_is_no_undoing(moved: float, noise: float) -> None:
     trained.step(trained.parameter + STEP * (1 + noise * drawn))
 
 
+def test_a_lazy_install_is_sampled_where_it_has_come_to() -> None:
+    """Before that the parameter holds what the pull replaces: a sample of it would tell nothing."""
+    trained = Trained()
+    old = trained.parameter.clone()
+    trained.watch.take_before([("w", trained.parameter)])
+    trained.watch.take_after(trained.optimizer_steps, pending={"w"})
+    trained.parameter.copy_(old + 0.05)
+    trained.watch.on_installed({"w", "another"})
+    with pytest.raises(ConfigError, match="in 1 of 1 parameters looked at"):
+        trained.step(old + STEP)
+
+
+def test_a_parameter_that_no_install_came_to_is_no_evidence() -> None:
+    """Nor is the step that follows the next pull known then."""
+    trained = Trained()
+    old = trained.parameter.clone()
+    trained.watch.take_before([("w", trained.parameter)])
+    trained.watch.take_after(trained.optimizer_steps, pending={"w"})
+    trained.step(old + STEP)
+    trained.install(old + 0.05)
+    trained.step(old + STEP)
+
+
 def test_what_proves_nothing_is_passed_over() -> None:
     """No optimizer step was seen, as where a script writes parameters itself; a rank that holds nothing."""
     trained = Trained()
