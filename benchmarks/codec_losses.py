@@ -1,8 +1,8 @@
 """What a small model learns where pushes and pulls are lossy, held against fp32, and how far chance alone moves that.
 
-The runs of codecs.py: three clusters, one after the other in this process, 20 outer steps, every cluster in every round,
-so that no timing is in it and a run repeats bit for bit. All the same one run tells nothing of half a percent: it is
-chaotic, and two fp32 runs end that far apart if θ differs at the begin by a thousandth of itself. So each seed has
+The runs of codecs.py: three clusters, one after the other in one process, 20 outer steps, every cluster in every round,
+so that no timing is in it and a run repeats bit for bit. All the same a single run tells nothing of half a percent: it
+is chaotic, and two fp32 runs end that far apart if θ differs at the begin by a thousandth of itself. So each seed has
 several such starts, the same for all ways; what is held is the mean over them. *Random errors* are fp32 pushes with
 errors as large as int4's, drawn evenly and fed back as a codec's: what an effect of int4 must be compared with.
 """
