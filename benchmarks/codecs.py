@@ -139,7 +139,7 @@ def train(
     seed: int = 0,
     start: int = 0,
 ) -> float:
-    """Take `rounds` outer steps; return the validation loss, nats per byte. `start` 0: the seed's own; others: near it."""
+    """Take `rounds` outer steps; return the validation loss, nats per byte. `start` 0: the seed's θ, others near."""
     torch.manual_seed(seed)
     model, corpus = Decoder(SHAPE), data.load_corpus(1)
     if start:
