@@ -54,13 +54,6 @@ MUTANTS = (
     Mutant(
         "a range in one block takes the next one's step", WIRE, "min(-chunk.offset % BLOCK, chunk.length)", "0", SPELT
     ),
-    Mutant(
-        "a range in one block runs over its end",
-        WIRE,
-        "min(-chunk.offset % BLOCK, chunk.length)",
-        "-chunk.offset % BLOCK",
-        SPELT,
-    ),
     Mutant("the second update is the first again", WIRE, "[number * each : (number + 1) * each]", "[:each]", SPELT),
     Mutant(
         "a block that is begun has no step",
