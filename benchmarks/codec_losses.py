@@ -32,7 +32,7 @@ LEAST = 0.995  # fp32's mean loss over a codec's, of each seed: it may not be wo
 STEPS4 = 7  # from 0 to a block's largest element, int4
 
 
-class Way(NamedTuple):
+class CodecWay(NamedTuple):
     """How a run pushes and pulls."""
 
     push: str
@@ -42,15 +42,15 @@ class Way(NamedTuple):
         return "fp32 both ways" if self == FP32 else f"{self.push} pushes, {self.pull} pulls"
 
 
-FP32, RANDOM = Way("fp32", "fp32"), Way("random errors", "fp32")
-WAYS = (Way("int8", "int8"), Way("int4", "int8"), RANDOM)
+FP32, RANDOM = CodecWay("fp32", "fp32"), CodecWay("random errors", "fp32")
+WAYS = (CodecWay("int8", "int8"), CodecWay("int4", "int8"), RANDOM)
 HELD = WAYS[:2]
 
 
-class Case(NamedTuple):
+class LossCase(NamedTuple):
     """One run."""
 
-    way: Way
+    way: CodecWay
     seed: int
     start: int
 
@@ -71,21 +71,21 @@ class RandomErrors(CodecChannel):
         return brought
 
 
-def take(case: Case, rounds: int) -> float:
+def take(case: LossCase, rounds: int) -> float:
     """The loss of one run."""
     torch.set_num_threads(1)
     push = channels(case.way.push, True) if case.way.push in CODECS else random_channels(case)
     return train(partial(average, push), rounds, pull=case.way.pull, seed=case.seed, start=case.start)
 
 
-def random_channels(case: Case) -> list[CodecChannel]:
+def random_channels(case: LossCase) -> list[CodecChannel]:
     drawn = np.random.default_rng((case.seed, case.start))
     return [RandomErrors(CODECS["fp32"], True, drawn=drawn) for _ in range(CLUSTERS)]
 
 
 def measure(bench: Bench) -> None:
     seeds, starts, rounds = (SEEDS[:1], STARTS[:2], 5) if bench.quick else (SEEDS, STARTS, ROUNDS)
-    cases = [Case(way, seed, start) for start in starts for seed in seeds for way in (FP32, *WAYS)]
+    cases = [LossCase(way, seed, start) for start in starts for seed in seeds for way in (FP32, *WAYS)]
     workers = bench.args.workers or available_cores()
     bench.say(f"{len(cases)} runs of {rounds} outer steps, {workers} at a time")
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
@@ -93,19 +93,19 @@ def measure(bench: Bench) -> None:
     for seed in seeds:
         report_seed(bench, found, seed, starts)
     for way in WAYS:
-        changes = [found[Case(way, s, k)] / found[Case(FP32, s, k)] - 1 for s in seeds for k in starts]
+        changes = [found[LossCase(way, s, k)] / found[LossCase(FP32, s, k)] - 1 for s in seeds for k in starts]
         bench.note(f"{way}, all seeds: {describe(changes)} against fp32 from the same start")
 
 
-def report_seed(bench: Bench, found: Mapping[Case, float], seed: int, starts: Sequence[int]) -> None:
+def report_seed(bench: Bench, found: Mapping[LossCase, float], seed: int, starts: Sequence[int]) -> None:
     """The mean over the starts, and what a single run might have told instead."""
-    exact = [found[Case(FP32, seed, start)] for start in starts]
+    exact = [found[LossCase(FP32, seed, start)] for start in starts]
     mean = statistics.mean(exact)
     bench.row(f"seed {seed}, {FP32}", mean, "nats")
     alone = ", ".join(f"{loss / mean - 1:+.2%}" for loss in exact)
     bench.note(f"seed {seed}, fp32 against the mean of fp32, start by start: {alone}")
     for way in WAYS:
-        losses = [found[Case(way, seed, start)] for start in starts]
+        losses = [found[LossCase(way, seed, start)] for start in starts]
         least = LEAST if way in HELD and not bench.quick else None
         bench.row(
             f"seed {seed}, {way}", statistics.mean(losses), "nats", against="fp32", of=mean, least=least, less=True
