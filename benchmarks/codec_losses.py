@@ -9,6 +9,7 @@ errors as large as int4's, drawn evenly and fed back as a codec's: what an effec
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -66,7 +67,7 @@ class RandomErrors(CodecChannel):
         blocks = np.pad(carried, (0, -carried.size % INT4_BLOCK)).reshape(-1, INT4_BLOCK)
         steps = np.abs(blocks).max(axis=1, keepdims=True) / STEPS4
         errors = (steps * self.drawn.uniform(-0.5, 0.5, blocks.shape)).reshape(-1)[: carried.size]
-        brought = (carried + errors).astype(np.float32)
+        brought: F32 = (carried + errors).astype(np.float32)
         self.owed = carried - brought
         return brought
 
@@ -120,10 +121,9 @@ def describe(changes: Sequence[float]) -> str:
     return f"{statistics.mean(changes):+.2%} ± {error:.2%} ({', '.join(f'{c:+.2%}' for c in changes)})"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, help="runs at a time; by default, one for each core")
+
+
 if __name__ == "__main__":
-    main(
-        "codec_losses",
-        __doc__,
-        measure,
-        lambda parser: parser.add_argument("--workers", type=int, help="runs at a time; by default, one for each core"),
-    )
+    main("codec_losses", __doc__, measure, add_arguments)

@@ -151,3 +151,11 @@ def test_a_checkpoint_that_was_loaded_too_early_is_not_believed(tmp_path: Path) 
     """The pull has overwritten it, so its tokens do not count; what to do instead is returned."""
     run_alone(tmp_path, "early", versions=3, steps=3, max_restarts=1)
     assert "load model and optimizer after OuterLoop is made" in json.loads((tmp_path / "out").read_text())["said"]
+
+
+@pytest.mark.timeout(90)
+def test_a_compiled_model_of_ddp_trains(tmp_path: Path) -> None:
+    """torch.compile(DDP(m)) has the names of m, and what is pulled is what the compiled graph computes with."""
+    run_alone(tmp_path, "compiled", versions=4, steps=3)
+    losses = json.loads((tmp_path / "out").read_text())["losses"]
+    assert losses[-1] < 0.8 * losses[0]

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.seam import HeldParameter, TensorBlock, check_devices
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
 from dips.wire.chunks import split_chunks
@@ -289,6 +291,15 @@ def test_what_cannot_be_copied_is_named_with_the_way_out() -> None:
     model.weight = nn.Parameter(torch.zeros(2, 3).to(torch.float8_e4m3fn))
     with pytest.raises(ConfigError, match="weight: expected a parameter of one of"):
         lay_out(model, JobCollectives())
+
+
+def test_a_model_over_several_devices_is_named() -> None:
+    """As `device_map="auto"` makes them: which parameter lies where, and one process for each device."""
+    blocks = [(TensorBlock(Rect.flat_run(0, 6), torch.empty(1, 6, device=device)),) for device in ("cpu", "meta")]
+    held = [HeldParameter(f"{n}.weight", (2, 3), block, block) for n, block in enumerate(blocks)]
+    check_devices(held[:1])
+    with pytest.raises(ConfigError, match=r"0\.weight on cpu, 1\.weight on meta; device_map\?.*one process for each"):
+        check_devices(held)
 
 
 def test_compile_around_ddp_leaves_no_trace_in_names(tmp_path: Any) -> None:
