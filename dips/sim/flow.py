@@ -17,7 +17,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission
-from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
+from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
@@ -205,6 +205,8 @@ class SimFlow:
                 self._listener().on_push_staged(move.push, move.nbytes)
             elif isinstance(move, PushOver):
                 self._listener().on_push_refused(move.push, move.reason)
+            elif isinstance(move, FrameRefused):
+                self._frame_refused(move.reason)
             elif isinstance(move, Released):
                 self._listener().on_pull_released(move.pull, move.reason)
             elif isinstance(move, SourceMoved):

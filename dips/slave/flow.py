@@ -25,7 +25,7 @@ from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission
 from dips.slave.counters import FrameCounters
 from dips.slave.incoming_push import ClaimedChunk
-from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
+from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
 from dips.slave.receiver import Receiver
@@ -294,6 +294,8 @@ class ZmqFlow:
                 case PushOver(push, reason):
                     _log.warning("push_refused", slave=self._slave, push=str(push), reason=reason)
                     self._listener.on_push_refused(push, reason)
+                case FrameRefused(reason):
+                    self._counters.add_refused(reason)
                 case Released(pull, reason):
                     self._listener.on_pull_released(pull, reason)
                 case SourceMoved(pull):

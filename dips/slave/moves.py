@@ -1,7 +1,8 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Wake) and news for the shard (Staged, PushOver, Released, SourceMoved), as values, so that
-both halves can be tested without a socket, and so that nothing is called while a lock is held.
+Orders to the lanes (Say, Wake), what they count (FrameRefused) and news for the shard (Staged, PushOver, Released,
+SourceMoved), as values, so that both halves can be tested without a socket, and so that nothing is called while a lock
+is held.
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ class PushOver:
 
 
 @dataclass(frozen=True, slots=True)
+class FrameRefused:
+    """Count a frame whose sender meant it so: its push is over, nothing is asked again."""
+
+    reason: str  # of REASONS
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """Nobody reads the pull's source any more."""
 
@@ -61,7 +69,7 @@ class SourceMoved:
     pull: PullId
 
 
-Move = Say | Wake | Staged | PushOver | Released | SourceMoved
+Move = Say | Wake | Staged | PushOver | FrameRefused | Released | SourceMoved
 
 
 def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:

@@ -14,7 +14,7 @@ from math import inf
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
-from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error_message
+from dips.slave.moves import Closed, FrameRefused, Move, PushOver, Say, Staged, Wake, error_message
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit, pool_cost
@@ -191,7 +191,10 @@ class Receiver:
             return ClaimedChunk(stream, chunk, header, body)
 
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
-        """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
+        """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong.
+
+        A step that is not finite came as it was sent, and would again: the push is refused, before anything is written.
+        """
         stream, push = claim.stream, claim.stream.push
         with self._lock:
             if not push.live:
@@ -201,6 +204,7 @@ class Receiver:
         wrong: BadFrame | None = None
         try:
             check_body(claim.header, claim.body)
+            push.codec.check_steps(claim.body, claim.chunk.length)
             self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
@@ -211,6 +215,9 @@ class Receiver:
             if push.phase is not PushPhase.MOVING:
                 stream.intake.drop_claim(claim.chunk)
                 return []
+            if wrong is not None and wrong.reason == "step":
+                stream.intake.drop_claim(claim.chunk)
+                return [FrameRefused(wrong.reason), *self._refuse_push(push, f"{claim.chunk}: {wrong}", "refused")]
             if wrong is not None:
                 stream.intake.mark_wrong(claim.chunk)
                 raise wrong

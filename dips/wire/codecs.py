@@ -9,11 +9,11 @@ push: the error feedback of client/feedback.py. What pulls bring instead of para
     int8   1 B and a 4 B step for each block of 256; error at most half a step, a step being the block's max |x| / 127
     int4   ½ B and a 4 B step for each block of 128; error at most half a step, a step being the block's max |x| / 7
 
-What must stay true: a zero stays zero; what is not finite arrives not finite, so that the gate sees it (in int8 and
-int4 its whole block does: the block's step is NaN); the same elements make the same bytes, so a repeated chunk is the
-same. A body of blocks is all steps, then all elements: both are read as flat arrays. In int4 two elements share a byte,
-the first in the low half, each as 8 more than its steps; a half without an element is 8. Nothing here knows versions or
-sockets.
+What must stay true: a zero stays zero; what is not finite is noticed: in fp32 and bf16 it arrives not finite, so that
+the gate sees it, in int8 and int4 its block's step is NaN, which the receiver refuses (`check_steps`); the same
+elements make the same bytes, so a repeated chunk is the same. A body of blocks is all steps, then all elements: both
+are read as flat arrays. In int4 two elements share a byte, the first in the low half, each as 8 more than its steps; a
+half without an element is 8. Nothing here knows versions or sockets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from dips.errors import LocalProtocolError
 from dips.wire.chunks import Bf16Range, Int4Range, Int8Range, Range
-from dips.wire.frame import BLOCK, INT4_BLOCK, Buffer, Dtype
+from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame, Buffer, Dtype
 
 F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
@@ -38,6 +38,7 @@ TINIEST = np.float32(2.0**-119)  # a block whose elements are all smaller is sen
 _SPAN = 64 * BLOCK  # elements done at once: 64 KiB of fp32, so that each pass after the first reads the cache
 _STEPS = np.float32(127)  # from 0 to a block's largest element, int8
 _STEPS4 = np.float32(7)  # likewise, int4
+_LARGEST = np.finfo(np.float32).max
 _ZERO4 = 8  # how int4 writes 0: −7 to 7 are 1 to 15
 _NAN_BF16 = np.uint16(0x7FC0)
 
@@ -51,6 +52,8 @@ class Codec:
     range: type[Range]
     encode: Callable[[F32], Buffer]  # elements → the body of their chunk; fp32: their own memory
     put: Callable[[Buffer, F32], None]  # body → its place; lossy: added to the base that lies there
+    block: int = 0  # elements that share one step; 0: there are no steps
+    most: np.float32 = np.float32(1)  # steps of a block's largest element
 
     @property
     def lossy(self) -> bool:
@@ -65,6 +68,16 @@ class Codec:
         """What a WANT may ask for at once, in bytes of fp32: whole blocks, so that no block is cut in two."""
         whole = most - most % (4 * BLOCK)
         return whole if self.lossy and whole else most
+
+    def check_steps(self, body: Buffer, length: int) -> None:
+        """Raise BadFrame if a step of a body of `length` elements could bring what is not finite."""
+        if not self.block:
+            return
+        steps, _ = _split_body(body, length, self.block)
+        wrong = ~((steps >= 0) & (steps <= _LARGEST / (self.most + 1)))  # NaN compares false; −128 and −8 can be sent
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise BadFrame("step", f"expected finite steps from 0 on, got {steps[first]} for block {first} of a chunk")
 
     def decode(self, body: Buffer, length: int) -> F32:
         """The `length` elements that a body stands for."""
@@ -229,8 +242,8 @@ CODECS: Mapping[str, Codec] = {
     for codec in (
         Codec("fp32", Dtype.FP32, Range, _as_they_are, _copy_body),
         Codec("bf16", Dtype.BF16, Bf16Range, _encode_bf16, _add_bf16),
-        Codec("int8", Dtype.INT8, Int8Range, _encode_int8, _add_int8),
-        Codec("int4", Dtype.INT4, Int4Range, _encode_int4, _add_int4),
+        Codec("int8", Dtype.INT8, Int8Range, _encode_int8, _add_int8, BLOCK, _STEPS),
+        Codec("int4", Dtype.INT4, Int4Range, _encode_int4, _add_int4, INT4_BLOCK, _STEPS4),
     )
 }
 FP32 = CODECS["fp32"]

@@ -31,6 +31,7 @@ from dips.client.rank.transfer import (
 from dips.client.rank.transfer_types import LayerOrder
 from dips.errors import (
     ConfigError,
+    DipsError,
     LocalProtocolError,
     StaleIncarnation,
     StalePush,
@@ -393,6 +394,20 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
         slave.heard.wait("staged", push_id)
         assert slave.flow.refused_frames["type"] == refused
         assert same(buffers, decoded("bf16", theta, shares(differences, 1)[0]))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_difference_that_is_not_finite_ends_its_push_at_the_slave(codec):
+    """Its block's step is NaN: refused before it is written, told to the rank and to the master, never asked again."""
+    with running_flow() as slave:
+        theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, codec=codec, theta=theta)
+        differences[LAYERS[0]][7] = np.inf
+        with pytest.raises(DipsError, match=r"is refused: .*block 0 of a chunk"):
+            push_pieces(slave.grant(1, codec=codec), base(1), shares(differences, 1)[0])
+        assert "expected finite steps from 0 on, got nan" in slave.heard.wait("refused", push_id)
+        assert slave.flow.refused_frames["step"] == 1
+        assert all(np.isfinite(layer).all() for layer in buffers.values())
 
 
 def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():

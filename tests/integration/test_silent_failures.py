@@ -114,12 +114,13 @@ def run_alone(
 
 
 @pytest.mark.timeout(90)
-def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("install", ["whole", "streaming"])
+def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path, install: str) -> None:
     """θ is no number of bf16, yet each of 20 pushes of a model that is has norm 0: it is θ, bit for bit.
 
     So no version follows, and what nobody trains is told, as are the 16 bits.
     """
-    said = run_alone(tmp_path, "idle", versions=20, steps=1)
+    said = run_alone(tmp_path, "idle", versions=20, steps=1, install=install)
     with closing(Ledger.open(tmp_path / "master" / LEDGER, readonly=True)) as ledger:
         rounds = ledger.read_history(1000)
     outcomes = [o for r in rounds for o in r.outcomes]
@@ -129,10 +130,20 @@ def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("mode", "code"), [("hidden", 78), ("copies", 78), ("given", 0)])
-def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "install", "code"),
+    [
+        ("hidden", "whole", 78),
+        ("copies", "whole", 78),
+        ("given", "whole", 0),
+        ("hidden", "lazy", 78),
+        ("copies", "lazy", 78),
+        ("hidden", "streaming", 78),
+    ],
+)
+def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, install: str, code: int) -> None:
     """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
-    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code)
+    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code, install=install)
     named = "wrote back the values from before it" in said and "OuterLoop(model, optimizer=optimizer)" in said
     assert named is (mode != "given")
 
@@ -142,3 +153,11 @@ def test_a_checkpoint_that_was_loaded_too_early_is_not_believed(tmp_path: Path) 
     """The pull has overwritten it, so its tokens do not count; what to do instead is returned."""
     run_alone(tmp_path, "early", versions=3, steps=3, max_restarts=1)
     assert "load model and optimizer after OuterLoop is made" in json.loads((tmp_path / "out").read_text())["said"]
+
+
+@pytest.mark.timeout(90)
+def test_a_compiled_model_of_ddp_trains(tmp_path: Path) -> None:
+    """torch.compile(DDP(m)) has the names of m, and what is pulled is what the compiled graph computes with."""
+    run_alone(tmp_path, "compiled", versions=4, steps=3)
+    losses = json.loads((tmp_path / "out").read_text())["losses"]
+    assert losses[-1] < 0.8 * losses[0]

@@ -4,6 +4,7 @@
     train_coarse.py hidden OUT     bf16 parameters under an optimizer with fp32 masters that the outer loop is not given
     train_coarse.py copies OUT     likewise, under one that steps fp32 copies
     train_coarse.py given OUT      the same, given
+    train_coarse.py compiled OUT   torch.compile around DistributedDataParallel
     train_coarse.py early OUT      a checkpoint that is loaded before OuterLoop is made, after a crash
 
 Each writes to OUT what it found, as JSON.
@@ -74,9 +75,27 @@ def train_with_masters(model: nn.Module, given: bool, kind: Any = MasterSgd) -> 
     optimizer = kind(model.bfloat16().parameters())
     with OuterLoop(model, optimizer=optimizer if given else None) as outer:
         while not outer.finished:
+            model(torch.zeros(1, 16, dtype=torch.bfloat16))  # with `install: lazy` it brings what was pulled
             optimizer.step()
             outer.step(tokens=8)
     return {}
+
+
+def train_compiled(model: nn.Module) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    wrapped: Any = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with OuterLoop(wrapped) as outer:
+        while not outer.finished:
+            optimizer.zero_grad()
+            loss = wrapped(torch.ones(4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+            outer.step(tokens=8, loss=loss)
+    torch.distributed.destroy_process_group()
+    return {"losses": losses}
 
 
 def train_early(model: nn.Module, saved: Path) -> dict[str, Any]:
@@ -106,6 +125,7 @@ def main(mode: str, out: Path) -> None:
         "hidden": lambda: train_with_masters(model, given=False),
         "copies": lambda: train_with_masters(model, given=False, kind=CopySgd),
         "given": lambda: train_with_masters(model, given=True),
+        "compiled": lambda: train_compiled(model),
         "early": lambda: train_early(model, out.with_suffix(".pt")),
     }[mode]()
     out.write_text(json.dumps(found))

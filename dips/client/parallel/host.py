@@ -16,7 +16,7 @@ for it, `install_shard` only begins, and the next forward does the rest (lazy.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -50,6 +50,7 @@ class HostMemory:
 
     ONE_LAYER = False  # all layers share the memory of the largest
     torn = False  # an install failed between two tensors
+    on_installed: Callable[[Collection[str]], None] | None = None  # told what of `pending` has been installed since
     encode_chunk: EncodeChunk | None = None  # makes the body of a chunk of a push; None: it is in the pieces
 
     def __init__(
@@ -131,6 +132,11 @@ class HostMemory:
             for rect in chain((source for source, _ in moves.local), *moves.sends.values())
         )
         return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
+
+    @property
+    def pending(self) -> Collection[str]:
+        """Parameters that an install which goes on beside training has not come to yet (lazy.py)."""
+        return ()
 
     def named_views(self) -> list[tuple[str, torch.Tensor]]:
         """The model's own memory that installs write."""

@@ -18,7 +18,7 @@ Single-threaded: everything runs on the training's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -59,6 +59,11 @@ class LazyMemory(HostMemory):
         self._copies_of: dict[str, list[ShardCopy]] = {}
         for copy in chain(*self._params):
             self._copies_of.setdefault(copy.name, []).append(copy)
+
+    @property
+    def pending(self) -> Collection[str]:
+        """What no forward has come to."""
+        return self._pending
 
     def gather_pieces(self) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
@@ -141,6 +146,8 @@ class LazyMemory(HostMemory):
             self._device.wait_for_event(event, all_streams=all_streams)
         for name in names:
             del self._pending[name]
+        if self.on_installed is not None:
+            self.on_installed(names)
 
     def _write_parameters(self, names: list[str]) -> None:
         self.torn = True  # until the last of them is written

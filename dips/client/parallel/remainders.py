@@ -40,9 +40,14 @@ class Remainders:
 
     def add_to(self, target: torch.Tensor, layer: int, source: LocalRect, blocks: ShardBlocks) -> None:
         """Add the remainder of a part of the model to `target`, which was read from it."""
+        if (remainder := self.read_part(layer, source, blocks)) is not None:
+            target.add_(remainder)
+
+    def read_part(self, layer: int, source: LocalRect, blocks: ShardBlocks) -> torch.Tensor | None:
+        """The remainder of a part of the model, [rows, cols]; None if nothing of it was rounded away."""
         key = layer, source.param, source.index
-        if (remainder := self._of.get(key)) is not None:
-            target.add_(part_of(remainder, blocks.host_block(*key)[0].rect, source.rect))
+        remainder = self._of.get(key)
+        return None if remainder is None else part_of(remainder, blocks.host_block(*key)[0].rect, source.rect)
 
     def take_state(self) -> torch.Tensor | None:
         """All of them one behind the other, for a checkpoint; None if nothing rounds."""

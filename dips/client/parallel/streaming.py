@@ -5,12 +5,13 @@ is torn. A push reads each chunk from the model when a slave asks for it, while 
 exchanged inside the cluster first (shards along an inner dim) is gathered into memory, for the time of the push.
 
 Needs the codec fp32: differences to a base need the base. An optimizer's masters are written with their layer, so
-none have to be made from the parameters.
+none have to be made from the parameters. What 16 bits round away is kept for all layers (remainders.py): 4 B of host
+memory for each such parameter of the shard, as much as `whole` has for its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -65,16 +66,20 @@ class StreamedMemory(HostMemory):
         self.scatter_pieces((layer,))
         self._adapter.reshard()
         self._copy_shards((self._params[layer], self._masters[layer]))
+        self._remainders.keep_installed(self._params[layer])
 
     def _bind_copies(self) -> None:
         super()._bind_copies()
-        self._in_model = dict(self._find_in_model())
+        found = list(self._find_in_model())
+        self._in_model = {target.index: self._read_rect(layer, source).view(-1) for layer, source, target in found}
+        self._read_at = {target.index: (layer, source) for layer, source, target in found}
 
-    def _find_in_model(self) -> list[tuple[int, torch.Tensor]]:
-        """The pieces that lie in one run of the model's own memory, and that memory, flat."""
-        pairs = [(l, *pair) for l, moves in enumerate(self._plan.gather) for pair in moves.local]
-        whole = [(l, s, t) for l, s, t in pairs if t.rect.is_run and t.rect.numel == self._plan.pieces[t.index].length]
-        return [(target.index, self._read_rect(layer, source).view(-1)) for layer, source, target in whole]
+    def _find_in_model(self) -> Iterator[tuple[int, LocalRect, LocalRect]]:
+        """Layer, source and target of the pieces that lie in one run of the model's own memory."""
+        for layer, moves in enumerate(self._plan.gather):
+            for source, target in moves.local:
+                if target.rect.is_run and target.rect.numel == self._plan.pieces[target.index].length:
+                    yield layer, source, target
 
     def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
         if rect.index in self._in_model:
@@ -88,8 +93,13 @@ class StreamedMemory(HostMemory):
         for number in self._at[chunk.layer, chunk.param]:
             piece = self._plan.pieces[number]
             if piece.offset <= chunk.offset and chunk.offset + chunk.length <= piece.offset + piece.length:
-                memory = self._in_model[number] if number in self._in_model else self._staged[number]
                 at = chunk.offset - piece.offset
-                elements = memory[at : at + chunk.length].to("cpu", torch.float32)
-                return elements.numpy().view(np.uint8).data
+                return self._copy_elements(number, slice(at, at + chunk.length)).numpy().view(np.uint8).data
         raise AssertionError(f"{chunk} was asked for and is in no piece of this rank")
+
+    def _copy_elements(self, number: int, cut: slice) -> torch.Tensor:
+        if number not in self._in_model:
+            return self._staged[number][cut]  # with its remainders: `gather_pieces`
+        elements = self._in_model[number][cut].to("cpu", torch.float32)
+        remainder = self._remainders.read_part(*self._read_at[number], self._blocks)
+        return elements if remainder is None else elements + remainder.reshape(-1)[cut]

@@ -46,14 +46,13 @@ def find_agent(config: ClusterFile, collectives: JobCollectives, alone: bool) ->
     return LoneAgent(config.shared.data.ranges)
 
 
-def warn_of_coarse(name: str, install: str) -> None:
+def warn_of_coarse(name: str) -> None:
     """A parameter of 16 bits is trained without fp32 masters, as far as is known."""
-    rounded = "lost with install: streaming" if install == "streaming" else "kept (4 B of host memory per parameter)"
     warnings.warn(
-        f"{name}: a parameter of 16 bits without fp32 masters. What a pull rounds away is {rounded}, and optimizer "
-        "steps below half a unit in its last place are lost: load the model as float32 (transformers: "
-        'dtype=torch.float32 instead of "auto") and train it under autocast or MixedPrecisionPolicy, or give the '
-        "optimizer that has masters, OuterLoop(model, optimizer=optimizer)",
+        f"{name}: a parameter of 16 bits without fp32 masters. What a pull rounds away is kept (4 B of host memory "
+        "per parameter), and optimizer steps below half a unit in its last place are lost: load the model as float32 "
+        '(transformers: dtype=torch.float32 instead of "auto") and train it under autocast or MixedPrecisionPolicy, or '
+        "give the optimizer that has masters, OuterLoop(model, optimizer=optimizer)",
         stacklevel=3,
     )
 

@@ -72,7 +72,7 @@ class OuterLoop:
         self._agent_client = find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
-            warn_of_coarse(layout.adapter.loses_bits, self._config.install)
+            warn_of_coarse(layout.adapter.loses_bits)
         self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)

@@ -89,6 +89,7 @@ class ShardTransfer:
         self._undo_watch, self._optimizer_steps = UndoWatch(), optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
+        memory.on_installed = self._undo_watch.on_installed
         self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
         self._takes_updates = pull_codec != "fp32"
         # Numbered among the ranks that move bytes, the same in both directions.
@@ -183,7 +184,7 @@ class ShardTransfer:
         else:
             self._begin_install(version)
             self._memory.install_shard()
-        self._undo_watch.take_after(self._optimizer_steps())
+        self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
 
     def merge_version(self, version: VersionId) -> bool:
         """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
@@ -197,7 +198,7 @@ class ShardTransfer:
             self._memory.merge_shard()
         else:
             self._memory.install_shard()
-        self._undo_watch.take_after(self._optimizer_steps())
+        self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
         return bool(finite)
 
     def on_inner_step(self) -> None:

@@ -4,11 +4,14 @@ Of some parameters a sample is kept at each install, as it was before and after.
 after an optimizer's step it is compared: with `u` the mean inner step between the last two installs, training leads to
 after + u, and an optimizer with masters of its own to before + u. What is so much nearer to the second that nothing of
 the pull is left was undone. A pull that moved little beside the inner steps' differences proves nothing.
+
+With `install: lazy` each parameter is sampled when it has been installed. Samples stay on their device until they are
+compared, so that taking them waits for no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +25,11 @@ LEFT_OVER = 0.05  # of the pull's squared distance: who is so near the undone va
 
 @dataclass
 class Sample:
-    """Some elements of one parameter on this rank; f32, on the host."""
+    """Some elements of one parameter on this rank; f32."""
 
     name: str
     view: torch.Tensor
-    after: torch.Tensor  # the last install
+    after: torch.Tensor | None = None  # the last install; None: it has not come to this parameter yet
     before: torch.Tensor | None = None  # it
     step: torch.Tensor | None = None  # the mean inner step between the last two
 
@@ -45,18 +48,23 @@ class UndoWatch:
         full = [(name, view) for name, view in views if view.numel()]
         chosen = full[:: max(1, len(full) // MOST_PARAMETERS)][:MOST_PARAMETERS]
         same = [(s.name, s.view.data_ptr()) for s in self._samples] == [(name, v.data_ptr()) for name, v in chosen]
-        former = self._samples if same and self._steps else []
+        former = [sample.after for sample in self._samples] if same and self._steps else [None] * len(chosen)
         self._samples = []
-        for number, (name, view) in enumerate(chosen):
+        for (name, view), after in zip(chosen, former, strict=True):
             before = _read_sample(view)
-            step = (before - former[number].after) / self._steps if former else None
-            self._samples.append(Sample(name, view, before, before, step))
+            step = (before - after) / self._steps if after is not None else None
+            self._samples.append(Sample(name, view, None, before, step))
 
-    def take_after(self, optimizer_steps: int) -> None:
-        """It was installed."""
-        for sample in self._samples:
-            sample.after = _read_sample(sample.view)
+    def take_after(self, optimizer_steps: int, pending: Collection[str] = ()) -> None:
+        """It was installed, but for the parameters `pending`, each of which is told to `on_installed`."""
+        self.on_installed({sample.name for sample in self._samples}.difference(pending))
         self._compares, self._optimizer_steps, self._steps = True, optimizer_steps, 0
+
+    def on_installed(self, names: Collection[str]) -> None:
+        """The install has come to these parameters, and nothing has trained them since."""
+        for sample in self._samples:
+            if sample.name in names:
+                sample.after = _read_sample(sample.view)
 
     def on_inner_step(self, optimizer_steps: int) -> None:
         """Raise ConfigError if the optimizer has stepped since, and has undone the install."""
@@ -65,7 +73,7 @@ class UndoWatch:
             return
         self._compares = False
         undone = [sample.name for sample in self._samples if _was_undone(sample)]
-        moved = sum(sample.before is not None and not sample.before.equal(sample.after) for sample in self._samples)
+        moved = sum(_was_moved(sample) for sample in self._samples)
         if len(undone) * 2 > moved:
             raise ConfigError(
                 f"{undone[0]}: the first optimizer step after a pull wrote back the values from before it, in "
@@ -78,12 +86,17 @@ class UndoWatch:
 @torch.no_grad()
 def _read_sample(view: torch.Tensor) -> torch.Tensor:
     flat = view.reshape(-1) if view.is_contiguous() else view[0]
-    return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].to("cpu", torch.float32, copy=True)
+    return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].to(torch.float32, copy=True)
+
+
+def _was_moved(sample: Sample) -> bool:
+    """Whether the install changed it."""
+    return sample.before is not None and sample.after is not None and not sample.before.equal(sample.after)
 
 
 def _was_undone(sample: Sample) -> bool:
     """Whether it is where a step from its old values leads."""
-    if sample.before is None or sample.step is None:
+    if sample.before is None or sample.after is None or sample.step is None:
         return False
     distance = float((sample.before - sample.after).square().sum())
     left = float((_read_sample(sample.view) - sample.before - sample.step).square().sum())

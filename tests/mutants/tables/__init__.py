@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.mutants.tables import client, master, protocol, slave, transport
+from tests.mutants.tables import client, master, protocol, silence, slave, transport
 
-MUTANTS = (*protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS)
+MUTANTS = (*protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS, *silence.MUTANTS)

@@ -9,7 +9,15 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum
-from dips.outer.updates import BLOCK, Update, bytes_per_parameter, count_buffers, cut_parameters, returned_share
+from dips.outer.updates import (
+    BLOCK,
+    CHAINED,
+    Update,
+    bytes_per_parameter,
+    count_buffers,
+    cut_parameters,
+    returned_share,
+)
 from dips.outer.versions import Versions
 from dips.wire import frame
 from tests.loading import load_version
@@ -173,6 +181,17 @@ def test_an_update_that_was_aborted_is_nobodys() -> None:
     assert same(add(chain[1], first), theta)
 
 
+def test_an_update_that_is_being_written_is_no_longer_the_old_one() -> None:
+    """The version that it led to may still be pulled: whole, or from the version after the lost update."""
+    versions = made("int8")
+    for n in (1, 2, 3):
+        step(versions, n)
+    prepare(versions, 4)  # into the buffer of the update to version 1
+    assert [u.version for u in versions.pin_updates(pull(1), version(2))] == [version(2)]
+    versions.abort_round()
+    assert [u.version for u in versions.pin_updates(pull(2), version(2))] == [version(2)]
+
+
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("pinned", [0, 1, 3])
 def test_slow_readers_never_hold_the_last_buffer(codec: str, pinned: int) -> None:
@@ -190,7 +209,7 @@ def test_slow_readers_never_hold_the_last_buffer(codec: str, pinned: int) -> Non
     for n in held:
         versions.unpin_version(pull(n))
     step(versions, 12)
-    assert versions.pin_updates(pull(12), version(12))
+    assert len(versions.pin_updates(pull(12), version(12))) == CHAINED[codec], "never more bytes than parameters"
 
 
 @pytest.mark.parametrize("codec", ["fp32", *LOSSY])
@@ -202,7 +221,7 @@ def test_updates_stand_in_the_memory_sum(codec: str) -> None:
     versions.allocate_banks({0: numel})
     assert versions.limit_bytes == memory.pool_bytes
     assert ("updates" in memory.describe_sum()) == (codec != "fp32")
-    assert count_buffers("fp32", 5) == 0
+    assert count_buffers("fp32", 5) == 0 and (count_buffers("int8", 3), count_buffers("bf16", 0)) == (5, 2)
     assert round(bytes_per_parameter("int8", 1), 2) == 3.05 and bytes_per_parameter("bf16", 1) == 4
 
 

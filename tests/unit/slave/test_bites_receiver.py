@@ -12,7 +12,7 @@ from dips.ids import PushId
 from dips.outer import reference
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import receiver as receiver_module
-from dips.slave.moves import Move, PushOver, Say, Staged
+from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
 from dips.wire import codecs, streams
@@ -58,6 +58,12 @@ class OneRank:
         header = Header(Kind.CHUNK, 0, name(epoch).stream_id, len(body), checksum, *chunk[:3], dtype)
         return self.receiver.stage_chunk(self.receiver.claim_chunk(0, PEER, header, memoryview(body), 0.0))
 
+    def bring_body(self, chunk: Range, body: bytearray, dtype: Dtype) -> list[Move]:
+        """A chunk's bytes as somebody spelled them, under their right checksum."""
+        checksum = xxhash.xxh3_64_intdigest(body)
+        header = Header(Kind.CHUNK, 0, name().stream_id, len(body), checksum, *chunk[:3], dtype)
+        return self.receiver.stage_chunk(self.receiver.claim_chunk(0, PEER, header, memoryview(body), 0.0))
+
 
 def test_a_body_that_is_not_what_was_sent_is_refused_and_asked_again() -> None:
     """It is counted by its reason, nothing of it is in the buffer, and the push is whole when it came right."""
@@ -85,18 +91,36 @@ def test_a_chunk_in_a_codec_that_was_not_granted_is_refused() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("step", [np.nan, np.inf, 3e38])
-def test_hostile_steps_are_seen_by_the_gate(codec: str, step: float) -> None:
-    """Whatever steps a peer makes up under right checksums, Measure's sum is not finite or huge [invariant 8]."""
+@pytest.mark.parametrize("step", [np.nan, np.inf, -np.inf, -1e-3, 3.4e38])
+@pytest.mark.parametrize("at", [0, 3])  # blocks
+def test_a_step_that_is_not_finite_ends_the_push(codec: str, step: float, at: int) -> None:
+    """Under a right checksum it would come again: the push is over with the reason, all that was asked is given back,
+    and nothing of the chunk is in the buffer [invariant 8]."""
     push, spelled = OneRank(codec), codecs.codec_named(codec)
     push.hello()
+    first, *rest = push.wants()
+    body = bytearray(spelled.encode(VALUES[first.offset : first.offset + first.length]))
+    body[4 * at : 4 * at + 4] = np.float32(step).tobytes()
+    moves = push.bring_body(first, body, spelled.dtype)
+    assert moves[0] == FrameRefused("step")
+    told = next(streams.decode_error(move.body) for move in moves if isinstance(move, Say))
+    over = next(move for move in moves if isinstance(move, PushOver))
+    assert told.code == "refused" and f"for block {at} of a chunk" in told.message and f"block {at}" in over.reason
+    assert not push.buffer.any()
+    assert push.receiver.next_deadline(0.0) == np.inf and not push.wants()
+    with pytest.raises(BadFrame) as refused:
+        push.bring(rest[0] if rest else first, dtype=spelled.dtype)
+    assert refused.value.reason == "stream" and not push.buffer.any()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_large_steps_are_left_to_the_gate(codec: str) -> None:
+    """A block with nearly the largest number of fp32, and one that ends within a chunk: finite."""
+    push, spelled = OneRank(codec), codecs.codec_named(codec)
+    push.hello()
+    values = np.full(N, 2.9e38, np.float32)
     for chunk in push.wants():
-        body = bytearray(spelled.encode(VALUES[chunk.offset : chunk.offset + chunk.length]))
-        body[:4] = np.float32(step).tobytes()
-        header = Header(
-            Kind.CHUNK, 0, name().stream_id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], spelled.dtype
-        )
-        moves = push.receiver.stage_chunk(push.receiver.claim_chunk(0, PEER, header, memoryview(body), 0.0))
+        moves = push.bring_body(chunk, bytearray(spelled.encode(values[: chunk.length])), spelled.dtype)
     assert any(isinstance(move, Staged) for move in moves)
     assert not reference.measure(np.zeros(N, np.float32), push.buffer) < 1e76
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, PushOver, Say, Staged
+from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
-from dips.wire import streams
+from dips.wire import codecs, streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack_header, run_id, unpack_header
+from dips.wire.frame import REASONS, BadFrame, Dtype, Header, Kind, check_body, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
 
 PUSH = PushId("fast", 1, 1)
@@ -39,13 +39,14 @@ Frame = tuple[bytes, bytes]
 class HostileWorld:
     """A slave's receiver, two honest ranks, and the frames between them, which the wire may do anything to."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: str = "fp32") -> None:
+        self.codec = codecs.codec_named(codec)
         self.pool = Transit(LIMIT)
         self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
         self.layout = LayerLayout(MANIFEST, (0,))
         self.receiver.set_layers(self.layout)
-        self.buffer = np.full(N + 3, np.nan, np.float32)
-        self.receiver.open_push(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
+        self.buffer = np.full(N + 3, 0 if self.codec.lossy else np.nan, np.float32)
+        self.receiver.open_push(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0, self.codec)
         self.epochs = [0, 0]
         self.up: list[tuple[bytes, Frame]] = []  # from a rank's connection to the slave
         self.news: list[Move] = []
@@ -66,7 +67,9 @@ class HostileWorld:
         self.up.append((self.peer(rank), self.frame(Kind.HELLO, self.name(rank).stream_id, body)))
 
     def frame(self, kind: Kind, stream: int, body: bytes, chunk: Range = Range(0, 0, 0, 0)) -> Frame:
-        return pack_header(Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])), body
+        dtype = self.codec.dtype if kind is Kind.CHUNK else Dtype.FP32
+        header = Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], dtype)
+        return pack_header(header), body
 
     def deliver(self, index: int) -> None:
         """The slave takes one frame, as the data flow does."""
@@ -109,7 +112,7 @@ class HostileWorld:
 
     def chunk(self, rank: int, chunk: Range) -> Frame:
         begin, end = self.layout.place_range(chunk)
-        return self.frame(Kind.CHUNK, self.name(rank).stream_id, VALUES[begin:end].tobytes(), chunk)
+        return self.frame(Kind.CHUNK, self.name(rank).stream_id, bytes(self.codec.encode(VALUES[begin:end])), chunk)
 
     @property
     def over(self) -> bool:
@@ -195,6 +198,31 @@ def test_what_is_staged_is_what_was_sent(story):
     assert np.array_equal(world.buffer, frozen)
     assert world.pool.used_bytes == 0
     assert set(world.refused) <= set(REASONS) - {"failed"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["int8", "int4"]), st.integers(0, 30), st.integers(0, 15), st.binary(min_size=4, max_size=4))
+def test_no_step_brings_what_is_not_finite(codec, number, block, step):
+    """One rank spells a block's step with any four bytes, under a right checksum: the push is over at once, or what is
+    staged is finite [invariant 8]; all memory is given back, and the rest changes nothing.
+    """
+    world = HostileWorld(codec)
+    world.connect(0)
+    world.connect(1)
+    for turn in range(40):
+        world.ask()
+        if turn == number and world.up:
+            peer, (head, body) = world.up.pop()
+            header, at = unpack_header(head, RUN, len(body), CHUNK), 4 * block
+            chunk = Range(header.layer, header.param, header.offset, 0)
+            if header.kind is Kind.CHUNK and at + 4 < len(body):
+                body = body[:at] + step + body[at + 4 :]
+            world.up.append((peer, world.frame(header.kind, header.stream, body, chunk)))
+        world.deliver(0)
+    assert world.over and np.isfinite(world.buffer).all() and world.pool.used_bytes == 0
+    told = [move for move in world.news if isinstance(move, FrameRefused | PushOver)]
+    assert not told or [type(move) for move in told] == [FrameRefused, PushOver]
+    assert set(world.refused) <= ({"stream"} if told else set())
 
 
 @settings(max_examples=200, deadline=None)

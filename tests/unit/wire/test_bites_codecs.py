@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dips.wire import codecs
-from dips.wire.frame import BLOCK, INT4_BLOCK
+from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame
 
 
 def there_and_back(codec: str, *values: float) -> list[float]:
@@ -68,10 +68,13 @@ def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
 @pytest.mark.parametrize(("codec", "elements"), [("int8", b"\x00\x01\x80"), ("int4", b"\x98\x80")])
 @pytest.mark.parametrize("step", [np.nan, np.inf, -np.inf])
 def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: str, elements: bytes, step: float) -> None:
-    """A peer may send any step under a right checksum: what is not finite is so for the gate in its whole block."""
-    target = np.ones(3, np.float32)
-    codecs.codec_named(codec).put(np.float32(step).tobytes() + elements, target)
+    """A peer may send any step under a right checksum: it is refused, and if it were put, its block would show it."""
+    target, body = np.ones(3, np.float32), np.float32(step).tobytes() + elements
+    codecs.codec_named(codec).put(body, target)
     assert not np.isfinite(target).any()
+    with pytest.raises(BadFrame, match="for block 0 of a chunk") as refused:
+        codecs.codec_named(codec).check_steps(body, 3)
+    assert refused.value.reason == "step"
 
 
 @pytest.mark.parametrize(("codec", "elements"), [("int8", b"\x80\x7f\x00"), ("int4", b"\xf0\x08")])

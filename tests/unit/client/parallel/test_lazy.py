@@ -108,7 +108,11 @@ def test_each_layer_is_written_when_the_forward_comes_to_it(dtype: torch.dtype) 
         module.register_forward_pre_hook(lambda _, __, name=name: seen.update({name: at(model, 0.5)}))
     land(memory, 0.5)
     assert at(model, 0.5) == set()
+    told: list[str] = []
+    memory.on_installed = told.extend
+    assert set(memory.pending) == set(memory._parameters)
     model(TOKENS)
+    assert sorted(told) == sorted(memory._parameters) and not memory.pending
     names = {name for name, _ in model.named_parameters()}
     assert seen["embed"] == {"scale", "embed.weight"}
     assert seen["layers.0"] == seen["embed"] | {n for n in names if n.startswith("layers.0.")}

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.seam import HeldParameter, TensorBlock, check_devices
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
+from dips.wire.chunks import split_chunks
 
 BF16 = torch.bfloat16
 
@@ -38,10 +42,15 @@ def pull(memory: HostMemory, value: float) -> None:
     memory.finish_install()
 
 
-def pushed(memory: HostMemory) -> set[float]:
+def pushed(memory: HostMemory, most: int = 1 << 20) -> set[float]:
+    """What travels, in chunks of at most so many elements."""
     assert memory.find_replaced_parameter() == ""
     memory.gather_pieces()
-    return {float(x) for piece in memory.pieces for x in piece.array}
+    if memory.encode_chunk is None:
+        return {float(x) for piece in memory.pieces for x in piece.array}
+    chunks = split_chunks([piece.range for piece in memory.pieces], 4 * most)
+    bodies = [memory.encode_chunk(chunk, memoryview(b"")) for chunk in chunks]
+    return {float(x) for body in bodies for x in np.frombuffer(body, np.float32)}
 
 
 def reassign(model: nn.Module) -> None:
@@ -58,11 +67,10 @@ def test_memory_that_was_moved_is_found_anew(kind: type[HostMemory], move: Calla
     move(model)
     pull(memory, 5.0)
     assert all(bool((p == 5.0).all()) for p in model.parameters())
-    if kind is not StreamedMemory:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)
-        assert pushed(memory) == {7.0}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    assert pushed(memory) == {7.0}
 
 
 def swap_module(model: nn.Module) -> None:
@@ -187,7 +195,7 @@ def test_an_optimizer_of_other_tensors_is_refused() -> None:
 # ---- 16 bits without masters -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HostMemory, LazyMemory])
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, StreamedMemory])
 def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type[HostMemory]) -> None:
     """Bit for bit, whatever rounding took; and what it trains is added to that."""
     model = nn.Linear(3, 2, dtype=BF16)
@@ -203,7 +211,32 @@ def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type
     assert trained == pytest.approx(value + 0.125, abs=2**-10) and trained != value
     rounded = memory.remainders.take_state()
     assert rounded is not None and rounded.numel() == 8
-    assert memory.remainders.restore_state(rounded) and not memory.remainders.restore_state(rounded[1:])
+    coarse = {float(model.bias.detach()[0])}
+    assert memory.remainders.restore_state(torch.zeros(8)) and pushed(memory) == coarse
+    assert memory.remainders.restore_state(rounded) and pushed(memory) == {trained}, "a checkpoint brings them back"
+    assert not memory.remainders.restore_state(rounded[1:])
+    assert memory.remainders.restore_state(rounded) and memory.remainders.restore_state(None)
+    assert pushed(memory) == coarse, "an older checkpoint has none"
+
+
+def test_layer_by_layer_every_element_keeps_its_own_remainder() -> None:
+    """Each chunk of a push reads those of its place, however small it is; a later pull replaces them."""
+    model = nn.Sequential(nn.Linear(30, 20, dtype=BF16), nn.Linear(20, 3, dtype=BF16))
+    memory = memory_of(model, kind=StreamedMemory)
+    assert isinstance(memory, StreamedMemory)
+    for seed in (0, 1):
+        drawn = np.random.default_rng(seed)
+        pulled = {piece.range: drawn.standard_normal(piece.length).astype(np.float32) for piece in memory.pieces}
+        for layer in memory.layers:
+            for piece in memory.pieces_of_layer(layer):
+                piece.array[:] = pulled[piece.range]
+            memory.install_layer(layer)
+        memory.gather_pieces()
+        assert memory.encode_chunk is not None
+        for whole, values in pulled.items():
+            for chunk in split_chunks([whole], 4 * 7):
+                body = bytes(memory.encode_chunk(chunk, memoryview(b"")))
+                assert body == values[chunk.offset : chunk.offset + chunk.length].tobytes()
 
 
 def test_a_merge_keeps_the_remainder() -> None:
@@ -258,6 +291,15 @@ def test_what_cannot_be_copied_is_named_with_the_way_out() -> None:
     model.weight = nn.Parameter(torch.zeros(2, 3).to(torch.float8_e4m3fn))
     with pytest.raises(ConfigError, match="weight: expected a parameter of one of"):
         lay_out(model, JobCollectives())
+
+
+def test_a_model_over_several_devices_is_named() -> None:
+    """As `device_map="auto"` makes them: which parameter lies where, and one process for each device."""
+    blocks = [(TensorBlock(Rect.flat_run(0, 6), torch.empty(1, 6, device=device)),) for device in ("cpu", "meta")]
+    held = [HeldParameter(f"{n}.weight", (2, 3), block, block) for n, block in enumerate(blocks)]
+    check_devices(held[:1])
+    with pytest.raises(ConfigError, match=r"0\.weight on cpu, 1\.weight on meta; device_map\?.*one process for each"):
+        check_devices(held)
 
 
 def test_compile_around_ddp_leaves_no_trace_in_names(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +34,10 @@ def checked(*others: int) -> CountingRanks:
     return ranks
 
 
+def lone() -> Any:
+    return CountingRanks()
+
+
 def test_ranks_that_count_for_themselves_are_told() -> None:
     """Once, with all numbers and what to pass."""
     with pytest.warns(UserWarning, match=r"passed 100, 90, 100 tokens.*the same number on each"):
@@ -44,3 +49,26 @@ def test_ranks_that_agree_or_leave_it_to_rank_0_are_not() -> None:
         warnings.simplefilter("error")
         checked(100, 100)
         checked(0, 0)
+
+
+def test_a_call_for_each_micro_batch_is_told() -> None:
+    """Four micro-batches in an optimizer step, each of them reported: once, with the numbers and the remedy."""
+    checks = StepChecks(lone())
+
+    def take_steps() -> None:
+        for call in range(1, 65):
+            checks.on_step(8, call // 4)
+
+    with pytest.warns(UserWarning, match=r"called 16 times in 4 optimizer steps.*once after each") as told:
+        take_steps()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("seen", [lambda call: call, lambda call: 0, lambda call: 2 * call])
+def test_a_call_for_each_step_is_not(seen: Callable[[int], int]) -> None:
+    """Nor where no torch optimizer steps, or two of them for each call."""
+    checks = StepChecks(lone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in range(1, 65):
+            checks.on_step(8, seen(call))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -52,6 +54,63 @@ def test_training_is_no_undoing(moved: float, noise: float) -> None:
     trained.install(trained.parameter + moved)
     drawn = torch.randn(trained.parameter.shape, generator=torch.Generator().manual_seed(0))
     trained.step(trained.parameter + STEP * (1 + noise * drawn))
+
+
+def test_only_the_first_step_is_looked_at() -> None:
+    """Later ones may well lead through the values from before the pull."""
+    trained = Trained()
+    trained.install(trained.parameter - 4 * STEP)
+    for _ in range(2 * H):
+        trained.step(trained.parameter + STEP)
+
+
+@pytest.mark.parametrize("undone", [2, 3])
+def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
+    """Of five parameters two may be where they were by chance; a sixth, which no pull moves, is no evidence."""
+    watch, weights, steps = UndoWatch(), [torch.zeros(8) for _ in range(6)], 0
+
+    def install(moved: float) -> list[torch.Tensor]:
+        watch.take_before([(f"w{i}", w) for i, w in enumerate(weights)])
+        before = [w.clone() for w in weights]
+        for w in weights[:5]:
+            w += moved
+        watch.take_after(steps)
+        return before
+
+    install(0.0)
+    for _ in range(H):
+        steps += 1
+        for w in weights[:5]:
+            w += STEP
+        watch.on_inner_step(steps)
+    before = install(0.5)
+    for w, old in zip(weights[:undone], before, strict=False):
+        w.copy_(old + STEP)
+    with pytest.raises(ConfigError, match="in 3 of 5 parameters") if undone == 3 else nullcontext():
+        watch.on_inner_step(steps + 1)
+
+
+def test_a_lazy_install_is_sampled_where_it_has_come_to() -> None:
+    """Before that the parameter holds what the pull replaces: a sample of it would tell nothing."""
+    trained = Trained()
+    old = trained.parameter.clone()
+    trained.watch.take_before([("w", trained.parameter)])
+    trained.watch.take_after(trained.optimizer_steps, pending={"w"})
+    trained.parameter.copy_(old + 0.05)
+    trained.watch.on_installed({"w", "another"})
+    with pytest.raises(ConfigError, match="in 1 of 1 parameters looked at"):
+        trained.step(old + STEP)
+
+
+def test_a_parameter_that_no_install_came_to_is_no_evidence() -> None:
+    """Nor is the step that follows the next pull known then."""
+    trained = Trained()
+    old = trained.parameter.clone()
+    trained.watch.take_before([("w", trained.parameter)])
+    trained.watch.take_after(trained.optimizer_steps, pending={"w"})
+    trained.step(old + STEP)
+    trained.install(old + 0.05)
+    trained.step(old + STEP)
 
 
 def test_what_proves_nothing_is_passed_over() -> None:

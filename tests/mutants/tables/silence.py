@@ -1,0 +1,162 @@
+"""Mutants of what travels in fewer bits, what 16 bits round away, and what would fail without a word."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ALIGNMENT, WIRE, OUTER = "dips/protocol/alignment.py", "dips/wire/updates.py", "dips/outer/updates.py"
+REMAINDERS, STREAMING = "dips/client/parallel/remainders.py", "dips/client/parallel/streaming.py"
+UNDO, LAZY = "dips/client/rank/undo_watch.py", "dips/client/parallel/lazy.py"
+SLAVE, CODECS = "dips/slave", "dips/wire/codecs.py"
+
+PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
+SPELT, STEPPED = "tests/unit/wire/test_updates.py", "tests/unit/outer/test_updates.py"
+MOVED = "tests/unit/client/parallel/test_moved_memory.py"
+WATCHED, LATER = "tests/unit/client/rank/test_undo_watch.py", "tests/unit/client/parallel/test_lazy.py"
+STEPS = "tests/unit/wire/test_bites_codecs.py tests/unit/slave/test_bites_receiver.py"
+
+MUTANTS = (
+    # ---- steps that are not finite
+    Mutant(
+        "steps of a push are put unseen",
+        SLAVE,
+        "push.codec.check_steps(claim.body, claim.chunk.length)",
+        "pass",
+        STEPS + " tests/unit/slave/test_hostile_wire.py",
+    ),
+    Mutant("a push with a wrong step is asked again", SLAVE, 'wrong.reason == "step":', "False:", STEPS),
+    Mutant(
+        "a chunk with a wrong step keeps its room",
+        SLAVE,
+        '"step":\n                stream.intake.drop_claim(claim.chunk)',
+        '"step":',
+        "tests/unit/slave/test_hostile_wire.py",
+    ),
+    Mutant(
+        "a push that ends at a step is not counted",
+        SLAVE,
+        "case FrameRefused(reason):\n                    self._counters.add_refused(reason)",
+        "case FrameRefused(reason):\n                    pass",
+        "tests/integration/test_flow.py::test_a_difference_that_is_not_finite_ends_its_push_at_the_slave",
+    ),
+    Mutant("negative steps are taken", CODECS, "(steps >= 0) & ", "(steps == steps) & ", STEPS),
+    Mutant("infinite steps are taken", CODECS, " & (steps <= _LARGEST / (self.most + 1))", "", STEPS),
+    # ---- aligned pace
+    Mutant(
+        "others' windows hold a slow link back for ever",
+        ALIGNMENT,
+        ">= MOST_PERIODS * self.period_s:",
+        ">= inf * self.period_s:",
+        PACE,
+    ),
+    Mutant("one missed window is enough", ALIGNMENT, "MOST_PERIODS = 2", "MOST_PERIODS = 1", PACE),
+    # ---- updates as they travel
+    Mutant(
+        "a range in one block takes the next one's step", WIRE, "min(-chunk.offset % BLOCK, chunk.length)", "0", SPELT
+    ),
+    Mutant("the second update is the first again", WIRE, "[number * each : (number + 1) * each]", "[:each]", SPELT),
+    Mutant(
+        "a block that is begun has no step",
+        WIRE,
+        "-(-(piece.offset + piece.length) // BLOCK)",
+        "(piece.offset + piece.length) // BLOCK",
+        SPELT,
+    ),
+    Mutant(
+        "an unknown spelling is parameters",
+        WIRE,
+        'raise BadFrame("message", f"chunks of {depth} updates of dtype {dtype} are not known") from None',
+        "return None",
+        SPELT,
+    ),
+    Mutant("two updates count as one", WIRE, "return self.depth * (self.length", "return (self.length", SPELT),
+    # ---- updates as they are kept
+    Mutant(
+        "the newest update is written over",
+        OUTER,
+        "self._buffers.append(made)",
+        "self._buffers.insert(0, made)",
+        STEPPED,
+    ),
+    Mutant("an update that is being written is offered", OUTER, "made.version = made.parent = None", "pass", STEPPED),
+    Mutant(
+        "an aborted update stays open",
+        OUTER,
+        'came to nothing."""\n        self._writing = None',
+        'came to nothing."""',
+        STEPPED,
+    ),
+    Mutant("a chain repeats its last update", OUTER, "version = last.parent\n", "pass\n", STEPPED),
+    Mutant(
+        "a chain is longer than its parameters", OUTER, "len(chain) < CHAINED[self.codec]", "len(chain) < 9", STEPPED
+    ),
+    Mutant("updates stay with a pull that is over", OUTER, "update.pulls.discard(pull)", "pass", STEPPED),
+    Mutant("slow readers' versions have no buffer", OUTER, "max(WRITTEN, pinned)", "WRITTEN", STEPPED),
+    # ---- what 16 bits round away
+    Mutant(
+        "a merge keeps the last pull's remainder",
+        REMAINDERS,
+        "self._allocate(copy).copy_(merged - copy.view.float())",
+        "pass",
+        MOVED,
+    ),
+    Mutant(
+        "what masters hold is added again",
+        REMAINDERS,
+        "self._of.pop(copy.key, None)  # its masters, made",
+        "pass  # its masters, made",
+        MOVED,
+    ),
+    Mutant(
+        "a checkpoint brings no remainders back",
+        REMAINDERS,
+        "remainder.copy_(part.view(remainder.shape))",
+        "pass",
+        MOVED,
+    ),
+    Mutant("a checkpoint without remainders keeps others", REMAINDERS, "remainder.zero_()", "pass", MOVED),
+    Mutant(
+        "remainders of another layout are taken",
+        REMAINDERS,
+        "saved is None or saved.numel() !=",
+        "saved is None or 0 >",
+        MOVED,
+    ),
+    Mutant(
+        "what streams keeps no remainders",
+        STREAMING,
+        "self._remainders.keep_installed(self._params[layer])",
+        "pass",
+        MOVED,
+    ),
+    Mutant(
+        "each chunk has its piece's first remainders",
+        STREAMING,
+        "remainder.reshape(-1)[cut]",
+        "remainder.reshape(-1)[: len(elements)]",
+        MOVED,
+    ),
+    # ---- who undoes a pull
+    Mutant("training is taken for undoing", UNDO, "LEFT_OVER = 0.05", "LEFT_OVER = 2.0", WATCHED),
+    Mutant(
+        "a step is not told from an undone pull", UNDO, " - sample.before - sample.step)", " - sample.before)", WATCHED
+    ),
+    Mutant("one parameter by chance ends the job", UNDO, "if len(undone) * 2 > moved:", "if undone:", WATCHED),
+    Mutant(
+        "what no pull moved is evidence",
+        UNDO,
+        "moved = sum(_was_moved(sample) for sample in self._samples)",
+        "moved = len(self._samples)",
+        WATCHED,
+    ),
+    Mutant("what no optimizer stepped is compared", UNDO, " or optimizer_steps == self._optimizer_steps", "", WATCHED),
+    Mutant(
+        "later steps are compared, too",
+        UNDO,
+        "        self._compares = False\n        undone",
+        "        undone",
+        WATCHED,
+    ),
+    Mutant("a lazy install is sampled before it came", UNDO, ".difference(pending)", "", WATCHED),
+    Mutant("nobody hears where a lazy install has come to", LAZY, "self.on_installed(names)", "pass", LATER),
+)
