@@ -76,9 +76,14 @@ class Shared(Section):
         return self
 
     @property
+    def agreed(self) -> dict[str, Any]:
+        """What all must agree on: everything but how far the run goes, which its ledger says (`dips extend`)."""
+        return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
+
+    @property
     def digest(self) -> str:
         """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

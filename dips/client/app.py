@@ -114,7 +114,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    master = MasterLink(config.master, config.shared.model_dump(mode="json"))
+    master = MasterLink(config.master, config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(

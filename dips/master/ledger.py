@@ -15,6 +15,7 @@ from pathlib import Path
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
 from dips.ids import VersionId
+from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import RoundHistory, find_unprocessed, read_history
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
@@ -51,7 +52,7 @@ class Ledger:
             _run_all(db, SCHEMA)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            write_run(db, row)
+            write_run(db, row, wall())
         if str(path) != MEMORY:
             sync_path(Path(path).parent)
         return cls(db, lock, wall)
@@ -130,6 +131,10 @@ class Ledger:
         """Return every `dips rebalance`, oldest first."""
         with _one_moment(self._db):
             return read_rebalances(self._db)
+
+    def read_extensions(self) -> list[ExtensionHistory]:
+        """Return what `dips init` read of the run's targets, then every `dips extend`, oldest first."""
+        return read_extensions(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""

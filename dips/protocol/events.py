@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 4
+PROTOCOL = 5
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -212,6 +212,22 @@ class ReadmissionAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetChange:
+    """One of the fields of Targets, and its new value."""
+
+    key: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionAsked:
+    """Change how far the run goes; what is not named stays."""
+
+    req: int
+    changes: tuple[TargetChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Take this slave out of service when nothing is open on it."""
 
@@ -343,6 +359,7 @@ Event = (
     | ClusterLeft
     | ReadmissionAsked
     | DrainAsked
+    | ExtensionAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

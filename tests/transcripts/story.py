@@ -230,6 +230,10 @@ class Teller:
     def readmit(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.ReadmissionAsked(0, cluster), "operator")
 
+    def extend(self, _: str, words: Words) -> list[str]:
+        changes = tuple(ev.TargetChange(key, float(value)) for key, value in words.items())
+        return self.step(ev.ExtensionAsked(0, changes), "operator")
+
     def drain(self, slave: str, words: Words) -> list[str]:
         return self.step(ev.DrainAsked(0, slave), "operator")
 

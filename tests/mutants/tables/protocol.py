@@ -51,7 +51,7 @@ MUTANTS = (
         END,
     ),
     Mutant("stop.wall_s is never reached", ROOM, "(stop.wall_s and", "(False and", END),
-    Mutant("stop.wall_s wakes nobody", ROOM, "options.stop.wall_s and not", "options.stop.versions and not", END),
+    Mutant("stop.wall_s wakes nobody", ROOM, "run.targets.wall_s and not", "run.targets.versions and not", END),
     Mutant("stop.versions is one late", ROOM, "head.version >= stop.versions", "head.version > stop.versions", END),
     # ---- the outer step's numbers
     Mutant("relative clip is off", ROOM, "if clip.relative is not None:", "if False:", ROUND),
