@@ -12,6 +12,7 @@ from dips.commands.options import MASTER, WHOSE, address_of
 from dips.protocol.effects import Refused
 from dips.protocol.events import ExtensionAsked, TargetChange
 
+
 def extend(
     config: WHOSE = None,
     master: MASTER = None,

@@ -196,7 +196,12 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     """What every cluster must agree with; `dips-client check` compares."""
-    return {"run": row.run, "shared": config.shared.agreed, "config_digest": row.config_digest, "manifest": row.manifest}
+    return {
+        "run": row.run,
+        "shared": config.shared.agreed,
+        "config_digest": row.config_digest,
+        "manifest": row.manifest,
+    }
 
 
 async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:

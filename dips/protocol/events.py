@@ -163,6 +163,7 @@ class PullRequested:
     req: int
     pull: PullId
     ranks: int
+    version: VersionId | None = None  # an older one that the disks keep; None: the head
 
 
 @dataclass(frozen=True, slots=True)
