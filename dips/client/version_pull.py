@@ -1,7 +1,7 @@
 """Pulls a version of a run into memory from anywhere that reaches the master and the slaves: no cluster, no torch.
 
-It joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does, keeps its lease
-by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
+It joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does, keeps its
+lease by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ async def pull_version(
 
     version  one that the slaves still keep; None: the head
 
-    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation: another of this name joined; Denied: the name is
-            another's; what `make_room` raises
+    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation: another
+            of this name joined; Denied: the name is another's; what `make_room` raises
     """
     check_name(name, "cluster")
     described = await _describe_run(address)

@@ -117,7 +117,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Targets:
-    """How far the run goes: what an operator may change while it runs (`dips extend`). Outside the digest of `shared`."""
+    """How far the run goes, outside the digest of `shared`: an operator may change it while it runs (`dips extend`)."""
 
     tokens: int = 0  # as in StopOptions
     versions: int = 0

@@ -18,8 +18,10 @@ from dips.protocol.run_state import RunState
 
 
 def on_pull_requested(run: RunState, event: PullRequested) -> None:
-    """Legal in any state but the middle of a push; pins a version everywhere: the head, or an older one that is still on
-    every disk. A repetition gets the same Grant."""
+    """Legal in any state but the middle of a push; pins the head everywhere, or an older version that disks keep.
+
+    A repetition gets the same Grant.
+    """
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is not None:
         run.reply_to(event.req, _answer_request(run, cluster, event))

@@ -16,8 +16,8 @@ from tests.simulation.accounts import DataInvariant, OnceInvariant, TokensInvari
 from tests.simulation.checks import Violation
 from tests.simulation.coverage import Coverage
 from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
-from tests.simulation.fairness import QueueInvariant
 from tests.simulation.extensions import ExtendingOperator, TargetsInvariant
+from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
 from tests.simulation.indexes import IndexInvariant
