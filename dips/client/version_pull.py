@@ -56,8 +56,8 @@ async def pull_version(
 
     version  one that the slaves still keep; None: the head
 
-    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation: another
-            of this name joined; Denied: the name is another's; what `make_room` raises
+    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation:
+            another of this name joined; Denied: the name is another's; what `make_room` raises
     """
     check_name(name, "cluster")
     described = await _describe_run(address)

@@ -7,6 +7,7 @@ The ledger keeps each change, so every later master has it; clusters learn it fr
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 from dips.errors import ConfigError
 from dips.protocol.effects import Extended, Failed, Refused
@@ -53,7 +54,7 @@ def _change_targets(present: Targets, event: ExtensionAsked) -> Targets:
             raise ConfigError(f"expected one of {', '.join(KEYS)}, got {change.key!r:.80}")
         if change.key not in FRACTIONS and change.value != int(change.value):
             raise ConfigError(f"{change.key}: expected a whole number, got {change.value:g}")
-        value = change.value if change.key in FRACTIONS else int(change.value)
+        value: Any = change.value if change.key in FRACTIONS else int(change.value)
         present = replace(present, **{change.key: value})
     return present
 

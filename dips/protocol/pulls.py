@@ -61,9 +61,8 @@ def _why_not_kept(run: RunState, version: VersionId) -> str:
     row = run.versions.get(version)
     if version == run.head or (row is not None and not row.retired and (row.durable or version == GENESIS)):
         return ""
-    kept = [
-        str(v.version) for v in reversed(run.versions.values()) if v.durable and not v.retired and v.version != GENESIS
-    ]
+    rows = [v for v in reversed(run.versions.values()) if v.version != GENESIS]
+    kept = [str(v.version) for v in rows if v.durable and not v.retired]
     has = f"the slaves keep {name_some(kept)}" if kept else "the slaves keep no version yet"
     return f"{version} is no version of this run, or no longer on its disks; {has}"
 
