@@ -111,6 +111,19 @@ class OnVersionSection(Section):
         return self
 
 
+class TrackSection(Section):
+    """Where the master has its losses, versions and gates shown besides, by processes of their own."""
+
+    tensorboard: Path | None = None  # directory of the event files; null: none
+    wandb: str | None = None  # project of Weights & Biases; WANDB_MODE and WANDB_API_KEY say how; null: none
+
+    @model_validator(mode="after")
+    def _require_place(self) -> TrackSection:
+        if self.tensorboard is None and not self.wandb:
+            raise ValueError("expected tensorboard: DIRECTORY or wandb: PROJECT, or both; or track: null")
+        return self
+
+
 class MasterSection(Section):
     """The one that decides."""
 
@@ -123,6 +136,7 @@ class MasterSection(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
     keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
     on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
+    track: TrackSection | None = None  # TensorBoard and W&B; null: neither
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
@@ -359,7 +373,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token", "mirror"})
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token", "mirror", "tensorboard"})
 
 
 def _is_path(key: str, value: Any) -> bool:

@@ -123,6 +123,7 @@ async def serve(
         end_metrics = _serve_metrics(config, runtime, log)
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log)
+        outside.begin_track(config, file, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)

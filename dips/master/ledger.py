@@ -16,7 +16,13 @@ from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
-from dips.master.ledger_history import RoundHistory, find_unprocessed, read_history
+from dips.master.ledger_history import (
+    RoundHistory,
+    find_unprocessed,
+    read_history,
+    read_results_after,
+    read_rounds_after,
+)
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
@@ -118,6 +124,12 @@ class Ledger:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         with _one_moment(self._db):
             return read_history(self._db, limit)
+
+    def read_rounds_after(self, number: int, limit: int, *, with_result: bool = False) -> list[RoundHistory]:
+        """Return the first `limit` rounds above `number`, oldest first; or those whose version has a VersionResult."""
+        read = read_results_after if with_result else read_rounds_after
+        with _one_moment(self._db):
+            return read(self._db, number, limit)
 
     def find_unprocessed(self, every: int) -> VersionId | None:
         """Return the next version for `master.on_version`: each `every`-th one gets a VersionResult."""
