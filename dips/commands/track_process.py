@@ -105,6 +105,9 @@ def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
         closing(Ledger.open(ledger_path(config), readonly=True)) as ledger,
         closing(_make_sink(config, kind, directory)) as sink,
     ):
+        newest = ledger.read_history(1)
+        if position.round > (newest[-1].round if newest else 0):
+            position = TrackPosition()  # of a run that was thrown away with `dips init --force`
         follower = Follower(ledger, sink, position)
         while True:
             last = ended.is_set()
