@@ -95,8 +95,11 @@ def extension_as_data(row: Any) -> dict[str, Any]:
 
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
     """Draw the rounds, who contributed to each and why it ended so under it."""
-    before: list[Mapping[str, Any] | None] = [None, *rounds]
-    return Listing("rounds", COLUMNS, [_round_row(r, b) for r, b in zip(rounds, before, strict=False)])
+    rows, before = list[ListingRow](), None
+    for r in rounds:
+        rows.append(_round_row(r, before))
+        before = before if r["kind"] == "extended" else r  # which changed neither the head nor what was placed
+    return Listing("rounds", COLUMNS, rows)
 
 
 def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> ListingRow:
