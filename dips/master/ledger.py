@@ -58,7 +58,7 @@ class Ledger:
             _run_all(db, SCHEMA)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            write_run(db, row, wall())
+            write_run(db, row, wall)
         if str(path) != MEMORY:
             sync_path(Path(path).parent)
         return cls(db, lock, wall)

@@ -40,7 +40,7 @@ from dips.protocol.records import (
 )
 
 
-def write_run(db: sqlite3.Connection, row: RunRow, wall: float) -> None:
+def write_run(db: sqlite3.Connection, row: RunRow, wall: Callable[[], float]) -> None:
     """Write what `dips init` decided, and version 0."""
     _insert_row(db, "run", (1, row.run, row.config_digest, row.manifest))
     for place, (slave, layers) in enumerate(row.placement):
@@ -49,7 +49,7 @@ def write_run(db: sqlite3.Connection, row: RunRow, wall: float) -> None:
         _insert_row(db, "genesis", (layer, digest, norm))
     _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, 0.0, 0.0, 0.0, 0.0, False))
     if row.targets is not None:
-        _write_targets(db, row.targets, "", 0.0, wall)
+        _write_targets(db, row.targets, "", 0.0, wall())
 
 
 def write_record(db: sqlite3.Connection, record: Record, wall: float) -> None:
