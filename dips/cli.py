@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import certs, demo, drain, export, history, init, plot, readmit, rebalance, recover, status, verify
+from dips.commands import certs, demo, drain, export, extend, history, init, plot, readmit, rebalance, recover, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -42,6 +42,7 @@ Keeping it going:
   dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
+  dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
   dips-master replay master/                                decide again what a master decided
@@ -85,6 +86,7 @@ for word in (
     verify.verify,
     export.export,
     readmit.readmit,
+    extend.extend,
     drain.drain,
     rebalance.rebalance,
     recover.recover,

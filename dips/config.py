@@ -79,9 +79,14 @@ class Shared(Section):
         return self
 
     @property
+    def agreed(self) -> dict[str, Any]:
+        """What all must agree on: everything but how far the run goes, which its ledger says (`dips extend`)."""
+        return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
+
+    @property
     def digest(self) -> str:
         """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -109,6 +114,19 @@ class OnVersionSection(Section):
         return self
 
 
+class TrackSection(Section):
+    """Where the master has its losses, versions and gates shown besides, by processes of their own."""
+
+    tensorboard: Path | None = None  # directory of the event files; null: none
+    wandb: str | None = None  # project of Weights & Biases; WANDB_MODE and WANDB_API_KEY say how; null: none
+
+    @model_validator(mode="after")
+    def _require_place(self) -> TrackSection:
+        if self.tensorboard is None and not self.wandb:
+            raise ValueError("expected tensorboard: DIRECTORY or wandb: PROJECT, or both; or track: null")
+        return self
+
+
 class MasterSection(Section):
     """The one that decides."""
 
@@ -121,6 +139,7 @@ class MasterSection(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
     keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
     on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
+    track: TrackSection | None = None  # TensorBoard and W&B; null: neither
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
@@ -390,7 +409,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 _PATH_KEYS = frozenset(
-    {"directory", "initial_model", "socket", "curve_key", "token", "mirror", "ca", "cert", "key", "crl"}
+    {"directory", "initial_model", "socket", "curve_key", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
 )
 
 

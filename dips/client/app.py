@@ -119,7 +119,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
     tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, report)
-    master = MasterLink(master_peer(config.master, tls), config.shared.model_dump(mode="json"))
+    master = MasterLink(master_peer(config.master, tls), config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dips.client.rank.outer_loop import OuterLoop
 
-NO_TARGET = "schedule() follows outer.progress, which stays 0 without `shared.stop.tokens`: set it"
+NO_TARGET = "schedule() follows outer.progress, which stays 0 without `stop.tokens`: `dips extend --tokens N` sets it"
 
 
 def cosine(progress: float, floor: float = 0.1) -> float:
@@ -33,7 +33,7 @@ def schedule(optimizer: Optimizer, outer: OuterLoop, curve: Callable[[float], fl
 
     curve   progress of the run, 0 to 1 → a factor of the optimizer's own learning rate
     """
-    if not outer.shared.stop.tokens:
+    if not outer.shared.stop.tokens and not outer.progress:  # the run may have a target that this file does not know
         warnings.warn(NO_TARGET, stacklevel=2)
         outer.remark(NO_TARGET)
     return LambdaLR(optimizer, lambda _: curve(outer.progress) * outer.lr_scale)

@@ -1,7 +1,7 @@
-"""Pulls the head of a run into memory from anywhere that reaches the master and the slaves: no cluster, no torch.
+"""Pulls a version of a run into memory from anywhere that reaches the master and the slaves: no cluster, no torch.
 
-It joins as a cluster of its own name that never trains, pins the head by a pull as every cluster does, keeps its lease
-by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
+It joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does, keeps its
+lease by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dips.client.rank.transfer import pull_pieces
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.errors import Denied, StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, VersionId, check_name
-from dips.protocol.effects import Finished, Grant, Joined, Pending, Refused, Result
+from dips.protocol.effects import Dropped, Finished, Grant, Joined, Pending, Refused, Result
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeat
@@ -50,11 +50,15 @@ class PulledVersion:
     stats: TransferStats
 
 
-async def pull_version(master: Endpoint, name: str, make_room: MakeRoom, stall_s: float = 30.0) -> PulledVersion:
-    """Pull the head of the run of `master`, as a cluster of the name `name`.
+async def pull_version(
+    master: Endpoint, name: str, make_room: MakeRoom, version: VersionId | None = None, stall_s: float = 30.0
+) -> PulledVersion:
+    """Pull a version of the run of `master`, as a cluster of the name `name`.
 
-    Errors  UnavailableMaster, UnavailableSlave; StaleIncarnation: another of this name joined; Denied: the name is
-            another's; what `make_room` raises
+    version  one that the slaves still keep; None: the head
+
+    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation:
+            another of this name joined; Denied: the name is another's; what `make_room` raises
     """
     check_name(name, "cluster")
     described = await _describe_run(master)
@@ -65,7 +69,7 @@ async def pull_version(master: Endpoint, name: str, make_room: MakeRoom, stall_s
         if not isinstance(joined, Joined):
             raise _unexpected("Joined", joined)
         try:
-            return await _pull_joined(link, described, name, joined.inc, make_room, stall_s)
+            return await _pull_joined(link, described, PullId(name, joined.inc, FIRST_SEQ), version, make_room, stall_s)
         finally:
             await link.ask_master(ClusterLeft(0, name, joined.inc, 0))
     finally:
@@ -86,16 +90,21 @@ async def _describe_run(master: Endpoint) -> dict[str, Any]:
 
 
 async def _pull_joined(
-    link: MasterLink, described: dict[str, Any], name: str, inc: int, make_room: MakeRoom, stall_s: float
+    link: MasterLink,
+    described: dict[str, Any],
+    pull: PullId,
+    version: VersionId | None,
+    make_room: MakeRoom,
+    stall_s: float,
 ) -> PulledVersion:
     """Pull as an incarnation that has joined; what moves has ended when this returns."""
-    pull, cancel, rates = PullId(name, inc, FIRST_SEQ), threading.Event(), [TransferRate(0, 0, 0.0)]
+    cancel, rates = threading.Event(), [TransferRate(0, 0, 0.0)]
     keep = asyncio.create_task(_keep_lease(link, pull, rates, cancel))
     try:
-        grant = await _await_grant(link, pull, keep)
+        grant = await _await_grant(link, pull, version, keep)
         manifest = Manifest.from_json(described["manifest"])
         room = await asyncio.to_thread(make_room, described["run"], grant.version, manifest)
-        identity = TransferIdentity(described["run"], name, inc, FIRST_SEQ, 0)
+        identity = TransferIdentity(described["run"], pull.cluster, pull.inc, pull.seq, 0)
         stats = await _move(grant, identity, list_pieces(manifest, room), stall_s, cancel, rates)
         await link.ask_master(PullFinished(0, pull, True))
     except BaseException:
@@ -145,15 +154,15 @@ def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
     ]
 
 
-async def _await_grant(link: MasterLink, pull: PullId, keep: asyncio.Task[None]) -> Grant:
-    """Ask until the slaves have pinned the head."""
+async def _await_grant(link: MasterLink, pull: PullId, version: VersionId | None, keep: asyncio.Task[None]) -> Grant:
+    """Ask until the slaves have pinned the version."""
     why = "it does not answer"
     try:
         async with asyncio.timeout(GRANT_S):
             while True:
                 if keep.done():
                     keep.result()
-                result = await link.ask_master(PullRequested(0, pull, 1))
+                result = await link.ask_master(PullRequested(0, pull, 1, version))
                 match result:
                     case Grant():
                         return result
@@ -194,4 +203,6 @@ def _unexpected(wanted: str, result: Result) -> Exception:
     if isinstance(result, Finished):
         return UnavailableMaster(f"the run is finished at {result.version}, which is not to be pulled any more")
     reason = getattr(result, "reason", "")
+    if isinstance(result, Dropped):
+        return UnavailableMaster(f"the pull was dropped: {reason}")
     return Denied(f"expected {wanted}, the master answered {type(result).__name__}: {reason}")

@@ -39,8 +39,8 @@ def export(
 
     Parameters have the model's own names; `dips.load(model, file)` reads the file into a plain module. With
     --config it reads the slaves' snapshots, so it works while the run goes on and after it has ended; the directories
-    of all slaves must be readable from here. With --master it pulls the head over the lanes, as a cluster does, from
-    any host that reaches them; master and slaves must be up.
+    of all slaves must be readable from here. With --master it pulls the version over the lanes, as a cluster does, from
+    any host that reaches them; master and slaves must be up, and the version still kept (`master.keep_every`).
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`dips export --master`: the head over the lanes, from anywhere, straight into the file."""
+"""`dips export --master`: a version over the lanes, from anywhere, straight into the file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ NAME = "export"  # of the cluster that it is meanwhile; two of one name would fe
 
 
 def export_over_lanes(master: Endpoint, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
-    """Write the head of the run of `master`; raise ConfigError if `version` is another."""
+    """Write a version, or the head, of the run of `master`; raise ConfigError if it is not kept."""
 
-    def make_room(aside: Path, run: str, head: VersionId, manifest: Manifest) -> tensorfile.F32:
-        if version not in (None, head):
-            raise ConfigError(f"--version {version}: lanes serve the head, {head}, alone; older ones need --config")
+    def make_room(aside: Path, run: str, granted: VersionId, manifest: Manifest) -> tensorfile.F32:
         shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
-        return tensorfile.map_new(aside, {"format": "pt", "run": run, "version": str(head)}, shapes)
+        return tensorfile.map_new(aside, {"format": "pt", "run": run, "version": str(granted)}, shapes)
 
     if master.tls is not None:
         name = master.tls.read_current().identity.cluster_name
     try:
         with write_aside(output) as aside:
-            pulled = asyncio.run(pull_version(master, name, partial(make_room, aside)))
+            pulled = asyncio.run(pull_version(master, name, partial(make_room, aside), version))
             sync_path(aside)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error}") from error

@@ -37,7 +37,7 @@ def history(
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
     gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
     was rolled back is marked undone, with the reason; its children name another parent than the row above them. What
-    `dips rebalance` did stands between them.
+    `dips rebalance` and `dips extend` did stands between them.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
@@ -67,9 +67,11 @@ def _rows(config: Path, last: int) -> list[dict[str, Any]]:
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
         rounds, rebalances = ledger.read_history(last), ledger.read_rebalances()
+        extensions = [e for e in ledger.read_extensions() if e.before is not None]
     oldest = rounds[0].round if rounds else 0
     rows = [(row.round, 0, round_as_data(row)) for row in rounds]
     rows += [(r.last_round, i, rebalance_as_data(r)) for i, r in enumerate(rebalances, 1) if r.last_round >= oldest]
+    rows += [(e.last_round, i, extension_as_data(e)) for i, e in enumerate(extensions, 1) if e.last_round >= oldest]
     return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -85,15 +87,26 @@ def rebalance_as_data(row: Any) -> dict[str, Any]:
     }
 
 
+def extension_as_data(row: Any) -> dict[str, Any]:
+    """A `dips extend` as plain data, in the words of a round."""
+    told = {"before": asdict(row.before), "targets": asdict(row.targets), "said": row.targets.describe()}
+    return {"kind": "extended", "version": row.resumed or None, "last_round": row.last_round, "wall": row.wall, **told}
+
+
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
     """Draw the rounds, who contributed to each and why it ended so under it."""
-    before: list[Mapping[str, Any] | None] = [None, *rounds]
-    return Listing("rounds", COLUMNS, [_round_row(r, b) for r, b in zip(rounds, before, strict=False)])
+    rows, before = list[ListingRow](), None
+    for r in rounds:
+        rows.append(_round_row(r, before))
+        before = before if r["kind"] == "extended" else r  # which changed neither the head nor what was placed
+    return Listing("rounds", COLUMNS, rows)
 
 
 def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> ListingRow:
     if r["kind"] == "rebalanced":
         return _rebalanced_row(r)
+    if r["kind"] == "extended":
+        return _extended_row(r)
     undone = r["undone"]
     recovered = r.get("recovered")
     ended = "undone" if undone else "recovered" if recovered else r["kind"]
@@ -131,6 +144,12 @@ def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:
     none = picture.NONE
     told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
     return ListingRow((none, r["kind"], r["version"], *[none] * 5), (f"from {', '.join(r['before'])} to {told}",))
+
+
+def _extended_row(r: Mapping[str, Any]) -> ListingRow:
+    none = picture.NONE
+    again = f"; it was finished at {r['version']} and goes on" if r["version"] else ""
+    return ListingRow((none, r["kind"], *[none] * 6), (f"until {r['said']}{again}",))
 
 
 def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:

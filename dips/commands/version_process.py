@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -20,12 +21,14 @@ from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
 from dips.commands.export_lanes import export_over_lanes
 from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, Unavailable
 from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from dips.telemetry import exits
 
 PULLED_AS = "on-version"  # the cluster that it is where the slaves' disks are elsewhere
+TRIES = 5  # of a pull over the lanes
+RETRY_S = 20.0  # between two
 NOT_FOUND = 127  # as a shell says it
 
 
@@ -53,12 +56,20 @@ def _process_version(run_file: Path, version: str, model: Path, how: str, what: 
 
 
 def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
-    """From the slaves' disks, or, where these are on other machines, over the lanes, as long as it is the head."""
+    """From the slaves' disks, or, where these are on other machines, over the lanes: `keep_every` keeps it there."""
     directories = [s.directory for s in config.slaves]
     if all(path.is_dir() for path in directories):
         export_snapshot(directories, version, model)
-    else:
-        export_over_lanes(operator_peer(config, PULLED_AS), version, model, PULLED_AS)
+        return
+    for left in reversed(range(TRIES)):
+        try:
+            export_over_lanes(operator_peer(config, PULLED_AS), version, model, PULLED_AS)
+            return
+        except Unavailable as error:  # a slave that starts again must not cost a version its result
+            if not left:
+                raise
+            sys.stderr.write(f"{error}; tried again in {RETRY_S:g} s\n")
+            time.sleep(RETRY_S)
 
 
 def _run_command(command: list[str], environment: dict[str, str]) -> int:

@@ -209,6 +209,7 @@ def _report_results(
         drawn = [*plot_run(files.run_file, files.directory), plots.draw_timeline(lines, files.directory)]
     clusters = {name: lines[name] for name in layout.CLUSTERS}
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
+    listed.append(verdict.check_curve(files.directory, rounds))
     _print_results(console, losses, head, killed, rounds, tokens, listed)
     for path in (*drawn, files.exported_file):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

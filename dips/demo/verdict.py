@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from dips.commands.plot import PUSHES, RESULTS
 from dips.demo.data import Text, bigram_entropy
 from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
 from dips.demo.lost_machines import LostMachines
@@ -149,6 +151,28 @@ def _about_evaluations(rounds: Sequence[RoundHistory]) -> Check:
     found = ", ".join(f"{loss:.3f}" for loss in losses if loss is not None)
     claim = f"every {EVALUATE_EVERY}th version was evaluated while the run went on"
     return Check(claim, len(losses) >= len(due) - 1, f"{len(losses)} of {len(due)}: {found or 'none'}")
+
+
+def check_curve(directory: Path, rounds: Sequence[RoundHistory]) -> Check:
+    """Hold what `dips plot` wrote into a directory against the ledger's rows: each accepted push, each evaluation."""
+    folds = [(str(r.round), f.push.cluster, _spell_loss(f.loss)) for r in rounds for f in r.folds]
+    drawn = [(p["round"], p["cluster"], p["loss"]) for p in _read_csv(directory / PUSHES) if p["kind"] == "accepted"]
+    said = [(str(r.round), n, str(x)) for r in rounds if r.result and r.result.ok for n, x in r.result.numbers.items()]
+    results = [(p["round"], p["name"], p["value"]) for p in _read_csv(directory / RESULTS) if p["name"]]
+    found = f"{len(drawn)} losses of pushes, {len(results)} of evaluations"
+    return Check("the curve has the ledger's numbers, all of them", drawn == folds and results == said, found)
+
+
+def _spell_loss(loss: float | None) -> str:
+    return "" if loss is None else str(loss)
+
+
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    """Its lines; none if nothing was written."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _about_end(status: Mapping[str, Any]) -> list[Check]:

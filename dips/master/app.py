@@ -128,6 +128,7 @@ async def serve(
         end_metrics = _serve_metrics(config, runtime, log)
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log)
+        outside.begin_track(config, file, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
@@ -167,11 +168,19 @@ def _build_runtime(
         stack.callback(journal.close)
     state = ledger.read_state()
     outside.begin_mirror(config, term, log)
+    _warn_of_other_targets(config, ledger, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
     step = _logged_step(coordinator, journal, log)
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
+
+
+def _warn_of_other_targets(config: RunFile, ledger: Ledger, log: logs.Log) -> None:
+    """`stop` and `epochs` of a file that somebody has edited since `dips init` change nothing: the ledger has them."""
+    ours, known = config.make_options().targets, [e.targets for e in ledger.read_extensions()]
+    if known and ours not in known:
+        log.warning("targets", file=ours.describe(), run=known[-1].describe(), remedy="dips extend changes the run's")
 
 
 def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
@@ -203,8 +212,12 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     """What every cluster must agree with; `dips-client check` compares."""
-    shared = config.shared.model_dump(mode="json")
-    return {"run": row.run, "shared": shared, "config_digest": row.config_digest, "manifest": row.manifest}
+    return {
+        "run": row.run,
+        "shared": config.shared.agreed,
+        "config_digest": row.config_digest,
+        "manifest": row.manifest,
+    }
 
 
 async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:

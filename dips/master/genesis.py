@@ -58,7 +58,7 @@ def _describe_differences(config: RunFile, row: RunRow) -> str:
     """Name the keys, if what `dips init` wrote down beside the model is there."""
     try:
         made_with = json.loads((config.master.directory / INITIAL_SHARED).read_text())
-        lines = differing_options(config.shared.model_dump(mode="json"), made_with)
+        lines = differing_options(config.shared.agreed, made_with)
     except (OSError, ValueError, AttributeError):  # lost, or damaged: the digests still differ
         lines = []
     digests = f"digest {row.config_digest[:12]}, this file's have {config.shared.digest[:12]}"
@@ -92,6 +92,7 @@ def make_run(
         placement=place_layers(manifest, [slave.name for slave in config.slaves]),
         genesis=tuple(_layer_digest(layer, tensors) for layer in manifest.layers),
         genesis_norms=tuple(_layer_norm(layer, tensors) for layer in manifest.layers),
+        targets=config.make_options().targets,
     )
     if force:
         _throw_away(ledger)
@@ -207,7 +208,7 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
     aside.replace(model)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),
-        (INITIAL_SHARED, json.dumps(config.shared.model_dump(mode="json"), indent=1)),
+        (INITIAL_SHARED, json.dumps(config.shared.agreed, indent=1)),
     ):
         listing = directory / name
         aside = listing.with_suffix(".tmp")

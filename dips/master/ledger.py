@@ -15,7 +15,14 @@ from pathlib import Path
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
 from dips.ids import VersionId
-from dips.master.ledger_history import RoundHistory, find_unprocessed, read_history
+from dips.master.ledger_extensions import ExtensionHistory, read_extensions
+from dips.master.ledger_history import (
+    RoundHistory,
+    find_unprocessed,
+    read_history,
+    read_results_after,
+    read_rounds_after,
+)
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
@@ -51,7 +58,7 @@ class Ledger:
             _run_all(db, SCHEMA)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            write_run(db, row)
+            write_run(db, row, wall)
         if str(path) != MEMORY:
             sync_path(Path(path).parent)
         return cls(db, lock, wall)
@@ -118,6 +125,12 @@ class Ledger:
         with _one_moment(self._db):
             return read_history(self._db, limit)
 
+    def read_rounds_after(self, number: int, limit: int, *, with_result: bool = False) -> list[RoundHistory]:
+        """Return the first `limit` rounds above `number`, oldest first; or those whose version has a VersionResult."""
+        read = read_results_after if with_result else read_rounds_after
+        with _one_moment(self._db):
+            return read(self._db, number, limit)
+
     def find_unprocessed(self, every: int) -> VersionId | None:
         """Return the next version for `master.on_version`: each `every`-th one gets a VersionResult."""
         return find_unprocessed(self._db, every)
@@ -130,6 +143,10 @@ class Ledger:
         """Return every `dips rebalance`, oldest first."""
         with _one_moment(self._db):
             return read_rebalances(self._db)
+
+    def read_extensions(self) -> list[ExtensionHistory]:
+        """Return what `dips init` read of the run's targets, then every `dips extend`, oldest first."""
+        return read_extensions(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""

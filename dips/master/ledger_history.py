@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from dips.ids import VersionId
@@ -49,21 +50,29 @@ class RoundHistory:
 
 def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     """Return the newest `limit` rounds, oldest first."""
-    rows = db.execute(
-        """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
+    return _read_rounds(db, f"{_ROUNDS} ORDER BY r.round DESC LIMIT ?", (limit,))
+
+
+def read_rounds_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:
+    """Return the first `limit` rounds above a number, oldest first."""
+    return _read_rounds(db, f"{_ROUNDS} WHERE r.round > ? ORDER BY r.round LIMIT ?", (number, limit))
+
+
+_ROUNDS = """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
                   v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers,
                   p.ok, p.reason, p.numbers, p.seconds, p.wall
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
            LEFT JOIN durable d USING (round) LEFT JOIN recoveries c USING (round)
            LEFT JOIN version_results p USING (round)
-           LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
-           ORDER BY r.round DESC LIMIT ?""",
-        (limit,),
-    ).fetchall()
+           LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback"""
+
+
+def _read_rounds(db: sqlite3.Connection, query: str, values: tuple[int, ...]) -> list[RoundHistory]:
+    rows = sorted(db.execute(query, values).fetchall(), key=itemgetter(0))
     if not rows:
         return []
-    folds, outcomes = _read_pushes(db, rows[-1][0], rows[0][0])
-    return [_read_round(row, folds[row[0]], outcomes[row[0]]) for row in reversed(rows)]
+    folds, outcomes = _read_pushes(db, rows[0][0], rows[-1][0])
+    return [_read_round(row, folds[row[0]], outcomes[row[0]]) for row in rows]
 
 
 def _read_pushes(
@@ -77,6 +86,12 @@ def _read_pushes(
     for number, *outcome in db.execute(query, (first, last)):
         outcomes[number].append(read_outcome(outcome))
     return folds, outcomes
+
+
+def read_results_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:
+    """Return the first `limit` rounds above a number whose version's process has ended, oldest first."""
+    query = f"{_ROUNDS} WHERE r.round > ? AND p.ok IS NOT NULL ORDER BY r.round LIMIT ?"
+    return _read_rounds(db, query, (number, limit))
 
 
 def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.enums import OutcomeKind
+from dips.protocol.options import Targets
 from dips.protocol.records import (
     ClusterDiverged,
     ClusterEnded,
@@ -28,6 +29,7 @@ from dips.protocol.records import (
     RolledBack,
     RoundEnded,
     RoundReserved,
+    RunExtended,
     RunFinished,
     RunRow,
     VersionCommitted,
@@ -38,7 +40,7 @@ from dips.protocol.records import (
 )
 
 
-def write_run(db: sqlite3.Connection, row: RunRow) -> None:
+def write_run(db: sqlite3.Connection, row: RunRow, wall: Callable[[], float]) -> None:
     """Write what `dips init` decided, and version 0."""
     _insert_row(db, "run", (1, row.run, row.config_digest, row.manifest))
     for place, (slave, layers) in enumerate(row.placement):
@@ -46,6 +48,8 @@ def write_run(db: sqlite3.Connection, row: RunRow) -> None:
     for layer, (digest, norm) in enumerate(zip(row.genesis, row.genesis_norms, strict=True)):
         _insert_row(db, "genesis", (layer, digest, norm))
     _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, 0.0, 0.0, 0.0, 0.0, False))
+    if row.targets is not None:
+        _write_targets(db, row.targets, "", 0.0, wall())
 
 
 def write_record(db: sqlite3.Connection, record: Record, wall: float) -> None:
@@ -135,6 +139,17 @@ def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
     db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
 
 
+def _run_extended(db: sqlite3.Connection, r: RunExtended, wall: float) -> None:
+    """A run that was finished is so no more; this row says where it was."""
+    db.execute("DELETE FROM finished")
+    _write_targets(db, r.targets, str(r.resumed) if r.resumed else "", r.at, wall)
+
+
+def _write_targets(db: sqlite3.Connection, t: Targets, resumed: str, at: float, wall: float) -> None:
+    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+    _insert_row(db, "targets", (None, t.tokens, t.versions, t.wall_s, t.epochs, resumed, last_round, at, wall))
+
+
 def _write_restore(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
     _insert_row(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
 
@@ -162,6 +177,7 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     VersionsRetired: _versions_retired,
     Rebalanced: _rebalanced,
     RunFinished: _run_finished,
+    RunExtended: _run_extended,
     LedgerRestored: _write_restore,
     VersionRecovered: _write_recovery,
     VersionResult: _write_result,

@@ -10,6 +10,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
+from dips.master.ledger_extensions import read_extensions
 from dips.master.ledger_rebalances import read_first_placement, read_rebalances, removed_slaves
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_ints, read_outcome, read_real
 from dips.protocol.enums import OutcomeKind
@@ -117,6 +118,7 @@ def read_run(db: sqlite3.Connection) -> RunRow:
         tuple(digest for digest, _ in genesis),
         tuple(read_real(norm) for _, norm in genesis),
         removed_slaves(rebalances),
+        extensions[-1].targets if (extensions := read_extensions(db)) else None,
     )
 
 

@@ -18,6 +18,7 @@ from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.links import SlaveLinks
 from dips.master.on_version import VersionProcesses
+from dips.master.trackers import TrackProcesses
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.records import Record, VersionCommitted
@@ -36,6 +37,7 @@ class MasterOutside:
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None
         self._on_version: VersionProcesses | None = None
+        self._track: TrackProcesses | None = None
         made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
         self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
@@ -63,13 +65,23 @@ class MasterOutside:
         )
         self._on_version.start()
 
+    def begin_track(self, config: RunFile, file: Path | None, log: logs.Log) -> None:
+        """Have what happens shown where the run file says."""
+        section = config.master.track
+        if section is None:
+            return
+        if file is None:
+            raise ConfigError("master.track needs the run file's path")
+        self._track = TrackProcesses(file.resolve(), section, config.master.directory.resolve(), log)
+        self._track.start()
+
     async def _find_unprocessed(self, every: int) -> VersionId | None:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
 
     def view(self) -> dict[str, Any]:
         """What status says of it: the ledger's mirror, what is done for versions, the newest one's loss; null: none."""
-        parts = {"ledger_mirror": self._mirror, "on_version": self._on_version}
+        parts = {"ledger_mirror": self._mirror, "on_version": self._on_version, "track": self._track}
         return {"last_loss": self._loss} | {name: part and part.view() for name, part in parts.items()}
 
     async def write_records(self, records: Sequence[Record]) -> None:
@@ -96,6 +108,8 @@ class MasterOutside:
     async def close(self) -> None:
         if self._on_version is not None:
             await self._on_version.stop()
+        if self._track is not None:
+            await self._track.stop()
         await self._links.close()
         if self._mirror is not None:
             self._mirror.close()

@@ -9,7 +9,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 6  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 7  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -83,6 +83,11 @@ CREATE TABLE leases (
 CREATE TABLE finished (
     only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL, round INTEGER NOT NULL,
     reason TEXT NOT NULL, at REAL, wall REAL
+) STRICT;
+-- how far the run goes: as `dips init` read it, then a row for each `dips extend`; `resumed` is where it was finished
+CREATE TABLE targets (
+    place INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, versions INTEGER NOT NULL, wall_s REAL NOT NULL,
+    epochs INTEGER NOT NULL, resumed TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL, wall REAL
 ) STRICT;
 CREATE TABLE durable (round INTEGER PRIMARY KEY REFERENCES versions, at REAL, wall REAL) STRICT;
 CREATE TABLE rollbacks (

@@ -108,6 +108,12 @@ class OperatorServicer(OperatorServiceServicer):
         result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
         return cast(operator_pb2.DrainReply, messages.wrap_oneof(result, operator_pb2.DrainReply))
 
+    async def Extend(self, request: Any, context: Any) -> operator_pb2.ExtendReply:
+        result = await _ask_master(
+            self._runtime, lambda req: messages.from_proto(request, events.ExtensionAsked, req=req)
+        )
+        return cast(operator_pb2.ExtendReply, messages.wrap_oneof(result, operator_pb2.ExtendReply))
+
 
 class StatusServicer(StatusServiceServicer):
     """Calls of `dips status`, of the live view and of `dips-client check`."""

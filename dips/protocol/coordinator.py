@@ -18,6 +18,7 @@ from dips.protocol import (
     clusters,
     drain,
     durability,
+    extension,
     flip,
     mirrors,
     movement,
@@ -42,6 +43,7 @@ from dips.protocol.events import (
     ClusterSilent,
     DrainAsked,
     Event,
+    ExtensionAsked,
     MirrorReported,
     OrderAnswered,
     OrderFailed,
@@ -145,6 +147,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     PullFinished: pulls.on_pull_finished,
     ReadmissionAsked: readmit.on_readmission_asked,
     DrainAsked: drain.on_drain_asked,
+    ExtensionAsked: extension.on_extension_asked,
     Blind: _on_blind,
     Ticked: _on_tick,
 }
@@ -152,8 +155,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 def _next_deadline(run: RunState) -> float:
     due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
-    if run.options.stop.wall_s and not run.finished and run.round is None:
-        due = min(due, run.started + run.options.stop.wall_s)
+    if run.targets.wall_s and not run.finished and run.round is None:
+        due = min(due, run.started + run.targets.wall_s)
     return min(due, min(window.window_deadlines(run), default=inf))
 
 

@@ -35,6 +35,7 @@ class RangeBook:
         undone: Iterable[int] = (),
         requeue: bool = False,
     ) -> None:
+        self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
         self.settled = set(settled)
         self._requeue = requeue
@@ -54,10 +55,14 @@ class RangeBook:
     def free(self) -> int:
         return self._free.count
 
-    @property
-    def used_up(self) -> bool:
-        """There is data, and nothing of it is left to train: no range is free, none leased."""
-        return self.total > 0 and not self.free and not self.leased
+    def is_settled(self, epochs: int) -> bool:
+        """Nothing of so many epochs is left to train: no range is free, none leased."""
+        return not self.free and not self.leased and self.per_epoch * epochs <= self.total
+
+    def add_epochs(self, epochs: int) -> None:
+        """The data is trained so often in all, no fewer times than before: what is new is free."""
+        before, self.total = self.total, self.per_epoch * epochs
+        self._free.append_numbers(before, self.total)
 
     def held_by(self, cluster: str, inc: int) -> tuple[int, ...]:
         lease = self._leases.get((cluster, inc))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
+from dips.protocol.options import Targets
 from dips.protocol.records import Record
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
@@ -313,6 +314,14 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class Extended:
+    """The run has these targets now; it had been finished at `resumed`, and goes on."""
+
+    targets: Targets
+    resumed: VersionId | None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request is answered with an error; `raise error(message)` at the asker."""
 
@@ -333,6 +342,7 @@ Result = (
     | Finished
     | Ranges
     | Acknowledged
+    | Extended
     | Failed
 )
 

@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 4
+PROTOCOL = 5
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -163,6 +163,7 @@ class PullRequested:
     req: int
     pull: PullId
     ranks: int
+    version: VersionId | None = None  # an older one that the disks keep; None: the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,22 @@ class ReadmissionAsked:
 
     req: int
     cluster: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChange:
+    """One of the fields of Targets, and its new value."""
+
+    key: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionAsked:
+    """Change how far the run goes; what is not named stays."""
+
+    req: int
+    changes: tuple[TargetChange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +360,7 @@ Event = (
     | ClusterLeft
     | ReadmissionAsked
     | DrainAsked
+    | ExtensionAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

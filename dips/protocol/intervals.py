@@ -79,6 +79,14 @@ class Intervals:
         self.remove_number(number)
         return number
 
+    def append_numbers(self, begin: int, end: int) -> None:
+        """Add begin … end − 1, all of them above every number that is there."""
+        if self.ends and self.ends[-1] == begin < end:
+            self.ends[-1] = end
+            self.count += end - begin
+        else:
+            self._append(begin, end)
+
     def _append(self, begin: int, end: int) -> None:
         if begin < end:
             self.begins.append(begin)

@@ -116,6 +116,26 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """How far the run goes, outside the digest of `shared`: an operator may change it while it runs (`dips extend`)."""
+
+    tokens: int = 0  # as in StopOptions
+    versions: int = 0
+    wall_s: float = 0.0
+    epochs: int = 1  # as in DataOptions
+
+    def describe(self) -> str:
+        """In words, without what ends no run."""
+        words = (
+            f"{self.tokens:,} tokens" if self.tokens else "",
+            f"{self.versions:,} versions" if self.versions else "",
+            f"{self.wall_s:g} s of a master" if self.wall_s else "",
+            f"{self.epochs} epochs of its data" if self.epochs > 1 else "",
+        )
+        return " or ".join(w for w in words if w) or "its data ends"
+
+
+@dataclass(frozen=True)
 class TimingOptions:
     """Deadlines and leases of the master; seconds on its monotonic clock."""
 
@@ -185,3 +205,8 @@ class Options:
             _coerce_word(self, key, words, key)
         for key in ("keep_every", "keep_most"):
             _require_holds(getattr(self, key) >= 0, key, "0 or more", getattr(self, key))
+
+    @property
+    def targets(self) -> Targets:
+        """As the files have them: what holds until somebody changes them."""
+        return Targets(self.stop.tokens, self.stop.versions, self.stop.wall_s, self.data.epochs)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dips.errors import RemoteProtocolError, StalePush
-from dips.ids import PullId, VersionId
+from dips.errors import ConfigError, RemoteProtocolError, StalePush
+from dips.ids import GENESIS, PullId, VersionId
 from dips.protocol import pushes
 from dips.protocol.claims import find_absurd_seq
 from dips.protocol.effects import Acknowledged, ClosePull, Dropped, Failed, OpenPull, Pending, Refused, Result
@@ -13,11 +13,15 @@ from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS
+from dips.protocol.roster import name_some
 from dips.protocol.run_state import RunState
 
 
 def on_pull_requested(run: RunState, event: PullRequested) -> None:
-    """Legal in any state but the middle of a push; pins the head everywhere. A repetition gets the same Grant."""
+    """Legal in any state but the middle of a push; pins the head everywhere, or an older version that disks keep.
+
+    A repetition gets the same Grant.
+    """
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is not None:
         run.reply_to(event.req, _answer_request(run, cluster, event))
@@ -37,6 +41,9 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
         return absurd
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
+    version = event.version or run.head
+    if missing := _why_not_kept(run, version):
+        return Failed(ConfigError, missing)
     pushes.drop_superseded(run, cluster, event.pull)
     waits = run.why_missing() or ("the slaves to flip" if run.flipping is not None else "")
     if waits:
@@ -44,9 +51,20 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
     if pull:
         close_pull(run, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks = event.pull.seq, event.ranks
-    begin_pull(run, cluster, event.pull, run.head)
-    run.order_all(FanoutKind.OPEN_PULL, event.pull, OpenPull(event.pull, run.head), run.options.timing.order_s)
+    begin_pull(run, cluster, event.pull, version)
+    run.order_all(FanoutKind.OPEN_PULL, event.pull, OpenPull(event.pull, version), run.options.timing.order_s)
     return Pending("the slaves are pinning the version")
+
+
+def _why_not_kept(run: RunState, version: VersionId) -> str:
+    """Why a version cannot be pulled; empty if it can: slaves serve the head, and what is on their disks."""
+    row = run.versions.get(version)
+    if version == run.head or (row is not None and not row.retired and (row.durable or version == GENESIS)):
+        return ""
+    rows = [v for v in reversed(run.versions.values()) if v.version != GENESIS]
+    kept = [str(v.version) for v in rows if v.durable and not v.retired]
+    has = f"the slaves keep {name_some(kept)}" if kept else "the slaves keep no version yet"
+    return f"{version} is no version of this run, or no longer on its disks; {has}"
 
 
 def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId) -> None:

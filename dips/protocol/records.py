@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dips.ids import PushId, VersionId
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
+from dips.protocol.options import Targets
 from dips.protocol.placement import Placement
 
 
@@ -197,6 +198,15 @@ class RunFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class RunExtended:
+    """An operator changed how far the run goes; one that was finished at `resumed` goes on."""
+
+    targets: Targets
+    resumed: VersionId | None
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerRestored:
     """A copy took the place of a lost ledger, or an operator raised an old one's counters.
 
@@ -243,6 +253,7 @@ Record = (
     | VersionsRetired
     | Rebalanced
     | RunFinished
+    | RunExtended
     | LedgerRestored
     | VersionRecovered
     | VersionResult
@@ -254,7 +265,7 @@ Record = (
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """Written once by `dips init`, but for the placement, which `dips rebalance` replaces."""
+    """Written once by `dips init`; but `dips rebalance` replaces the placement, `dips extend` the targets."""
 
     run: str
     config_digest: str
@@ -263,6 +274,7 @@ class RunRow:
     genesis: tuple[str, ...]  # xxh3-128 of each layer's bytes at v0@r0
     genesis_norms: tuple[float, ...]  # ‖θ₀‖ of each layer
     removed: tuple[tuple[str, VersionId], ...] = ()  # slaves that held layers once: until the rebalance at this version
+    targets: Targets | None = None  # as last extended; None: as the run file says
 
 
 @dataclass(frozen=True, slots=True)

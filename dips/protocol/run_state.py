@@ -70,7 +70,9 @@ class RunState:
         self.tokens_in_window = 0  # of pushes that are committed, and not settled
         self.finished = state.finished
         requeue = options.requeue is RequeuePolicy.UNDONE
-        self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
+        self.targets = state.row.targets or options.targets
+        data = replace(options.data, epochs=self.targets.epochs)
+        self.ranges = RangeBook(data, state.settled, state.leased, state.undone_ranges, requeue)
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
@@ -273,7 +275,7 @@ class RunState:
         return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
 
     def read_progress(self) -> Progress:
-        return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
+        return Progress(self.tokens_accepted, self.targets.tokens, self.finished)
 
     def has_row(self, version: VersionId) -> bool:
         """Whether the ledger has a version's row: in the lineage, undone, or too old to be remembered here."""

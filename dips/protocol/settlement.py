@@ -14,6 +14,7 @@ from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
 from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
+from dips.protocol.options import Targets
 from dips.protocol.penalty import Settled
 from dips.protocol.records import (
     FoldRow,
@@ -205,16 +206,21 @@ def _settle_push(
 # ---- the end of the run ---------------------------------------------------------------------------------------------
 
 
-def finish_if_due(run: RunState) -> None:
-    """End the run when what `stop` names is reached, or its data, and no round is open (Algorithm 1, line 7)."""
-    stop = run.options.stop
+def find_end(run: RunState, stop: Targets) -> str:
+    """Which of these targets is reached, or that all data is settled; empty if the run goes on."""
+    settled = run.ranges.total > 0 and run.ranges.is_settled(stop.epochs)
     reasons = (
         (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
         (stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
         (stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
-        (run.ranges.used_up, f"all {run.ranges.total} data ranges are settled"),
+        (settled, f"all {run.ranges.total} data ranges are settled"),
     )
-    reason = next((why for due, why in reasons if due), "")
+    return next((why for due, why in reasons if due), "")
+
+
+def finish_if_due(run: RunState) -> None:
+    """End the run when one of its targets is reached, or its data, and no round is open (Algorithm 1, line 7)."""
+    reason = find_end(run, run.targets)
     if not reason or run.finished or run.round is not None:
         return
     run.finished = run.head
@@ -227,5 +233,5 @@ def finish_if_due(run: RunState) -> None:
 
 def finish_if_time_is_over(run: RunState) -> None:
     """Called when time has passed: `stop.wall_s` needs no push to end a run."""
-    if run.options.stop.wall_s:
+    if run.targets.wall_s:
         finish_if_due(run)

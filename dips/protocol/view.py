@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from dips.protocol import mirrors, window
@@ -20,7 +21,8 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "term": run.term,
         "uptime_s": now - run.started,
         "head": str(run.head),
-        "progress": {"tokens": run.tokens_accepted, "tokens_target": run.options.stop.tokens},
+        "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
+        "targets": asdict(run.targets),
         "finished": str(run.finished) if run.finished else None,
         "round": {
             "state": str(r.state) if r else "idle",

@@ -83,6 +83,9 @@ def draw_headline(status: Status) -> Text:
     processed = status.get("on_version") or {}
     if processed.get("red"):
         text.append(f"\non_version, {processed.get('version') or NONE}: {processed.get('reason') or NONE}", style="red")
+    track = status.get("track") or {}
+    if track.get("red"):
+        text.append(f"\ntrack, {track.get('reason') or NONE}", style="red")
     return text
 
 

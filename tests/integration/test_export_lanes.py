@@ -1,4 +1,4 @@
-"""`dips export --master`: the head from any host that reaches master and slaves, without their disks."""
+"""`dips export --master`: versions from any host that reaches master and slaves, without their disks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
-VERSIONS = 3
+VERSIONS, EVERY = 5, 2
 
 
 SUM = """
@@ -29,12 +29,12 @@ print(json.dumps({"sum": sum(float(t.sum()) for t in load_file(os.environ["DIPS_
 
 
 def file_of_a_master_elsewhere(run: harness.Run) -> Path:
-    """The run file as it stands on a machine that has no slave's disk; each last version is looked at."""
+    """The run file as it stands on a machine that has no slave's disk; each second version is looked at."""
     content = yaml.safe_load(run.file.read_text())
     for slave in content["slaves"]:
         slave["directory"] = f"elsewhere-{slave['name']}"
     command = [sys.executable, "-c", SUM]
-    content["master"] |= {"keep_every": VERSIONS, "on_version": {"every": VERSIONS, "command": command}}
+    content["master"] |= {"keep_every": EVERY, "on_version": {"every": EVERY, "command": command}}
     path = run.file.with_name("master.yaml")
     path.write_text(yaml.safe_dump(content))
     return path
@@ -50,8 +50,11 @@ def export(*words: str) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_the_head_comes_over_the_lanes(tmp_path: Path) -> None:
-    """Before, and after a run, which takes no notice: bit for bit what the disks hold, and the file says of what."""
+def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
+    """Before a run and after it, which takes no notice: bit for bit what the disks hold, and the file says of what.
+
+    Each second version is looked at over the lanes, though newer ones are made meanwhile.
+    """
     random = np.random.default_rng(3)
     tensors = {
         name: random.standard_normal(tuple(p.shape)).astype(np.float32)
@@ -76,19 +79,23 @@ def test_the_head_comes_over_the_lanes(tmp_path: Path) -> None:
         with safe_open(lanes, "np") as file:
             head = file.metadata()["version"]
         with run.ledger() as ledger:
-            run.until(lambda: ledger.read_history()[-1].result is not None, 30, "the last version is looked at")
+            run.until(lambda: ledger.read_history()[3].result is not None, 60, "the last of them is looked at")
             rounds, state = ledger.read_history(), ledger.read_state()
-        result = rounds[-1].result
-        expected = sum(float(t.sum()) for t in load_file(lanes).values())
-        assert result is not None and result.ok and result.numbers == {"sum": expected}, result
         assert str(rounds[-1].version) == head and head.startswith(f"v{VERSIONS}@")
+        assert [r.version.version for r in rounds if r.version and r.result] == [2, 4]
         assert {o.push.cluster for r in rounds for o in r.outcomes} == {"west"}
         passed = {c.name: (c.inc, c.ended) for c in state.clusters if c.name != "west"}
-        assert passed == {"export": (2, True), "on-version": (1, True)}
+        assert passed == {"export": (2, True), "on-version": (2, True)}
 
-        with pytest.raises(ConfigError, match=f"lanes serve the head, {head}, alone"):
+        older, of_disks = elsewhere / "older.safetensors", tmp_path / "older.safetensors"
+        export("--master", run.address, "--output", str(older), "--version", "v2@r2")
+        export("--config", str(run.file), "--output", str(of_disks), "--version", "v2@r2")
+        assert older.read_bytes() == of_disks.read_bytes() != lanes.read_bytes()
+        result, expected = rounds[1].result, sum(float(t.sum()) for t in load_file(older).values())
+        assert result is not None and result.ok and result.numbers == {"sum": expected}, result
+        with pytest.raises(ConfigError, match=f"no longer on its disks; the slaves keep {head}, v4@r4, v2@r2"):
             export("--master", run.address, "--output", str(elsewhere / "old.safetensors"), "--version", "v1@r1")
-        assert sorted(path.name for path in elsewhere.iterdir()) == ["first.safetensors", "lanes.safetensors"]
+        assert not (elsewhere / "old.safetensors").exists() and len(list(elsewhere.iterdir())) == 3
 
 
 def test_a_master_that_does_not_answer(tmp_path: Path) -> None:

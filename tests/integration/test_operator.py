@@ -143,6 +143,38 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
     assert "none of this run" in say("dips", "drain", "ps7", "--config", str(run.file), code=78)
 
 
+@pytest.mark.timeout(180)
+def test_a_finished_run_is_extended(tmp_path: Path) -> None:
+    """Refused while it would end at once; then it goes on to the new end, also under a new master and file.
+
+    The script hears of every version, and its progress is of the new target.
+    """
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 2}}
+    with harness.Run(tmp_path, tensors(), shared=shared) as run, run.ledger() as ledger:
+        master, extend = run.start_master(), ("extend", "--config", str(run.file))
+        run.start_slaves()
+        out = tmp_path / "out"
+        run.wait(run.start_cluster("west", [sys.executable, TINY, "logged", str(out)]), 60)
+        assert "the run would end at once: 2 outer steps are made" in say("dips", *extend, "--rounds", "2", code=1)
+        assert "name a target" in say("dips", *extend, code=2)
+        told = say("dips", *extend, "--rounds", "4", "--tokens", "100000")
+        assert "goes on until 100,000 tokens or 4 versions" in told and "finished at v2@r2" in told
+        assert master.terminate() == 0
+        run.start_master()
+        run.wait(run.start_cluster("west", [sys.executable, TINY, "logged", str(out)]), 60)
+        assert made(ledger) == [f"v{n}@r{n}" for n in range(1, 5)]
+        status = json.loads(say("dips", "status", "--config", str(run.file), "--json"))
+    assert status["finished"] == "v4@r4" and status["targets"]["tokens"] == 100_000
+    lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+    assert [line["dips/heard"] for line in lines if "dips/heard" in line] == [1.0, 2.0, 3.0, 4.0]
+    last = [line for line in lines if "dips/loss" in line][-1]
+    assert last["dips/loss"] == 1.5 and last["dips/accepted"] == 2.0 and 0 < last["dips/progress"] < 0.01
+    shown = say("dips", "history", "--config", str(run.file))
+    assert "extended" in shown and "until 100,000 tokens or 4 versions; it was finished at v2@r2" in " ".join(
+        shown.split()
+    )
+
+
 @pytest.mark.timeout(240)
 def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
     """An old ledger is put back: the master does not serve it; after `recover` the run goes on under new names."""

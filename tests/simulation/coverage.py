@@ -62,6 +62,8 @@ POINTS: dict[str, str] = {
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "extended": "a run was extended before its end",
+    "resumed": "a finished run was extended, and its clusters came back",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 

@@ -11,7 +11,9 @@ from dips.protocol.records import (
     LedgerState,
     PenaltyRow,
     Record,
+    RolledBack,
     RoundEnded,
+    RunExtended,
     RunFinished,
     VersionCommitted,
 )
@@ -55,6 +57,8 @@ class LivenessInvariant(Invariant):
             self.advanced_at = self.world.heap.now
         elif isinstance(record, RunFinished):
             self.finished_at = self.world.heap.now
+        elif isinstance(record, RunExtended | RolledBack):
+            self.finished_at, self.advanced_at = None, self.world.heap.now
 
     def time_passed(self) -> None:
         now, quiet = self.world.heap.now, self.world.scenario.quiet_at

@@ -16,6 +16,7 @@ from tests.simulation.accounts import DataInvariant, OnceInvariant, TokensInvari
 from tests.simulation.checks import Violation
 from tests.simulation.coverage import Coverage
 from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
+from tests.simulation.extensions import ExtendingOperator, TargetsInvariant
 from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
@@ -98,7 +99,7 @@ class Trial:
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
             WholeInstallsInvariant, TokensInvariant, DataInvariant, MonotoneInvariant, MemoryInvariant,
-            LeaseInvariant, ReadmissionInvariant, IndexInvariant,
+            LeaseInvariant, ReadmissionInvariant, IndexInvariant, TargetsInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
         self.invariants = [self.lineage, self.liveness, self.queue, numerics, *(make(world) for make in others)]
@@ -129,7 +130,13 @@ class SeedTrial(Trial):
         super().__init__(World(seed, scenario or scenario_of(seed)))
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
-        return super().run([Enough(self.world, self.result, self.liveness), *observers], plan or self.faults.plan)
+        operator = ExtendingOperator(self.world)
+
+        def plan_all(world: World) -> None:
+            self.faults.plan(world)
+            operator.plan()
+
+        return super().run([Enough(self.world, self.result, self.liveness), operator, *observers], plan or plan_all)
 
 
 def play(task: tuple[int, str | None]) -> Result:

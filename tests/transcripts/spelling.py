@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from dips.protocol import effects as e
 from dips.protocol import records as r
+from dips.protocol.options import Targets
 
 
 def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
@@ -90,6 +92,9 @@ def spell_result(result: e.Result) -> str:
             return f"Failed {result.error.__name__}: {result.message}"
         case e.Acknowledged():
             return "Acknowledged"
+        case e.Extended():
+            again = f", and goes on from {result.resumed}" if result.resumed else ""
+            return f"Extended: the run goes to {_targets(result.targets)}{again}"
 
 
 def spell_record(record: r.Record) -> str:
@@ -123,6 +128,12 @@ def spell_record(record: r.Record) -> str:
             return f"VersionsRetired {_list(record.versions)}"
         case r.RunFinished():
             return f"RunFinished at {record.version}: {record.reason}"
+        case r.RunExtended():
+            return f"RunExtended to {_targets(record.targets)}, was finished at {record.resumed or 'nothing'}"
+
+
+def _targets(targets: Targets) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in asdict(targets).items() if value)
 
 
 def _outcomes(rows: tuple[r.OutcomeRow, ...]) -> str:

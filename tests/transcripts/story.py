@@ -178,7 +178,8 @@ class Teller:
         return self.step(ev.RoundAwaited(0, self._push(words["push"])), cluster)
 
     def asks_pull(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.PullRequested(0, self._pull(words["pull"]), int(words.get("ranks", "1"))), cluster)
+        pull, version = self._pull(words["pull"]), VersionId.parse(words["version"]) if "version" in words else None
+        return self.step(ev.PullRequested(0, pull, int(words.get("ranks", "1")), version), cluster)
 
     def finishes_pull(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.PullFinished(0, self._pull(words["pull"]), words.get("installed", "yes") == "yes"), cluster)
@@ -229,6 +230,10 @@ class Teller:
 
     def readmit(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.ReadmissionAsked(0, cluster), "operator")
+
+    def extend(self, _: str, words: Words) -> list[str]:
+        changes = tuple(ev.TargetChange(key, float(value)) for key, value in words.items())
+        return self.step(ev.ExtensionAsked(0, changes), "operator")
 
     def drain(self, slave: str, words: Words) -> list[str]:
         return self.step(ev.DrainAsked(0, slave), "operator")

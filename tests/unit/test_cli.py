@@ -80,7 +80,20 @@ def init(run_file: Path, *words: str) -> str:
 
 @pytest.mark.parametrize(
     "word",
-    ["demo", "init", "status", "export", "history", "plot", "verify", "readmit", "recover", "drain", "rebalance"],
+    [
+        "demo",
+        "init",
+        "status",
+        "export",
+        "history",
+        "plot",
+        "verify",
+        "readmit",
+        "extend",
+        "recover",
+        "drain",
+        "rebalance",
+    ],
 )
 def test_help_teaches(word: str) -> None:
     """Every word says what it does and shows an example that stands on a line of its own."""

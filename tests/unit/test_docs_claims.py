@@ -30,7 +30,7 @@ from dips.wire import frame
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {path: path.read_text() for path in DOCUMENTS}
 ALL = "\n".join(TEXT.values())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -64,7 +64,7 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     verdict = _find_verdict(s)
     if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
         sync.waiting = False  # the master is asked on: what it grants is taken at the next look
-        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction)
+        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result)
     return verdict
 
 
@@ -99,7 +99,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
     elif s.now < sync.backoff_until:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
-        give_verdict(s, TrainOn(sync.reason, steps, s.fraction))
+        give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result))
     else:
         pushes.ask_push(s)
 
@@ -113,7 +113,7 @@ def _find_verdict(s: AgentState) -> Answer:
         pushes.freeze_push(s)
         return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq)
     if sync.phase is SyncPhase.PULLING and sync.grant:
-        return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge)
+        return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result)
     return AskAgain(sync.reason, s.pace.steps_until_ask)
 
 

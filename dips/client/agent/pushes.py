@@ -17,7 +17,7 @@ from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import give_verdict, train_on
-from dips.client.ipc.messages import PushMoved
+from dips.client.ipc.messages import PushMoved, PushResult
 from dips.protocol.effects import Committed, Dropped, Finished, Grant, Outcome, Refused
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRequested, RoundAwaited
@@ -171,4 +171,5 @@ def abort_push(s: AgentState, reason: str, diverged: bool = False) -> None:
 def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> None:
     if s.sync.phase is SyncPhase.AWAITING:
         s.record_mark("window_end", seq=s.sync.seq)
+    s.sync.result = PushResult(s.membership.inc, s.sync.seq, str(outcome), reason)
     s.record_mark("outcome", outcome=outcome, version=version, seq=s.sync.seq, reason=reason)

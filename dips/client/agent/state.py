@@ -19,7 +19,7 @@ from dips.client.agent.actions import Action, Channel, RecordMark, StopTrainer
 from dips.client.agent.pace import Pace
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.tally import Tally
-from dips.client.ipc.messages import Answer, ErrorReply
+from dips.client.ipc.messages import Answer, ErrorReply, PushResult
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
@@ -119,6 +119,7 @@ class OuterSync:
     reason: str = "no trainer has attached yet"
     seq: int = 0  # of the last push or pull in this incarnation
     accepted_seq: int = 0  # of the last push in this incarnation that was accepted
+    result: PushResult | None = None  # of the newest push that was settled, for the ranks
     # rank 0's question
     question: int = 0  # its number
     waiting: bool = False  # for the verdict

@@ -15,7 +15,7 @@ def conclude_question(s: AgentState, reason: str, again: bool = False) -> None:
     """Have the trainer train on, or end if the run is finished."""
     finished = s.membership.progress.finished
     if finished:
-        give_verdict(s, Over(f"the run is finished with {finished}", s.fraction))
+        give_verdict(s, Over(f"the run is finished with {finished}", s.fraction, s.sync.result))
     else:
         give_verdict(s, train_on(s, reason, again))
 
@@ -23,7 +23,7 @@ def conclude_question(s: AgentState, reason: str, again: bool = False) -> None:
 def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
     """Look `again` at the next boundary; else a push or a pull is over, and the pace begins anew."""
     if again:
-        return TrainOn(reason, 1, s.fraction)
+        return TrainOn(reason, 1, s.fraction, s.sync.result)
     if not s.settings.overlap:  # there the pace began anew when the push was frozen
         s.pace.restart_count(s.now)
-    return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction)
+    return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction, s.sync.result)

@@ -10,6 +10,17 @@ from dataclasses import dataclass
 
 from dips.protocol.effects import Grant, ManifestWanted
 
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What became of a push of this cluster."""
+
+    inc: int
+    seq: int
+    kind: str  # accepted, gated, skipped or dropped
+    reason: str
+
+
 # ---- questions of rank 0 ---------------------------------------------------------------------------------------------
 
 
@@ -209,6 +220,7 @@ class PullNow:
     progress: float
     accepted: int = 0  # as in PushNow
     merge: bool = False
+    result: PushResult | None = None  # of the newest push that was settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +230,7 @@ class TrainOn:
     reason: str
     steps: int
     progress: float
+    result: PushResult | None = None  # of the newest push that was settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +239,7 @@ class Over:
 
     reason: str
     progress: float
+    result: PushResult | None = None  # of the newest push that was settled
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,11 +102,11 @@ def check_run(config: ClusterFile, described: Mapping[str, Any]) -> list[CheckRo
     if described["config_digest"] == config.shared.digest:
         rows.append(CheckRow("shared options", OK, f"digest {config.shared.digest[:12]}, as the run's"))
     else:
-        lines = differing_options(config.shared.model_dump(mode="json"), described["shared"])
+        lines = differing_options(config.shared.agreed, described["shared"])
         rows.append(CheckRow("shared options", FAIL, "; ".join(lines), "take the run's `shared` section", 78))
     if described["finished"]:
         rows.append(
-            CheckRow("end", NOTE, f"the run is finished with {described['finished']}", "there is nothing to train")
+            CheckRow("end", NOTE, f"the run is finished with {described['finished']}", "`dips extend` has it go on")
         )
     return [*rows, _check_name(config.cluster, described["clusters"])]
 

@@ -29,6 +29,7 @@ from dips.client.rank.inner_optimizers import InnerOptimizers
 from dips.client.rank.joining import attach_trainer, find_agent, find_config, warn_of_coarse, watch_run
 from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
+from dips.client.rank.outer_log import OnVersion, OuterLog
 from dips.client.rank.outer_state import InnerState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
@@ -93,6 +94,8 @@ class OuterLoop:
         self._outer_steps.pull_newest()
         if self.version.version > 0:
             self._inner.begin_warmup()  # its optimizer is empty, until a checkpoint is loaded
+        self._log = OuterLog()
+        self._log.begin(self.version, self._state.result)
 
     # ---- where it stands ---------------------------------------------------------------------------------------------
 
@@ -158,12 +161,28 @@ class OuterLoop:
         self._state.steps_until_poll -= 1
         self._step_reports.report_step(tokens, loss)
         self._step_checks.on_step(tokens, self._optimizers.steps)
+        self._log.count_step(tokens, loss)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
 
     def remark(self, text: str) -> None:
         """Have a person told something: in the agent's log, and in `dips status`. Rank 0's word counts."""
         self._agent_client.notify_agent(Remarked(self._state.attempt, text))
+
+    def log_to(self, target: Any) -> None:
+        """Write `dips/…` numbers at every outcome and version: the loss since the last, progress, counts of outcomes.
+
+        target  a torch SummaryWriter, a run of W&B, or a function of (numbers by name, inner steps). Usually on rank 0
+        """
+        self._log.add_writer(target)
+
+    def on_version(self, function: OnVersion) -> None:
+        """Have `function(version)` called after every version that is pulled from now on, between two inner steps.
+
+        To evaluate it, say: call this on all ranks, and let the function restore the model's mode. The model is that
+        version; under `overlap: full` with what was trained meanwhile. Numbers that it returns by name go to `log_to`.
+        """
+        self._log.add_function(function)
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
@@ -197,6 +216,7 @@ class OuterLoop:
             self._check_usable()
             self._collectives.barrier("OuterLoop.ranges")
             number = self._data_ranges.next_range()
+            self._tell_news()
             if number is None:
                 return
             yield number
@@ -207,6 +227,12 @@ class OuterLoop:
             self._step_checks.compare_ranks()
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        if self._log.wants_model(self.version):
+            self._shard_transfer.finish_install()
+        self._log.tell_news(self.version, self._state.result, self.progress, self.inner_steps)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -252,6 +278,7 @@ class OuterLoop:
         self._state.version = VersionId.parse(saved.base)
         self._shard_transfer.restore_tensors(self.version, read_tensors(state, self._collectives.rank))
         self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
+        self._log.begin(self.version, self._state.result)
         return answer.reason
 
     # ---- the end -----------------------------------------------------------------------------------------------------

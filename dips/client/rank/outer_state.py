@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.client.ipc.messages import PullMoved, PullNow, PullWanted, PushMoved, PushNow, PushWanted
+from dips.client.ipc.messages import PullMoved, PullNow, PullWanted, PushMoved, PushNow, PushResult, PushWanted
 from dips.client.rank.background_transfer import BackgroundTransfer
 from dips.ids import VersionId
 
@@ -18,6 +18,7 @@ class OuterState:
     attempt: int  # of the trainer, given by the agent
     progress: float  # accepted tokens over the run's target
     version: VersionId | None = None  # that was installed last; None until the first pull
+    result: PushResult | None = None  # of the newest push that was settled
     finished: bool = False  # the run is
     diverged: bool = False  # the model is not finite, until a version is installed
     torn: bool = False  # the model mixes two versions: a pull failed after its first layer was installed

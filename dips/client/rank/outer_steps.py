@@ -152,10 +152,11 @@ class OuterSteps:
 
     def _train_on(self, answer: TrainOn) -> None:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps
+        self._state.result = answer.result
 
     def _end_run(self, answer: Over) -> None:
         self._shard_transfer.finish_install()  # there is no further forward that would do it
-        self._state.progress, self._state.finished = answer.progress, True
+        self._state.progress, self._state.finished, self._state.result = answer.progress, True, answer.result
 
     def _request_for(self, order: PushNow | PullNow) -> TransferRequest:
         config = self._config
@@ -186,7 +187,7 @@ class OuterSteps:
                 merged = self._shard_transfer.merge_version(version)
             else:
                 self._shard_transfer.install_version(version)
-            state.version, state.progress = version, order.progress
+            state.version, state.progress, state.result = version, order.progress, order.result
             if state.diverged or (order.merge and not merged):
                 state.diverged = False
                 self._on_healed()

@@ -266,18 +266,24 @@ class PullRequested(_message.Message):
 
     PULL_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId:
+        """absent: the head"""
+
     def __init__(
         self,
         *,
         pull: _names_pb2.PullId | None = ...,
         ranks: _builtins.int = ...,
+        version: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

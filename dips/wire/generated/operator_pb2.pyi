@@ -3,10 +3,12 @@
 isort:skip_file
 What an operator tells the master. An error leaves as a gRPC status whose trailing metadata `dips-error` names its class."""
 
+from collections import abc as _abc
 from dips.wire.generated import cluster_pb2 as _cluster_pb2
 from dips.wire.generated import names_pb2 as _names_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -55,6 +57,101 @@ class DrainAsked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainAsked: _TypeAlias = DrainAsked  # noqa: Y015
+
+@_typing.final
+class TargetChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """a field of Targets"""
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetChange: _TypeAlias = TargetChange  # noqa: Y015
+
+@_typing.final
+class ExtensionAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetChange]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___TargetChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtensionAsked: _TypeAlias = ExtensionAsked  # noqa: Y015
+
+@_typing.final
+class Targets(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    versions: _builtins.int
+    wall_s: _builtins.float
+    epochs: _builtins.int
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        versions: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+        epochs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "tokens", b"tokens", "versions", b"versions", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Targets: _TypeAlias = Targets  # noqa: Y015
+
+@_typing.final
+class Extended(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGETS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def targets(self) -> Global___Targets: ...
+    @_builtins.property
+    def resumed(self) -> _names_pb2.VersionId: ...
+    def __init__(
+        self,
+        *,
+        targets: Global___Targets | None = ...,
+        resumed: _names_pb2.VersionId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resumed", b"resumed", "targets", b"targets"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resumed", b"resumed", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Extended: _TypeAlias = Extended  # noqa: Y015
 
 @_typing.final
 class ReadmitReply(_message.Message):
@@ -111,3 +208,29 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class ExtendReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENDED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def extended(self) -> Global___Extended: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        extended: Global___Extended | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extended", b"extended", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extended", b"extended", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["extended", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___ExtendReply: _TypeAlias = ExtendReply  # noqa: Y015

@@ -44,6 +44,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.DrainAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Extend = channel.unary_unary(
+                '/dips.v1.OperatorService/Extend',
+                request_serializer=dips_dot_v1_dot_operator__pb2.ExtensionAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.ExtendReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -63,6 +68,13 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Extend(self, request, context):
+        """Changes how far the run goes, also one that is finished. Refused if that would be reached already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.DrainAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.DrainReply.SerializeToString,
+            ),
+            'Extend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Extend,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.ExtensionAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.ExtendReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Drain',
             dips_dot_v1_dot_operator__pb2.DrainAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Extend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Extend',
+            dips_dot_v1_dot_operator__pb2.ExtensionAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.ExtendReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class OperatorServiceStub:
     """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none."""
     Drain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+    Extend: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]
+    """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -43,6 +45,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none."""
     Drain: _aio.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]  # type: ignore[assignment]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+    Extend: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]  # type: ignore[assignment]
+    """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +64,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.DrainReply, _abc.Awaitable[_operator_pb2.DrainReply]]:
         """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+
+    @_abc_1.abstractmethod
+    def Extend(
+        self,
+        request: _operator_pb2.ExtensionAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ExtendReply, _abc.Awaitable[_operator_pb2.ExtendReply]]:
+        """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

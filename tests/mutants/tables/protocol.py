@@ -51,8 +51,37 @@ MUTANTS = (
         END,
     ),
     Mutant("stop.wall_s is never reached", ROOM, "(stop.wall_s and", "(False and", END),
-    Mutant("stop.wall_s wakes nobody", ROOM, "options.stop.wall_s and not", "options.stop.versions and not", END),
+    Mutant("stop.wall_s wakes nobody", ROOM, "run.targets.wall_s and not", "run.targets.versions and not", END),
     Mutant("stop.versions is one late", ROOM, "head.version >= stop.versions", "head.version > stop.versions", END),
+    # ---- how far it goes, and what may be pulled
+    Mutant(
+        "a target that is reached is taken",
+        ROOM,
+        "elif refusal := _find_refusal(run, targets)",
+        'elif refusal := ""',
+        STORIES,
+    ),
+    Mutant(
+        "a new master forgets an extension", ROOM, "state.row.targets or options.targets", "options.targets", STORIES
+    ),
+    Mutant(
+        "a finished run stays so", ROOM, "resumed, run.finished = run.finished, None", "resumed = run.finished", STORIES
+    ),
+    Mutant("another epoch frees nothing", ROOM, "run.ranges.add_epochs(targets.epochs)", "pass", STORIES),
+    Mutant(
+        "a new master finds the end",
+        "dips/master/ledger_rows.py",
+        'db.execute("DELETE FROM finished")',
+        "pass",
+        STORIES,
+    ),
+    Mutant(
+        "a version that is gone is granted",
+        ROOM,
+        "if missing := _why_not_kept(run, version)",
+        'if missing := ""',
+        STORIES,
+    ),
     # ---- the outer step's numbers
     Mutant("relative clip is off", ROOM, "if clip.relative is not None:", "if False:", ROUND),
     Mutant(

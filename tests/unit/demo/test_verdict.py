@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dips.commands.plot import PUSHES, RESULTS
 from dips.demo.lost_machines import LostMachines, Way
 from dips.demo.model import build, loss_of
-from dips.demo.verdict import Check, Kill, Losses, check_claims, evaluate_losses, validation_loss
+from dips.demo.verdict import Check, Kill, Losses, check_claims, check_curve, evaluate_losses, validation_loss
 from dips.ids import PushId, VersionId
 from dips.master.ledger_history import ResultHistory, RoundHistory
-from dips.protocol.records import FoldRow
+from dips.master.loss_curve import PushPoint, ResultPoint, list_pushes, list_results, write_csv
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.records import FoldRow, OutcomeRow
 
 GOOD = Losses(first=5.55, head=1.9, exported=1.9, bigrams=2.4)
 
@@ -180,3 +183,19 @@ def test_losses_come_from_the_files(tmp_path: Path) -> None:
         assert found.head == pytest.approx(loss_of(head, torch.from_numpy(sample.astype(np.int64))).item(), rel=1e-5)
     with pytest.raises(RuntimeError, match="Missing key"):
         validation_loss({}, sample)
+
+
+def test_a_curve_that_is_not_the_ledgers_is_seen(tmp_path: Path) -> None:
+    """What `dips plot` writes passes; a digit that differs, or a version's evaluation that is missing, does not."""
+    result = ResultHistory(True, "", {"validation_loss": 2.5}, 1.0, 50.0)
+    rounds = [*ROUNDS[:2], replace(ROUNDS[2], result=result)]
+    outcomes = [
+        tuple(OutcomeRow(f.push, OutcomeKind.ACCEPTED, "", f.tokens, 2, 1.0, 0.0, ()) for f in r.folds) for r in rounds
+    ]
+    rounds = [replace(r, outcomes=told) for r, told in zip(rounds, outcomes, strict=True)]
+    write_csv(tmp_path / PUSHES, PushPoint, list_pushes(rounds))
+    assert not check_curve(tmp_path, rounds).holds
+    write_csv(tmp_path / RESULTS, ResultPoint, list_results(rounds))
+    assert check_curve(tmp_path, rounds).holds
+    (tmp_path / PUSHES).write_text((tmp_path / PUSHES).read_text().replace(",2.0,", ",2.1,", 1))
+    assert not check_curve(tmp_path, rounds).holds

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from dips.commands.history import draw_rounds
+from dips.protocol.options import Targets
 from dips.telemetry.status import FittedStatus, render_status
 
 
@@ -135,20 +136,31 @@ ROUNDS = [
         **NOTHING,
     ),
     round_(43, parent="v39@r41", version="v40@r43", folds=[fold(39, None)], outcomes=[outcome("berlin")]),
+    {
+        "kind": "extended",
+        "version": "v40@r43",
+        "said": Targets(tokens=2_000_000_000, versions=500, epochs=2).describe(),
+    },
+    round_(44, parent="v40@r43", version="v41@r44", folds=[fold(40, 2.25)], outcomes=[outcome("berlin")]),
 ]
 
 HISTORY = """\
 rounds
-round  ended    version   loss  tokens   s  stale     ‖δ‖
-r40    applied  v38@r40  2.500   5.20M   –      0  0.0123
+round  ended     version   loss  tokens   s  stale     ‖δ‖
+r40    applied   v38@r40  2.500   5.20M   –      0  0.0123
   parent: v37@r39
   from: berlin, oslo
-r41    applied  v39@r41  2.500   5.20M  75      2  0.0123
+r41    applied   v39@r41  2.500   5.20M  75      2  0.0123
   from: tokyo, zurich (gated: norm 9 above the hard cap 2)
-r42    skipped  –            –       0  75      –       –
+r42    skipped   –            –       0  75      –       –
   from: berlin (skipped: x)
   skipped: ps2 was lost: silent for 10.2 s
-r43    applied  v40@r43      –   5.20M  75      0  0.0123
+r43    applied   v40@r43      –   5.20M  75      0  0.0123
   parent: v39@r41
+  from: berlin
+–      extended  –            –       –   –      –       –
+  until 2,000,000,000 tokens or 500 versions or 2 epochs of its data; it was
+  finished at v40@r43 and goes on
+r44    applied   v41@r44  2.250   5.20M  75      0  0.0123
   from: berlin
 """

@@ -152,7 +152,8 @@ class Play:
         self.send(want)
         pull = self.asked(PullRequested).pull
         self.reply(grant(version))
-        verdict = PullNow(pull.inc, pull.seq, grant(version), self.s.fraction, self.s.sync.accepted_seq)
+        sync = self.s.sync
+        verdict = PullNow(pull.inc, pull.seq, grant(version), self.s.fraction, sync.accepted_seq, result=sync.result)
         assert self.send(want) == verdict
         moved = PullMoved(self.s.trainer.attempt, next(self.number), pull.seq, installed, "", 100)
         answer = self.send(moved)

@@ -9,7 +9,17 @@ import pytest
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
 from dips.client.agent.phases import SyncPhase
-from dips.client.ipc.messages import AskAgain, PullMoved, PullNow, PushMoved, PushNow, RangeGiven, RangeWanted, TrainOn
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    PushResult,
+    RangeGiven,
+    RangeWanted,
+    TrainOn,
+)
 from dips.errors import StalePush, StaleVersion
 from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
 from dips.protocol.enums import OutcomeKind
@@ -31,7 +41,7 @@ def test_whole_round(play: Play) -> None:
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and verdict.grant.version == V1 and verdict.progress == 0.04
     told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
-    assert told == TrainOn("trains on v1@r1", H, 0.04)
+    assert told == TrainOn("trains on v1@r1", H, 0.04, PushResult(1, 2, "accepted", ""))
     assert play.s.trainer.base == V1
     assert (play.s.account.accepted, play.s.account.unsettled_tokens) == (40, 0)
     kinds = [kind for kind, _ in play.marks]
@@ -209,9 +219,10 @@ def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -
     want = play.want_push()
     play.send(want)
     play.reply(Dropped("ps1 was lost"))
-    assert play.send(want) == TrainOn("ps1 was lost", 1, 0.0)
+    told = TrainOn("ps1 was lost", 1, 0.0, PushResult(1, 2, "dropped", "ps1 was lost"))
+    assert play.send(want) == told
     play.step(1)
-    assert play.send(play.want_push()) == TrainOn("ps1 was lost", 1, 0.0)
+    assert play.send(play.want_push()) == told
     play.now += 1.0
     play.step(1)
     assert play.push_until_granted().seq == 3

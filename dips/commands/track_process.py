@@ -1,0 +1,141 @@
+"""The process of `master.track`: `python -m dips.commands.track_process MASTER_PID RUN_FILE tensorboard|wandb`.
+
+It reads the ledger as any reader of SQLite's WAL does, which no writer waits for, and writes what has ended since it
+last looked. How far it came is in `track/`, so the next process goes on there; one that was killed may write its last
+rounds twice. It ends with its master.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError
+from dips.fsync import write_aside
+from dips.master.genesis import ledger_path
+from dips.master.ledger import Ledger
+from dips.master.track_points import RunTotals, TrackPoint, point_of_result, point_of_round
+from dips.telemetry import exits
+from dips.telemetry.track_sinks import TensorBoardSink, TrackSink, WandbSink
+
+LOOK_EVERY_S = 2.0  # for rounds that have ended
+PAGE = 256  # rounds that are read at once
+
+
+@dataclass
+class TrackPosition:
+    """What is written: rounds, and results of versions, up to these."""
+
+    round: int = 0
+    result: int = 0
+
+
+class Follower:
+    """Brings the ledger's rounds to a sink."""
+
+    def __init__(self, ledger: Ledger, sink: TrackSink, position: TrackPosition) -> None:
+        self._ledger, self._sink, self.position = ledger, sink, position
+        self._totals = RunTotals()
+        self._read = 0  # rounds that `_totals` counts: a new process counts them from the first on
+
+    def write_new(self) -> int:
+        """Write all that has ended since the last call; return how many points that were."""
+        written = self._write_rounds() + self._write_results()
+        if written:
+            self._sink.flush()
+        return written
+
+    def _write_rounds(self) -> int:
+        written = 0
+        while rounds := self._ledger.read_rounds_after(self._read, PAGE):
+            for i, r in enumerate(rounds):
+                if r.ended is None and i == len(rounds) - 1 and len(rounds) < PAGE:
+                    return written  # it is open: the next look finds its end, or a later round
+                self._read = r.round
+                written += self._write_point(point_of_round(r, self._totals), r.round > self.position.round)
+                self.position.round = max(self.position.round, r.round)
+        return written
+
+    def _write_results(self) -> int:
+        written = 0
+        while rounds := self._ledger.read_rounds_after(self.position.result, PAGE, with_result=True):
+            for r in rounds:
+                written += self._write_point(point_of_result(r), True)
+                self.position.result = r.round
+        return written
+
+    def _write_point(self, point: TrackPoint | None, new: bool) -> int:
+        if point is None or not new:
+            return 0
+        self._sink.write_point(point.round, point.wall, point.numbers)
+        return 1
+
+
+def main(argv: list[str]) -> None:
+    """Follow until SIGTERM, which the kernel sends when the master dies."""
+    master, run_file, kind = int(argv[1]), Path(argv[2]), argv[3]
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: _end_soon(ended, number, frame))
+    set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != master:  # it died before prctl
+        raise SystemExit(128 + signal.SIGTERM)
+    exits.run_command(lambda: follow_run(load_run(run_file), kind, ended))
+
+
+def _end_soon(ended: threading.Event, number: int, frame: FrameType | None) -> None:
+    ended.set()
+
+
+def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
+    """Write what happens into a sink of this kind until `ended` is set."""
+    directory = config.master.directory / "track"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{kind}.json"
+    position = _read_position(path)
+    with (
+        closing(Ledger.open(ledger_path(config), readonly=True)) as ledger,
+        closing(_make_sink(config, kind, directory)) as sink,
+    ):
+        newest = ledger.read_history(1)
+        if position.round > (newest[-1].round if newest else 0):
+            position = TrackPosition()  # of a run that was thrown away with `dips init --force`
+        follower = Follower(ledger, sink, position)
+        while True:
+            last = ended.is_set()
+            if follower.write_new():
+                with write_aside(path) as aside:
+                    aside.write_text(json.dumps(asdict(position)))
+            if last:
+                return
+            ended.wait(LOOK_EVERY_S)
+
+
+def _read_position(path: Path) -> TrackPosition:
+    """Where the last process ended; the beginning if there was none, or its file is damaged."""
+    try:
+        told = json.loads(path.read_text())
+        return TrackPosition(int(told["round"]), int(told["result"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return TrackPosition()
+
+
+def _make_sink(config: RunFile, kind: str, directory: Path) -> TrackSink:
+    track = config.master.track
+    if track is not None and kind == "tensorboard" and track.tensorboard is not None:
+        return TensorBoardSink(track.tensorboard)
+    if track is not None and kind == "wandb" and track.wandb is not None:
+        return WandbSink(track.wandb, config.shared.run, directory)
+    raise ConfigError(f"master.track.{kind}: this run file does not have it any more: start the master again")
+
+
+if __name__ == "__main__":
+    main(sys.argv)
