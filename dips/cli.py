@@ -10,7 +10,21 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import certs, demo, drain, export, extend, history, init, plot, readmit, rebalance, recover, status, verify
+from dips.commands import (
+    certs,
+    demo,
+    drain,
+    export,
+    extend,
+    history,
+    init,
+    plot,
+    readmit,
+    rebalance,
+    recover,
+    status,
+    verify,
+)
 from dips.data import app as data
 from dips.telemetry import exits
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dips.commands import operator
-from dips.commands.options import MASTER, WHOSE, address_of
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.protocol.effects import Refused
 from dips.protocol.events import ExtensionAsked, TargetChange
 
@@ -16,6 +16,7 @@ from dips.protocol.events import ExtensionAsked, TargetChange
 def extend(
     config: WHOSE = None,
     master: MASTER = None,
+    credentials: CREDENTIALS = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Accepted tokens in all, those of today included.")] = None,
     rounds: Annotated[
         int | None, typer.Option("--versions", "--rounds", min=0, help="Outer steps in all; 0: no end by them.")
@@ -44,7 +45,8 @@ def extend(
     changes = tuple(TargetChange(key, float(value)) for key, value in named.items() if value is not None)
     if not changes:
         raise typer.BadParameter("name a target: --tokens, --rounds, --wall or --epochs", param_hint="dips extend")
-    answer = asyncio.run(operator.ask_master(address_of(config, master), "Extend", ExtensionAsked(0, changes)))
+    peer = find_master(config, master, credentials)
+    answer = asyncio.run(operator.ask_master(peer, "Extend", ExtensionAsked(0, changes)))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

@@ -46,6 +46,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.SlaveService/Refused": Right(_SLAVE, "slave"),
     "/dips.v1.OrderService/Execute": Right(_MASTER),
     "/dips.v1.OperatorService/Readmit": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Extend": Right(_OPERATOR),
     "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends
     "/dips.v1.StatusService/Status": Right(_ALL),
     "/dips.v1.StatusService/Describe": Right(_ALL),
