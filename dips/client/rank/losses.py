@@ -44,5 +44,6 @@ class LossChannel:
 
 def finite_or_none(loss: Any) -> float | None:
     """Return a loss that can be averaged; None for one that is not finite, which the penalty's gate deals with."""
-    value = math.nan if loss is None else float(loss)
+    number = loss.detach() if hasattr(loss, "detach") else loss  # torch warns of what requires a gradient
+    value = math.nan if number is None else float(number)
     return value if math.isfinite(value) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from dips.client.rank.losses import LossChannel, finite_or_none
 
@@ -55,3 +56,10 @@ def test_a_poll_starts_over() -> None:
 def test_what_is_not_finite_is_not_averaged() -> None:
     assert finite_or_none(2) == 2.0
     assert finite_or_none(None) is finite_or_none(float("nan")) is finite_or_none(float("inf")) is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_requires_a_gradient() -> None:
+    """The README's `loss=loss`: torch has nothing to warn of."""
+    assert finite_or_none(torch.tensor(2.5, requires_grad=True)) == 2.5
+    assert finite_or_none(torch.tensor(float("inf"))) is None and finite_or_none(None) is None
