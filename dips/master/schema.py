@@ -9,7 +9,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 6  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 7  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -61,7 +61,8 @@ CREATE TABLE outcomes (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('accepted', 'gated', 'skipped')),
     reason TEXT NOT NULL, tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
-    norm REAL, score REAL, ranges TEXT NOT NULL
+    norm REAL, score REAL, ranges TEXT NOT NULL,
+    begun TEXT NOT NULL  -- [number, done, of] of the range after those, trained in part; or []
 ) STRICT;
 CREATE INDEX outcomes_by_cluster ON outcomes (cluster, place);
 

@@ -70,7 +70,7 @@ class RunState:
         self.tokens_in_window = 0  # of pushes that are committed, and not settled
         self.finished = state.finished
         requeue = options.requeue is RequeuePolicy.UNDONE
-        self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
+        self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue, state.begun)
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
