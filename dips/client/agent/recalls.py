@@ -1,4 +1,4 @@
-"""How far the trainer has trained the data ranges that it was given, and how they are taken back from it while it lives.
+"""How far the trainer has trained the data ranges that it was given, and how those are taken back from it.
 
 Must stay true: a range is used up when each of its samples is in what is carried; what is lost is served again, from
 where settled pushes end.

@@ -36,7 +36,7 @@ class DataRanges:
                 return answer.range
             if not isinstance(answer, RangesEnded):
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
-            if self._state.left or self._settle_ranges(answer):
+            if (self._state.left and not answer.finished) or self._settle_ranges(answer):
                 return None
 
     def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:

@@ -186,8 +186,9 @@ class OuterLoop:
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
 
-        A range counts as trained when the next one is asked for, unless `mark_ranges` says otherwise. At the end of the data what was trained since the last
-        push is pushed before this returns, and settled. Split a range's samples over your data-parallel ranks.
+        A range counts as trained when the next one is asked for, unless `mark_ranges` says otherwise. At the end of the
+        data what was trained since the last push is pushed before this returns, and settled. Split a range's samples
+        over your data-parallel ranks.
         Raise ConfigError if the run has no data ranges (`shared.data.ranges`).
         """
         if self._config.shared.data.ranges == 0:

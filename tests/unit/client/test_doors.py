@@ -158,7 +158,7 @@ def test_a_range_smaller_than_a_step_is_told(data: DataSet) -> None:
 
 
 def test_ranges_that_are_taken_back_are_forgotten(data: DataSet) -> None:
-    """Work was lost in the middle of a range: what was left of it is dropped, and the next range that is given counts."""
+    """Work was lost in the middle of a range: what was left of it is dropped, and it is given again."""
     outer, seen = Outer([3, 4]), list[list[int]]()
     for count, batch in enumerate(feed(outer, TokenBatches(data, 10, 16), 0), 1):
         seen += batch.tolist()
