@@ -2,16 +2,17 @@
 
 Ranges are as long as H inner steps, one more or less, or anything else, mostly with a rest that goes with the next one;
 there may be one range only, and fewer than clusters. Ranks, trainers, agents, slaves and the master crash and come
-back, at times drawn from when the last range is leased to when all is settled. No disk is lost: a rollback undoes work.
+back, and agents sleep until their lease is over: at times drawn from when the last range is leased to when all is
+settled, or right after a push was committed. No disk is lost: a rollback undoes work.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from math import inf
-from random import Random
 
 from dips.ids import PushId
+from dips.protocol.effects import Note
 from dips.protocol.enums import PenaltyRule, PushCodec
 from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RangesLeased, Record, RoundEnded, RunFinished, VersionCommitted
@@ -27,9 +28,13 @@ from tests.simulation.trial import Result, Trial
 
 LASTS_S, QUIET_S = 400.0, 150.0
 AFTER_S = 12.0  # the run is over, and nothing comes after it
-SPAN_S = 8.0  # after the last range's own inner steps: its last push, window, outer step and pull
-STRIKES = (strikes.crash_rank, strikes.crash_trainer, strikes.crash_agent, strikes.crash_master, strikes.crash_slave)
-MOST_STRIKES = 3
+SPAN_S = 4.0  # after the last range's own inner steps: its last push, window, outer step and pull
+STRIKES = (
+    strikes.crash_rank, strikes.crash_trainer, strikes.crash_agent, strikes.crash_agent, strikes.pause_agent,
+    strikes.crash_master, strikes.crash_slave,
+)  # fmt: skip
+MOST_STRIKES = 5
+AT_A_COMMIT, COMMIT_S = 0.4, 1.0  # of all strikes: within so many seconds after a push was committed
 
 
 def last_range_scenario(seed: int) -> Scenario:
@@ -101,21 +106,33 @@ class LastRangeStrikes(Observer):
 
     def __init__(self, world: World, span_s: float) -> None:
         self._world, self._span_s, self._planned = world, span_s, False
+        self._rng = world.chance.generator_for("last range/strikes")
+        self._armed = 0  # strikes that wait for a commit
         self.count = 0
 
     def record_written(self, record: Record) -> None:
         last = self._world.options.data.ranges - 1
         if isinstance(record, RangesLeased) and last in record.ranges and not self._planned:
             self._planned = True
-            rng = self._world.chance.generator_for("last range/strikes")
-            for _ in range(rng.randint(1, MOST_STRIKES)):
-                strike = rng.choice(STRIKES)
-                at = self._span_s * rng.random()
-                self._world.call_later(at, f"fault {strike.__name__}", partial(self._strike, strike, rng))
+            for _ in range(self._rng.randint(1, MOST_STRIKES)):
+                if self._rng.random() < AT_A_COMMIT:
+                    self._armed += 1
+                else:
+                    self._strike_within(self._span_s)
 
-    def _strike(self, strike: strikes.Strike, rng: Random) -> None:
+    def note_logged(self, note: Note) -> None:
+        if note.kind == "push_committed" and self._armed:
+            self._armed -= 1
+            self._strike_within(COMMIT_S)
+
+    def _strike_within(self, seconds: float) -> None:
+        strike = self._rng.choice(STRIKES)
+        at = seconds * self._rng.random()
+        self._world.call_later(at, f"fault {strike.__name__}", partial(self._strike, strike))
+
+    def _strike(self, strike: strikes.Strike) -> None:
         self.count += 1
-        strike(self._world, rng)
+        strike(self._world, self._rng)
 
 
 def play_last_range(task: tuple[int, str | None]) -> Result:

@@ -55,6 +55,8 @@ def _make_answer(s: AgentState, given: int | None) -> Answer:
         return RangeGiven(given, _begun_by(s, given), s.range_requests.recalls)
     if finished:
         return RangesEnded(f"the run is finished with {finished}", True)
+    if not s.joined:  # its next incarnation may get the ranges that this one has lost
+        return AskAgain(s.sync.reason)
     if s.ranges.exhausted and not is_asked(s):
         return _end_data(s)
     return AskAgain("the master is asked for data ranges")
