@@ -8,6 +8,7 @@ settled, or right after a push was committed. No disk is lost: a rollback undoes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from math import inf
 
@@ -15,7 +16,7 @@ from dips.ids import PushId
 from dips.protocol.effects import Note
 from dips.protocol.enums import PenaltyRule, PushCodec
 from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
-from dips.protocol.records import RangesLeased, Record, RoundEnded, RunFinished, VersionCommitted
+from dips.protocol.records import RangesLeased, Record, RunFinished
 from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
 from dips.sim.observer import Observer
@@ -66,32 +67,20 @@ def last_range_scenario(seed: int) -> Scenario:
 
 
 class LastRangeInvariant(Invariant):
-    """Each sample of the data is in one settled push, and the run that has them all is finished."""
+    """Each sample of the data is in a settled push, and the run that has them all is finished."""
 
     number = 10
 
-    def __init__(self, world: World, shape: DataShape) -> None:
+    def __init__(self, world: World, shape: DataShape, settled: Mapping[tuple[int, int], PushId]) -> None:
         super().__init__(world)
-        self.samples = world.options.data.ranges * shape.range_samples
-        self.settled = dict[tuple[int, int], PushId]()
+        self.samples, self.settled = world.options.data.ranges * shape.range_samples, settled
         self.finished_at = inf
 
     def record_written(self, record: Record) -> None:
-        if isinstance(record, VersionCommitted | RoundEnded):
-            for outcome in record.outcomes:
-                if outcome.kind != "skipped":
-                    self._settle_push(outcome.push)
         if isinstance(record, RunFinished):
             self.finished_at = self.world.heap.now
             count = len(self.settled)
             self.require(count == self.samples, f"the run is finished with {count} of {self.samples} samples")
-
-    def _settle_push(self, push: PushId) -> None:
-        parts = [part for work in self.world.books.frozen[push].work for part in work.parts]
-        for sample in ((part.number, place) for part in parts for place in range(part.begin, part.end)):
-            before = self.settled.get(sample)
-            self.require(before is None, f"{push} brings sample {sample[1]} of range {sample[0]}, as did {before}")
-            self.settled[sample] = push
 
     def time_passed(self) -> None:
         if self.world.heap.now > self.finished_at + AFTER_S:
@@ -144,6 +133,6 @@ def play_last_range(task: tuple[int, str | None]) -> Result:
     with sabotaged(sabotage):
         trial = Trial(World(seed, scenario))
         struck = LastRangeStrikes(trial.world, SPAN_S + steps * max(shape.step_s for shape in scenario.clusters))
-        result = trial.run([LastRangeInvariant(trial.world, scenario.samples), struck])
+        result = trial.run([LastRangeInvariant(trial.world, scenario.samples, trial.samples.settled), struck])
     result.faults = struck.count
     return result
