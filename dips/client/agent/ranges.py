@@ -30,7 +30,7 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
         s.ranges.begin_question(message.count)
         _use_up(s, message)
     finished = s.membership.progress.finished
-    given = None if finished else s.ranges.serve_range()
+    given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's are others' by now
     if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined:
         ask_ranges(s)
     answer = _make_answer(s, given)
