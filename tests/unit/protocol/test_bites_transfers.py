@@ -150,6 +150,20 @@ def test_a_part_of_a_range_is_its_own_and_no_more_than_a_part(number: int, done:
     assert (given.ranges, given.begun) == ((0, 2), (BegunRange(0, 4, 9),)), "the next one begins there"
 
 
+def test_a_range_that_a_committed_push_has_begun_waits_for_its_outcome() -> None:
+    """Its cluster has left, and the window is open: nobody begins the range anew; behind it the next one goes on."""
+    run = make("ab", ranges=2)
+    leased(run, "a")
+    push = run.open_push("a")
+    run.step(ev.PushStaged("s", 1, push, 4))
+    assert isinstance(run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5, BegunRange(0, 4, 9))), Committed)
+    run.ask(ev.ClusterLeft(0, "a", run.inc("a"), 100))
+    assert leased(run, "b") == (1,)
+    run.wait(11.0)
+    given = run.ask(ev.RangesRequested(0, "b", run.inc("b"), 2, 2))
+    assert (given.ranges, given.begun) == ((0,), (BegunRange(0, 4, 9),))
+
+
 def test_a_question_repeated_gets_its_ranges_and_no_more() -> None:
     run = make("a", ranges=10)
     first = leased(run, "a", seq=1)
