@@ -109,7 +109,7 @@ def show(
 
 
 def _say_vocabulary(size: int, tokenizer: object) -> str:
-    whose = f"of {getattr(tokenizer, 'name', tokenizer)}" if tokenizer else "at least: the largest token and 1"
+    whose = f"of {getattr(tokenizer, 'name', tokenizer)}" if tokenizer else "the largest token plus 1"
     return f"vocabulary: {size}, {whose}; a model has as many embeddings or more"
 
 
