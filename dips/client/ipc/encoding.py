@@ -56,9 +56,9 @@ def decode_message(body: bytes) -> Message:
 
 def _read_fields(message: Any) -> dict[str, Any]:
     """Its fields as they are: one goes out with every inner step, and `dataclasses.asdict` would copy all of it."""
+    if not dataclasses.is_dataclass(message):
+        raise TypeError(f"expected a message, got {message!r}")
     cls: Any = type(message)
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{cls.__name__} does not travel between agent and rank 0")
     return {name: getattr(message, name) for name in _field_types(cls)}
 
 
