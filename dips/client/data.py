@@ -3,17 +3,23 @@
     data = DataSet("corpus")                                              # of `dips data build`
     batches = TokenBatches(data, sequences=8, length=2048, rank=rank, world=world)
     loader = DataLoader(RangeDataset(batches), batch_size=None, num_workers=2, persistent_workers=True)
-    for batch in Feed(outer, loader):                                     # i64[8, 2049]
+    feed = Feed(outer, loader)
+    for batch in feed:                                                    # i64[8, 2049]
         ...
+        outer.step(tokens=feed.samples * 2048, loss=loss)
 
-Only this process asks for ranges. The workers find in shared memory which range is current, read that one, and are done
-with it before the next is asked for; so what counts as trained was trained. The order of batches does not depend on the
-number of workers.
+Every sample is trained once: what a range leaves behind its last whole step goes with the first step of the next one,
+and what is left at the end of the data is a smaller step. A range counts as trained with the step that has its last
+sample, and whoever goes on with a range that is trained in part begins there, on as many ranks as there are then.
+
+Only this process asks for ranges. The workers find in shared memory which samples come next, read those, and are done
+with them before more are asked for. The order of batches does not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,11 +30,15 @@ from dips.client.rank.outer_loop import OuterLoop
 from dips.data.deal import deal_rows
 from dips.data.order import shuffle_numbers
 from dips.data.reader import DataSet
+from dips.data.steps import Part, StepCutter, samples_of, share_step
 from dips.errors import ConfigError
+from dips.protocol.data import BegunRange
+
+MOST_PARTS = 256  # data ranges that one step may take samples of
 
 
 class Batches(Protocol):
-    """What one rank trains on in a range, from batch `start` on; as many batches on every rank."""
+    """What one rank trains on: samples of ranges, of which an inner step takes so many; as many on every rank."""
 
     @property
     def ranges(self) -> int: ...
@@ -37,13 +47,22 @@ class Batches(Protocol):
     def digest(self) -> str:
         """Names the data set; "" if nothing does."""
 
-    def batches(self, number: int, start: int) -> Iterator[Any]: ...
+    @property
+    def step_samples(self) -> int:
+        """Of a whole step, on all ranks together."""
+
+    def samples(self, number: int) -> int:
+        """How many samples a range has, on all ranks together."""
+
+    def read_step(self, step: Sequence[Part]) -> Any:
+        """This rank's batch of a step."""
 
 
 class TokenBatches:
     """Sequences of tokens of a data set: i64[sequences, length + 1] each."""
 
     def __init__(self, data: DataSet, sequences: int, length: int, rank: int = 0, world: int = 1) -> None:
+        """`sequences`: of this rank in one inner step; `rank` and `world` count what has batches of its own."""
         self._data, self._shape, self._place = data, (sequences, length), (rank, world)
 
     @property
@@ -54,7 +73,21 @@ class TokenBatches:
     def digest(self) -> str:
         return self._data.digest
 
+    @property
+    def step_samples(self) -> int:
+        return self._shape[0] * self._place[1]
+
+    def samples(self, number: int) -> int:
+        return self._data.sequences(number, self._shape[1])
+
+    def read_step(self, step: Sequence[Part]) -> torch.Tensor:
+        length = self._shape[1]
+        shares = share_step(step, *self._place)
+        tokens = np.concatenate([self._data.read_sequences(number, length, places) for number, places in shares])
+        return torch.from_numpy(tokens.astype(np.int64))
+
     def batches(self, number: int, start: int) -> Iterator[torch.Tensor]:
+        """The whole batches of one range alone, from batch `start` on."""
         for tokens in self._data.batches(number, *self._shape, *self._place, start):
             yield torch.from_numpy(tokens.astype(np.int64))
 
@@ -78,46 +111,79 @@ class RowBatches:
         """`sources`: of each row its source, so that each range has its share of all; None: all rows are of one."""
         self._table, self._size, self._seed, self._place = table, size, seed, (rank, world)
         self._rows = deal_rows(len(table), ranges, seed, sources)
+        self._last: tuple[int, list[int]] | None = None  # range, its row numbers
         self.digest = ""
 
     @property
     def ranges(self) -> int:
         return len(self._rows)
 
+    @property
+    def step_samples(self) -> int:
+        return self._size * self._place[1]
+
+    def samples(self, number: int) -> int:
+        return len(self._rows[number % self.ranges])
+
     def rows(self, number: int) -> list[int]:
         """The row numbers of a range, for `table.select`."""
-        dealt = self._rows[number % self.ranges]
-        return [int(row) for row in dealt[shuffle_numbers(len(dealt), self._seed, number)]]
+        if self._last is None or self._last[0] != number:
+            dealt = self._rows[number % self.ranges]
+            self._last = (number, [int(row) for row in dealt[shuffle_numbers(len(dealt), self._seed, number)]])
+        return self._last[1]
+
+    def read_step(self, step: Sequence[Part]) -> Any:
+        shares = share_step(step, *self._place)
+        return self._table[[self.rows(number)[place] for number, places in shares for place in places]]
 
     def batches(self, number: int, start: int) -> Iterator[Any]:
-        rows, (rank, world) = self.rows(number), self._place
-        step = self._size * world
-        for first in range(start * step, len(rows) - step + 1, step):
-            yield self._table[rows[first + rank : first + step : world]]
+        """The whole batches of one range alone, from batch `start` on."""
+        cutter = StepCutter(self.step_samples)
+        cutter.add_range(number, self.samples(number), start * self.step_samples)
+        while step := cutter.take_step():
+            yield self.read_step(step)
 
 
 class RangeDataset(IterableDataset[Any]):
-    """The batches of the current range; for a DataLoader with `batch_size=None`, with workers or without."""
+    """The batches of the samples that come next; for a DataLoader with `batch_size=None`, with workers or without."""
 
     def __init__(self, batches: Batches) -> None:
         self.source = batches
-        self._current = torch.zeros(2, dtype=torch.int64).share_memory_()  # range, first batch: workers read it
+        # Workers read it: whether a smaller step is wanted, how many parts there are, then each part.
+        self._next = torch.zeros(2 + MOST_PARTS * 4, dtype=torch.int64).share_memory_()
 
     def set_range(self, number: int, start: int = 0) -> None:
-        """Have the next iterator yield this range, from batch `start` on."""
-        self._current[0], self._current[1] = number, start
+        """Have the next iterator yield this range alone, from batch `start` on."""
+        of = self.source.samples(number)
+        self.set_parts([Part(number, min(of, start * self.source.step_samples), of, of)])
+
+    def set_parts(self, parts: Sequence[Part], *, whole: bool = True) -> None:
+        """Have the next iterator yield the whole steps of these samples; not `whole`: also what is left of them."""
+        if len(parts) > MOST_PARTS:
+            raise ConfigError(
+                f"a step takes samples of more than {MOST_PARTS} data ranges: build a data set of fewer ranges"
+            )
+        numbers = [int(whole), len(parts), *(number for part in parts for number in astuple(part))]
+        self._next[: len(numbers)] = torch.tensor(numbers)
 
     def __iter__(self) -> Iterator[Any]:
-        number, start = self._current.tolist()
+        whole, count, *numbers = self._next.tolist()
+        parts = [Part(*numbers[4 * i : 4 * i + 4]) for i in range(count)]
+        cutter, at = StepCutter(self.source.step_samples, parts), 0
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        for at, batch in enumerate(self.source.batches(number, start)):
+        while step := cutter.take_step(whole=bool(whole)):
             if at % workers == mine:  # the loader takes one batch of each worker in turn: the order is kept
-                yield batch
+                yield self.source.read_step(step)
+            at += 1
 
 
 class Feed:
-    """All batches of the ranges that this cluster is given, until the data or the run is at its end."""
+    """All batches of the ranges that this cluster is given, until the data or the run is at its end.
+
+    Report each step before the next batch is taken, and let nothing take batches ahead of it: what a range has behind
+    the batch that was taken last is what is still to be trained.
+    """
 
     def __init__(self, outer: OuterLoop, loader: DataLoader[Any]) -> None:
         """Raise ConfigError if the loader's data set is not the one that the run agreed on."""
@@ -128,25 +194,89 @@ class Feed:
             raise ConfigError(f"shared.data.ranges: expected {source.ranges}, as the data set has, got {agreed.ranges}")
         if agreed.digest and source.digest and agreed.digest != source.digest:
             raise ConfigError(f"shared.data.digest: expected {source.digest}, this data set's, got {agreed.digest}")
-        self._outer, self._loader, self._dataset = outer, loader, loader.dataset
-        self._resume: tuple[int, int] | None = None
-        self.number, self.cursor = -1, 0  # the current range, and how many of its batches were yielded
+        self._outer, self._loader, self._dataset, self._source = outer, loader, loader.dataset, source
+        self._cutter, self._recalls, self._told = StepCutter(source.step_samples), outer.range_recalls, set[str]()
+        self.number, self.cursor = -1, 0  # where the last batch ends: a range, and how many of its samples are trained
+        self.samples = 0  # of the last batch, on all ranks together: fewer in the last step of the data
 
     def state_dict(self) -> dict[str, int]:
-        """Where we are, for a checkpoint."""
-        return {"number": self.number, "cursor": self.cursor}
+        """Where we are, for a checkpoint. `outer.state_dict` has it, too; this one says how ranges are cut."""
+        return {"number": self.number, "cursor": self.cursor, "of": self._of(self.number)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin in the middle of that range if it is the first that is given."""
-        self._resume = (state["number"], state["cursor"])
+        """Refuse a checkpoint of ranges that were cut otherwise; where to begin, `outer.load_state_dict` has said.
+
+        The number of ranks may be another one.
+        """
+        of = self._of(state["number"])
+        if of != state["of"]:
+            raise ConfigError(
+                f"data range {state['number']}: expected {state['of']} samples, as in the checkpoint, it has {of}: "
+                "take the checkpoint's sequence length and data set"
+            )
 
     def __iter__(self) -> Iterator[Any]:
-        for number in self._outer.ranges():
-            resume, self._resume = self._resume, None
-            self.number, self.cursor = number, resume[1] if resume and resume[0] == number else 0
-            self._dataset.set_range(number, self.cursor)
-            for batch in self._loader:
-                self.cursor += 1
-                yield batch
-                if self._outer.finished:
+        outer = self._outer
+        outer.mark_ranges(self._cutter.numbers_left)
+        while True:
+            for number in outer.ranges():
+                self._add_range(number)
+                yield from self._take_steps(whole=True)
+                if outer.finished:
                     return
+            if outer.finished or not self._cutter.parts:
+                return
+            yield from self._take_steps(whole=False)
+
+    def _add_range(self, number: int) -> None:
+        self._forget_recalled()
+        begun, of = self._outer.range_begun, self._of(number)
+        begin = begun.done if begun is not None and begun.of == of else 0
+        if begun is not None and begun.of != of:
+            self._tell_once(
+                "cut",
+                f"data range {number} has {of} samples here and {begun.of} where {begun.done} of them were trained: it "
+                "is trained from its beginning; give all clusters one sequence length",
+            )
+        if of < self._source.step_samples:
+            self._tell_once(
+                "small",
+                f"data range {number} has {of} samples, fewer than a step, which takes {self._source.step_samples}: "
+                "nothing is lost, but a crash costs several ranges; build a data set of fewer ranges",
+            )
+        self._cutter.add_range(number, of, begin)
+        self._outer.mark_ranges(self._cutter.numbers_left, self._begun())
+
+    def _take_steps(self, whole: bool) -> Iterator[Any]:
+        self._dataset.set_parts(self._cutter.parts, whole=whole)
+        if self._cutter.left < self._source.step_samples and whole:
+            return  # no batch: workers are not asked
+        for batch in self._loader:
+            step = self._cutter.take_step(whole=whole)
+            self.number, self.cursor, self.samples = step[-1].number, step[-1].end, samples_of(step)
+            self._outer.mark_ranges(self._cutter.numbers_left, self._begun())
+            yield batch
+            if self._outer.finished or self._forget_recalled():
+                return
+
+    def _begun(self) -> BegunRange | None:
+        """The range that comes next, if a part of it is trained."""
+        part = self._cutter.parts[0] if self._cutter.parts else None
+        return BegunRange(part.number, part.begin, part.of) if part and part.begin else None
+
+    def _forget_recalled(self) -> bool:
+        """Work was lost, and the ranges with it: they are given again."""
+        recalled = self._recalls != self._outer.range_recalls
+        if recalled:
+            self._recalls = self._outer.range_recalls
+            self._cutter.parts.clear()
+            self._outer.mark_ranges(())
+        return recalled
+
+    def _of(self, number: int) -> int:
+        return self._source.samples(number) if number >= 0 else 0
+
+    def _tell_once(self, subject: str, what: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            self._outer.remark(what)

@@ -37,6 +37,9 @@ def build_command(
         float, typer.Option(min=0.0001, max=1.0, help="How far a source's share of a range may be off.")
     ] = TOLERANCE,
     cut: Annotated[int | None, typer.Option(min=0, help="Cut documents of more tokens; 0: none.")] = None,
+    step_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a cluster's inner step; a range with fewer is refused. 0: not compared.")
+    ] = 0,
 ) -> None:
     """Deal documents into ranges, each a fair sample of all sources.
 
@@ -48,7 +51,8 @@ def build_command(
     .bin of tokens with NAME.documents.npy beside it (where each document begins) or --eos. Text is tokenised into the
     directory; files of tokens stay where they are and are read from there.
 
-    Put `ranges` and the printed digest under `shared.data` of the run. Exit code 1 if a range is off by more than the
+    A range should have many inner steps; what it has more than whole steps is trained with the next one. Put `ranges`
+    and the printed digest under `shared.data` of the run. Exit code 1 if a range is off by more than the
     tolerance.
 
     \b
@@ -59,25 +63,22 @@ def build_command(
     """
     made = make_tokenizer(tokenizer, eos_token) if tokenizer else None
     chosen = tuple(parse_source(spec) for spec in sources)
-    plan = BuildPlan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut)
+    plan = BuildPlan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut, step_tokens)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("reading", total=sum(s.nbytes for s in chosen))
-        at = ""
+        task = bar.add_task("reading", total=None)
 
-        def show_progress(what: str, nbytes: int) -> None:
-            nonlocal at
-            if what != at:
-                at = what
-                text = (s.nbytes for s in chosen if what == f"tokens of {s.name}")
-                total = next(text, None)  # how long the tokens are that are read next, nobody has said
-                bar.reset(task, description=what, total=total)
-            bar.advance(task, nbytes)
+        def show_progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
 
         built = build_dataset(plan, show_progress)
     Console().print(_sources_table([s.name for s in chosen], built.sources, built.balance))
-    how = f"documents of more than {built.cut} tokens were cut" if built.cut else "no document was cut"
+    many = f"{built.cut_documents} documents of more than {built.cut} tokens were cut into {built.cut_pieces} pieces"
+    how = many if built.cut_documents else "no document was cut"
     print(f"{sum(built.documents)} documents, {built.tokens} tokens, {ranges} ranges; {how}")
+    print(_say_vocabulary(built.vocabulary, made))
+    shortest = built.balance.shortest
+    print(f"the shortest range has {shortest} tokens: an inner step of a cluster should take far fewer")
     print(f"wrote {output}; in the run file:\n  shared:\n    data: {{ranges: {ranges}, digest: {built.digest}}}")
     if built.balance.deviation > tolerance:
         print(
@@ -102,7 +103,14 @@ def show(
         table.add_row(one["name"], str(sum(f["tokens"] for f in one["files"])), f"{weight['share']:.2%}")
     Console().print(table)
     print(f"{manifest['tokens']} tokens, {data.ranges} ranges, digest {data.digest}")
+    print(_say_vocabulary(manifest["vocabulary"], manifest["tokenizer"]))
+    print(f"ranges of {balance['shortest']} to {balance['longest']} tokens")
     print("every byte is as it was written" if verify else "sizes are right; --verify compares every byte")
+
+
+def _say_vocabulary(size: int, tokenizer: object) -> str:
+    whose = f"of {getattr(tokenizer, 'name', tokenizer)}" if tokenizer else "the largest token plus 1"
+    return f"vocabulary: {size}, {whose}; a model has as many embeddings or more"
 
 
 def _sources_table(names: list[str], tokens: tuple[int, ...], balance: Balance) -> Table:

@@ -23,7 +23,19 @@ from dips.data.tokenfile import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.ids import check_name
 
-Progress = Callable[[str, int], None]  # what is being done, bytes done since the last call
+TOKENS = "tokens"  # of text: below the data set's directory
+Progress = Callable[[str, int, int], None]  # what is being done, bytes of it that are done, and in all
+
+
+class _Meter:
+    """Counts one piece of the work, which ends when `total` bytes are done."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._what, self._done, self._total = progress, what, 0, total
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._what, self._done, self._total)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class BuildPlan:
     eos: int | None = None  # of token files without boundaries
     tolerance: float = TOLERANCE
     cut: int | None = None  # tokens; None: as long as the tolerance allows; 0: no document is cut
+    step_tokens: int = 0  # of a cluster's inner step: a range must have more; 0: not compared
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,9 @@ class Built:
     sources: tuple[int, ...]  # tokens of each
     cut: int
     balance: Balance
+    vocabulary: int  # every token is below it
+    cut_documents: int  # that were longer than `cut`
+    cut_pieces: int  # that they became
 
 
 def parse_source(spec: str) -> CorpusSource:
@@ -99,6 +115,9 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
     cut = cut_of(sum(sizes), plan.ranges, plan.tolerance) if plan.cut is None else plan.cut
     dealt = deal_documents(documents, plan.ranges, plan.seed, cut)
     weighed = weigh_sources(dealt.shares)
+    _check_shortest(plan, weighed.shortest)
+    entries = [_source_entry(plan, s.name, fs, progress) for s, fs in zip(plan.sources, files, strict=True)]
+    vocabulary = _find_vocabulary(plan, files)
     manifest: dict[str, Any] = {
         "format": index.FORMAT,
         "ranges": plan.ranges,
@@ -106,11 +125,38 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         "seed": plan.seed,
         "cut": cut,
         "tokenizer": plan.tokenizer.name if plan.tokenizer else None,
-        "sources": [_source_entry(plan, s.name, fs, progress) for s, fs in zip(plan.sources, files, strict=True)],
+        "vocabulary": vocabulary,
+        "sources": entries,
         "balance": weighed.to_dict(),
     }
     digest = index.write_index(plan.output, manifest, dealt.documents, dealt.bounds)
-    return Built(digest, sum(sizes), tuple(len(d) for d in documents), sizes, cut, weighed)
+    counts, long = tuple(len(d) for d in documents), _count_cut(documents, cut)
+    return Built(digest, sum(sizes), counts, sizes, cut, weighed, vocabulary, *long)
+
+
+def _check_shortest(plan: BuildPlan, shortest: int) -> None:
+    """A step predicts the tokens behind the first of its range, so a range needs more tokens than a step."""
+    if plan.step_tokens and shortest <= plan.step_tokens:
+        most = max(1, plan.ranges * shortest // (plan.step_tokens + 1))
+        raise ConfigError(
+            f"--ranges {plan.ranges}: the shortest range has {shortest} tokens, an inner step takes {plan.step_tokens} "
+            f"(--step-tokens): about {most} ranges are long enough, and far fewer are better"
+        )
+
+
+def _find_vocabulary(plan: BuildPlan, files: Sequence[Sequence[TokenFile]]) -> int:
+    """The tokenizer's, or one more than the largest token of files that came as tokens."""
+    made = plan.tokenizer.vocabulary if plan.tokenizer else 0
+    ready = (f for fs in files for f in fs if not f.path.is_relative_to(plan.output / TOKENS))
+    return max((made, *(f.largest_token() + 1 for f in ready)))
+
+
+def _count_cut(documents: Sequence[Documents], cut: int) -> tuple[int, int]:
+    """Documents that were longer than `cut`, and the pieces that they became."""
+    if not cut:
+        return 0, 0
+    long = [d.tokens[d.tokens > cut] for d in documents]
+    return sum(len(tokens) for tokens in long), sum(int((-(-tokens // cut)).sum()) for tokens in long)
 
 
 def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
@@ -119,11 +165,10 @@ def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list
     if texts:
         if plan.tokenizer is None:
             raise ConfigError(f"source {one.name} is text ({texts[0]}): give --tokenizer")
-        output = plan.output / "tokens" / f"{one.name}.bin"
+        output = plan.output / TOKENS / f"{one.name}.bin"
         output.parent.mkdir(exist_ok=True)
-        made.append(
-            write_tokens(texts, plan.key, plan.tokenizer, output, lambda n: progress(f"tokens of {one.name}", n))
-        )
+        meter = _Meter(progress, f"tokens of {one.name}", sum(file.stat().st_size for file in texts))
+        made.append(write_tokens(texts, plan.key, plan.tokenizer, output, meter.advance))
     return made
 
 
@@ -140,6 +185,7 @@ def _list_documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
 def _source_entry(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
     """A source in the manifest; a path inside the directory is relative to it, another is absolute."""
     listed = []
+    meter = _Meter(progress, f"checksum of {name}", sum(file.path.stat().st_size for file in files))
     for file in files:
         inside = file.path.is_relative_to(plan.output)
         listed.append(
@@ -150,7 +196,7 @@ def _source_entry(plan: BuildPlan, name: str, files: Sequence[TokenFile], progre
                 "bytes": file.path.stat().st_size,
                 "documents": len(file.starts),
                 "tokens": int(file.tokens.sum()),
-                "xxh3": index.file_checksum(file.path, lambda n: progress(f"checksum of {name}", n)),
+                "xxh3": index.file_checksum(file.path, meter.advance),
             }
         )
     return {"name": name, "files": listed}

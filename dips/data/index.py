@@ -24,7 +24,7 @@ import xxhash
 from dips.data.order import I64
 from dips.errors import ConfigError, Corrupt
 
-FORMAT = 1
+FORMAT = 2  # 1 did not say how large the vocabulary is
 MANIFEST, DOCUMENTS, RANGES = "dataset.json", "documents.npy", "ranges.npy"
 _BLOCK = 8 << 20  # bytes hashed at once
 

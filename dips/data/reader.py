@@ -1,19 +1,19 @@
 """Reads a data set: the tokens of a range, and batches of sequences cut from them, the same on every machine.
 
-Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. A range lies in memory while
-it is read, nothing else does. Safe to copy into other processes: files are opened when they are first read.
+Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. The range that was read last
+lies in memory, nothing else does. Safe to copy into other processes: files are opened when they are first read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dips.data import index
-from dips.data.order import shuffle_numbers
+from dips.data.order import I64, shuffle_numbers
 from dips.data.tokenfile import Tokens, open_tokens
 from dips.errors import ConfigError
 
@@ -28,6 +28,7 @@ class DataSet:
         """
         self._index = index.open_index(Path(directory), verify)
         self._maps: dict[int, Tokens] = {}
+        self._last: tuple[int, int, Tokens, I64] | None = None  # range, length, its tokens, its sequences' first tokens
         self._seed = int(self._index.manifest["seed"])
 
     @property
@@ -53,6 +54,8 @@ class DataSet:
     ) -> Iterator[Tokens]:
         """Yield what one rank trains on in a range: [sequences, length + 1] tokens each, as many on every rank.
 
+        Of this range alone: what is left behind the last whole batch is not given; `dips.client.data` carries it over.
+
         number     any range; above `ranges` it is one of a later epoch
         sequences  of this rank in one inner step; the ranks' shares do not overlap
         length     tokens predicted in a sequence; the one before the first is given too
@@ -63,21 +66,32 @@ class DataSet:
                 "expected at least one sequence of at least one token, and a rank below world; "
                 f"got sequences={sequences}, length={length}, rank={rank}, world={world}, start={start}"
             )
-        tokens = self.tokens(number)
-        order = shuffle_numbers(max(len(tokens) - 1, 0) // length, self._seed, number) * length
         step = sequences * world
-        for first in range(start * step, len(order) - step + 1, step):
-            rows = order[first + rank : first + step : world]
-            yield tokens[rows[:, None] + np.arange(length + 1)]
+        for first in range(start * step, self.sequences(number, length) - step + 1, step):
+            yield self.read_sequences(number, length, np.arange(first + rank, first + step, world))
+
+    def sequences(self, number: int, length: int) -> int:
+        """How many sequences of `length` tokens a range has; each is trained once."""
+        place = number % self.ranges
+        documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
+        return max(int(documents["tokens"].sum(dtype=np.int64)) - 1, 0) // length
+
+    def read_sequences(self, number: int, length: int, places: I64) -> Tokens:
+        """Read [places, length + 1] tokens: the sequences at these places of the range's order."""
+        if self._last is None or self._last[:2] != (number, length):
+            self._last = None  # two ranges at once may be too much for the memory
+            tokens = self.tokens(number)
+            order = shuffle_numbers(max(len(tokens) - 1, 0) // length, self._seed, number) * length
+            self._last = (number, length, tokens, order)
+        _, _, tokens, order = self._last
+        return cast(Tokens, tokens[order[places][:, None] + np.arange(length + 1)])
 
     def steps(self, number: int, sequences: int, length: int, world: int = 1) -> int:
         """How many batches a rank gets from a range."""
-        place = number % self.ranges
-        documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
-        return max(int(documents["tokens"].sum(dtype=np.int64)) - 1, 0) // length // (sequences * world)
+        return self.sequences(number, length) // (sequences * world)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_maps": {}, "_last": None}
 
     def _open_file(self, file: int) -> Tokens:
         if file not in self._maps:

@@ -110,6 +110,7 @@ def write_tokens(
                     lengths.append(len(row))
                 progress(block[-1][1] - done)
                 done = block[-1][1]
+            progress(file.stat().st_size - done)  # empty lines at its end, or the buffer of a packed one
     tokens: I64 = np.array(lengths, np.int64)
     return TokenFile(output, made.dtype, 0, np.cumsum(tokens) - tokens, tokens)
 

@@ -40,6 +40,11 @@ class TokenFile:
     def open(self) -> Tokens:
         return open_tokens(self.path, self.dtype, self.skip)
 
+    def largest_token(self) -> int:
+        """Of the whole file; reads it once."""
+        tokens = self.open()
+        return max((int(tokens[i : i + _SCAN].max()) for i in range(0, len(tokens), _SCAN)), default=0)
+
 
 def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
     """Map a file's tokens into memory, read-only; raise ConfigError if it is not there or not whole tokens."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from math import nan
 from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets
 from dips.protocol.records import (
@@ -188,7 +190,8 @@ def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeR
     for o in rows:
         push = (o.push.cluster, o.push.inc, o.push.seq)
         settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, json.dumps(o.ranges))
-        _insert_row(db, "outcomes", (None, number, *push, *settled))
+        begun = json.dumps(astuple(o.begun) if o.begun else ())
+        _insert_row(db, "outcomes", (None, number, *push, *settled, begun))
 
 
 def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
@@ -203,7 +206,9 @@ def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> No
 
 # ---- reading back --------------------------------------------------------------------------------------------------
 
-OUTCOME_COLUMNS = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"
+OUTCOME_COLUMNS = (
+    "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges, o.begun"
+)
 
 
 def read_fold(row: Any) -> FoldRow:
@@ -214,11 +219,16 @@ def read_fold(row: Any) -> FoldRow:
 
 
 def read_outcome(row: Any) -> OutcomeRow:
-    cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
+    cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges, begun = row
     push = PushId(cluster, inc, seq)
-    return OutcomeRow(
-        push, OutcomeKind(kind), reason, tokens, inner_steps, read_real(norm), read_real(score), read_ints(ranges)
-    )
+    reals = (read_real(norm), read_real(score))
+    used = (read_ints(ranges), read_begun(begun))
+    return OutcomeRow(push, OutcomeKind(kind), reason, tokens, inner_steps, *reals, *used)
+
+
+def read_begun(text: str) -> BegunRange | None:
+    numbers = read_ints(text)
+    return BegunRange(*numbers) if numbers else None
 
 
 def read_real(value: float | None) -> float:

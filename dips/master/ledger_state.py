@@ -12,7 +12,8 @@ from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
 from dips.master.ledger_extensions import read_extensions
 from dips.master.ledger_rebalances import read_first_placement, read_rebalances, removed_slaves
-from dips.master.ledger_rows import OUTCOME_COLUMNS, read_ints, read_outcome, read_real
+from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterTotals,
@@ -55,6 +56,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         totals=read_totals(db),
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
         undone=undone,
+        begun=_begun_ranges(db),
         undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
         unknown_rounds=restored[:2] if restored else (0, 0),
         incarnations_above=restored[2] if restored else 0,
@@ -231,6 +233,18 @@ def _settled_ranges(db: sqlite3.Connection) -> set[int]:
            WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
     )
     return {r for (ranges,) in rows for r in read_ints(ranges)}
+
+
+def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:
+    """Settled in part, as the newest Outcome has it that named the range."""
+    begun: dict[int, BegunRange] = {}
+    query = "SELECT ranges, begun FROM outcomes WHERE kind != 'skipped' ORDER BY place"
+    for ranges, part in db.execute(query):
+        for number in read_ints(ranges):
+            begun.pop(number, None)
+        if (read := read_begun(part)) is not None:
+            begun[read.number] = read
+    return tuple(begun[number] for number in sorted(begun))
 
 
 def _undone_ranges(db: sqlite3.Connection) -> set[int]:

@@ -61,7 +61,8 @@ CREATE TABLE outcomes (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('accepted', 'gated', 'skipped')),
     reason TEXT NOT NULL, tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
-    norm REAL, score REAL, ranges TEXT NOT NULL
+    norm REAL, score REAL, ranges TEXT NOT NULL,
+    begun TEXT NOT NULL  -- [number, done, of] of the range after those, trained in part; or []
 ) STRICT;
 CREATE INDEX outcomes_by_cluster ON outcomes (cluster, place);
 

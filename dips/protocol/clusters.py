@@ -55,6 +55,7 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
             ranges,
             cluster.accounted,
             _settled_pushes(cluster),
+            run.ranges.begun_of(ranges),
         ),
     )
 
@@ -139,7 +140,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     if cluster.pull:
         pulls.close_pull(run, cluster, reason)
     run.slot_queue.leave_queue(cluster.name)
-    run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
+    run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     brought = cluster.settled + open_tokens
@@ -198,7 +199,7 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     taken, new = run.ranges.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
         run.emit_record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
-    run.reply_to(event.req, Ranges(taken, not taken))
+    run.reply_to(event.req, Ranges(taken, not taken, run.ranges.begun_of(taken)))
 
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:

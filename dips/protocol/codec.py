@@ -53,7 +53,7 @@ from dips.protocol import (
     transfer_book,
 )
 
-FORMAT = 4  # 3 had no indexes, no versions that stay for people, no pushes that diverged
+FORMAT = 5  # 4 had no ranges that are trained in part
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,

@@ -1,7 +1,8 @@
 """Data ranges (§4.2, docs/rationale.md#37): each is free, leased to one incarnation of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
-gated one as gated; when an incarnation ends, what it had leased and not settled is free again. What only versions that
+gated one as gated; when an incarnation ends, what it had leased and not settled is free again. How far a range was
+trained in settled pushes is known, so that whoever gets it next begins there. What only versions that
 were rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry
 that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
 """
@@ -13,6 +14,18 @@ from dataclasses import dataclass, field
 
 from dips.protocol.intervals import Intervals
 from dips.protocol.options import DataOptions
+
+
+@dataclass(frozen=True, slots=True)
+class BegunRange:
+    """A data range of which a part is trained: the first `done` of its `of` samples, in the range's order.
+
+    Samples are what the training script cuts ranges into; another `of` says that it cuts them otherwise.
+    """
+
+    number: int
+    done: int
+    of: int
 
 
 @dataclass
@@ -34,10 +47,12 @@ class RangeBook:
         leased: Iterable[tuple[str, int, int, tuple[int, ...]]] = (),
         undone: Iterable[int] = (),
         requeue: bool = False,
+        begun: Iterable[BegunRange] = (),
     ) -> None:
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
         self.settled = set(settled)
+        self.begun = {part.number: part for part in begun}  # settled in part
         self._requeue = requeue
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
@@ -87,9 +102,20 @@ class RangeBook:
         self._enter(lease, taken)
         return taken, True
 
-    def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
-        """Trained or gated: never leased again in this lineage."""
+    def begun_of(self, ranges: Iterable[int]) -> tuple[BegunRange, ...]:
+        """Those that are settled in part."""
+        return tuple(self.begun[r] for r in ranges if r in self.begun)
+
+    def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int], begun: BegunRange | None = None) -> None:
+        """Trained or gated: never leased again in this lineage; of `begun`, that part.
+
+        A rollback changes no part: clusters still carry that work in their parameters.
+        """
         self.settled.update(ranges)
+        for number in ranges:
+            self.begun.pop(number, None)
+        if begun is not None:
+            self.begun[begun.number] = begun
         lease = self._leases.get((cluster, inc))
         if lease:
             self._strike(lease, ranges)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
 from dips.protocol.options import Targets
 from dips.protocol.records import Record
@@ -212,6 +213,7 @@ class Joined:
     ranges: tuple[int, ...]  # still leased to this cluster, in order
     accounted: int = 0  # tokens of the incarnation before: accepted, gated, written off, or with its last push
     settled: int = 0  # pushes of this cluster, accepted or gated, in all its incarnations; with one in a window
+    begun: tuple[BegunRange, ...] = ()  # those of `ranges` that are settled in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,7 @@ class Ranges:
 
     ranges: tuple[int, ...]
     exhausted: bool
+    begun: tuple[BegunRange, ...] = ()  # those of them that are settled in part
 
 
 @dataclass(frozen=True, slots=True)

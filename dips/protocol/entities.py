@@ -12,6 +12,7 @@ from statistics import median
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.claims import ToldProgress
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
@@ -72,9 +73,15 @@ class Push:
     tokens: int = 0
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
+    begun: BegunRange | None = None
     loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
     weight: float = 0.0
+
+    @property
+    def held_ranges(self) -> tuple[int, ...]:
+        """Data ranges that nobody else may have before it is settled."""
+        return self.ranges if self.begun is None else (*self.ranges, self.begun.number)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
+from dips.protocol.data import BegunRange
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
@@ -140,6 +141,7 @@ class PushFinished:
     inner_steps: int
     ranges: tuple[int, ...]  # data ranges used up since the last settled freeze
     loss: float  # mean of its inner steps; NaN: none was given
+    begun: BegunRange | None = None  # the range after those, as far as it was trained by then
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import slot_requests, window
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
+from dips.protocol.data import BegunRange
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
     Acknowledged,
@@ -180,7 +181,8 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         return Pending(reason)
     push.committed = True
     loss = event.loss if isfinite(event.loss) else None  # shown to people only
-    push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
+    push.tokens, push.inner_steps, push.loss = event.tokens, event.inner_steps, loss
+    push.ranges, push.begun = event.ranges, event.begun
     run.waiting.append(push)
     run.transfers.commit_push(push)
     run.count_in_window(cluster, push, 1)
@@ -195,10 +197,21 @@ def _why_refused(run: RunState, cluster: Cluster, event: PushFinished) -> str:
         return "tokens and inner_steps: expected 0 or more"
     if foreign := set(event.ranges) - set(run.ranges.held_by(event.push.cluster, event.push.inc)):
         return f"data ranges {sorted(foreign)[:5]} are not leased to {cluster.name}"
+    if event.begun and (reason := _why_not_begun(run, event, event.begun)):
+        return reason
     passed_s = inf if cluster.works_since is None else run.now - cluster.works_since
     if reason := why_impossible(event.tokens, event.inner_steps, passed_s):
         return reason
     return _why_uncountable(run, cluster, event.tokens)
+
+
+def _why_not_begun(run: RunState, event: PushFinished, begun: BegunRange) -> str:
+    held = run.ranges.held_by(event.push.cluster, event.push.inc)
+    if begun.number in event.ranges or begun.number not in held:
+        return f"data range {begun.number} is not leased to {event.push.cluster}, or used up by this push"
+    if not 0 < begun.done < begun.of:
+        return f"begun: expected 1 to {begun.of - 1} of {begun.of} samples, got {begun.done}"
+    return ""
 
 
 def _why_untold(cluster: Cluster, event: PushFinished) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.ids import PushId, VersionId
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.options import Targets
 from dips.protocol.placement import Placement
@@ -52,6 +53,7 @@ class OutcomeRow:
     norm: float
     score: float
     ranges: tuple[int, ...]
+    begun: BegunRange | None = None  # the range after those, trained in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,5 +340,6 @@ class LedgerState:
     rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)
     undone: tuple[VersionRow, ...] = ()  # versions outside the lineage, by round
     undone_ranges: tuple[int, ...] = ()  # trained by those only, and leased to nobody, ascending
+    begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, ascending
     unknown_rounds: tuple[int, int] = (0, 0)  # from, to below: of a restored ledger, used after the copy was made
     incarnations_above: int = 0  # of a restored ledger

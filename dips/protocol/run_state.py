@@ -72,7 +72,7 @@ class RunState:
         requeue = options.requeue is RequeuePolicy.UNDONE
         self.targets = state.row.targets or options.targets
         data = replace(options.data, epochs=self.targets.epochs)
-        self.ranges = RangeBook(data, state.settled, state.leased, state.undone_ranges, requeue)
+        self.ranges = RangeBook(data, state.settled, state.leased, state.undone_ranges, requeue, state.begun)
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None

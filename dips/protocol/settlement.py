@@ -172,7 +172,7 @@ def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reaso
     measured = verdict.reason if verdict else ""
     why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
     norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
-    return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges)
+    return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges, push.begun)
 
 
 def _settle_push(
@@ -184,7 +184,7 @@ def _settle_push(
     run.transfers.close_push(push)
     run.count_in_window(cluster, push, -1)
     if kind is not OutcomeKind.SKIPPED:
-        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges)
+        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
         cluster.tokens[kind] += push.tokens
         if same_incarnation:
             cluster.settled += push.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.protocol.options import Options
+from dips.sim.feed import DataShape
 
 NAMES = "abcdefghijklmnop"  # of clusters
 
@@ -42,6 +43,7 @@ class Scenario:
     stall_s: float | None = None  # a transfer that owes a byte for so long is over; None: what suits short ones
     chunk_s: float | None = None  # on a stream, one chunk behind the other; None: all that were asked at once travel so
     pull_codec: str = "fp32"
+    samples: DataShape | None = None  # of ranges and inner steps; None: each range is one inner step
     run: str = "simulated"
     config_digest: str = "config"
 

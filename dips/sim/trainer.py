@@ -34,7 +34,9 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
+from dips.data.steps import Part, samples_of
 from dips.ids import PullId, PushId, VersionId
+from dips.sim.feed import SimFeed
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.pull_stream import Pulled
@@ -62,6 +64,7 @@ class SimTrainer:
         )
         self.in_hand = WorkInHand()
         self.range: int | None = None
+        self._feed = SimFeed(world.scenario.samples) if world.scenario.samples else None
         self.finished = False
         self.over = False  # it said goodbye
         self.out: SimBackgroundTransfer | None = None  # what moves now
@@ -111,37 +114,53 @@ class SimTrainer:
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
         yield from self._follow_agent(PullWanted(self.attempt, self._next_range()))
-        rest = False  # the data is used up, and some of what was trained is to be pushed yet
         while not self.finished:
-            self._ranges_asked += not rest
-            given = yield from self._ask_until_answered(RangeWanted(self.attempt, self._ranges_asked))
-            if self.range is not None:
+            self._ranges_asked += 1
+            left = self._feed.left if self._feed else None
+            given = yield from self._ask_until_answered(RangeWanted(self.attempt, self._ranges_asked, left))
+            if self.range is not None and self._feed is None:
                 self.in_hand.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
-                rest = given.unsettled
+                if self._feed and self._feed.left and not given.finished:
+                    yield from self._train_samples(self._feed, whole=False)
+                    continue
                 yield from self._settle_transfer()
-                if (given.finished or rest) and not self.finished:
-                    yield from self._follow_agent(PushWanted(self.attempt, self._next_range(), demanded=rest))
-                if rest:
+                if (given.finished or given.unsettled) and not self.finished:
+                    verdict = PushWanted(self.attempt, self._next_range(), demanded=given.unsettled)
+                    yield from self._follow_agent(verdict)
+                if given.unsettled:
+                    self._ranges_asked -= 1
                     continue
                 break
-            yield from self._inner_step()
+            if self._feed is None:
+                yield from self._inner_step()
+            else:
+                self._feed.add_range(given)
+                yield from self._train_samples(self._feed, whole=True)
         if self.out is not None:
             self.out.halt_transfer()
         self._send_message(Detach(self.attempt))
         self.over = True
         self.agent.on_trainer_end()
 
-    def _inner_step(self) -> Story:
+    def _train_samples(self, feed: SimFeed, whole: bool) -> Story:
+        """Take the inner steps that the given ranges have samples for."""
+        while not self.finished and (parts := feed.take_step(whole=whole)):
+            yield from self._inner_step(parts)
+
+    def _inner_step(self, parts: tuple[Part, ...] = ()) -> Story:
         site = self.site
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
         self.agent.record_step()
-        work = Work(site.name, self.range or 0, 1 + int(5 * site.rng.random()))
+        tokens = samples_of(parts) or 1 + int(5 * site.rng.random())
+        work = Work(site.name, self.range or 0, tokens, parts=parts)
+        self.in_hand.used += [Use(part.number) for part in parts if part.end == part.of]
         self.in_hand.works.append(work)
         self.agent.record_work(work)
         self.world.take_inner_step(self.theta, site.rng)
-        self._send_message(Stepped(self.attempt, work.tokens, 1.0))
+        left, begun = (self._feed.left, self._feed.begun) if self._feed else (None, None)
+        self._send_message(Stepped(self.attempt, work.tokens, 1.0, True, left, begun))
         self._look_in -= 1
         if self._look_in <= 0:
             question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
@@ -195,6 +214,8 @@ class SimTrainer:
                 return self._begin_pull(verdict)
             case TrainOn():
                 self._look_in = verdict.steps
+                if self._feed is not None:
+                    self._feed.note_recalls(verdict.recalls)
             case _:
                 assert isinstance(verdict, Over), verdict
                 self.finished = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dips.data.steps import Part
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.records import Record, RolledBack, RoundEnded, VersionCommitted, VersionsRetired
 from dips.slave.ports import F32
@@ -18,6 +19,7 @@ class Work:
     data_range: int
     tokens: int
     lost: str = ""
+    parts: tuple[Part, ...] = ()  # samples of ranges that it trained, if the scenario counts them
 
 
 @dataclass(eq=False)

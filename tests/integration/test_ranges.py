@@ -30,7 +30,8 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     np.save(tmp_path / "tokens.documents.npy", np.arange(0, 6000, 40))
     digest = build_dataset(BuildPlan((parse_source(f"t={tmp_path}/tokens.npy"),), tmp_path / "set", RANGES, 3)).digest
     data = DataSet(tmp_path / "set")
-    taken = sum(data.steps(n, script.SEQUENCES, script.LENGTH) for n in range(RANGES))
+    sequences = sum(data.sequences(n, script.LENGTH) for n in range(RANGES))
+    taken = -(-sequences // script.SEQUENCES)
     steps = next(h for h in range(4, taken + 1) if bool(taken % h) is rest)
     tensors = {name: p.detach().numpy() for name, p in script.build().named_parameters()}
     shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"rule": "none"}}
@@ -42,17 +43,14 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
         with run.ledger() as ledger:
             rounds, finished = ledger.read_history(1000), ledger.read_state().finished
 
-    expected = [
-        (number, batch[:, 0].tolist())
-        for number in range(RANGES)
-        for batch in data.batches(number, script.SEQUENCES, script.LENGTH)
-    ]
-    assert [tuple(one) for one in json.loads((tmp_path / "seen.json").read_text())] == expected
+    orders = (np.arange(data.sequences(number, script.LENGTH)) for number in range(RANGES))
+    expected = [data.read_sequences(n, script.LENGTH, order)[:, 0].tolist() for n, order in enumerate(orders)]
+    assert json.loads((tmp_path / "seen.json").read_text()) == [first for one in expected for first in one]
     settled = [number for r in rounds for o in r.outcomes for number in o.ranges]
     assert settled == list(range(RANGES)), "each once, in order"
     assert finished == [r.version for r in rounds if r.version is not None][-1]
     earned = sum(fold.tokens for r in rounds for fold in r.folds)
-    assert earned == len(expected) * script.SEQUENCES * script.LENGTH, "each step once"
+    assert earned == sequences * script.LENGTH, "each sequence once"
 
 
 @pytest.mark.timeout(120)

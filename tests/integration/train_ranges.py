@@ -28,17 +28,17 @@ def main(directory: str, out: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = TokenBatches(DataSet(directory), SEQUENCES, LENGTH)
-    seen = []
+    seen: list[int] = []
     with OuterLoop(model) as outer:
         loader = DataLoader(RangeDataset(batches), batch_size=None, num_workers=2, persistent_workers=True)
         feed = Feed(outer, loader)
         for batch in feed:
-            seen.append((feed.number, batch[:, 0].tolist()))
+            seen += batch[:, 0].tolist()
             loss = model(batch[:, :4].float() / 100).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            outer.step(tokens=SEQUENCES * LENGTH, loss=loss)
+            outer.step(tokens=feed.samples * LENGTH, loss=loss)
     out.write_text(json.dumps(seen))
 
 

@@ -15,30 +15,32 @@ from statistics import median
 
 from dips.sim.month import Month
 from tests.simulation.coverage import POINTS, ROWS, WAYS
+from tests.simulation.last_range import play_last_range
 from tests.simulation.long import play_long
 from tests.simulation.sabotage import SABOTAGES
 from tests.simulation.trial import Result, Trial, play
 
 TASKS_EACH = 16  # of 4 seeds, then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
 MONTH_PATIENCE = 30.0  # times the bounds of Liveness: the month's second stands for many
+GAMES = {"": play, "long": play_long, "last-range": play_last_range}
 MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
-def play_all(seeds: range, jobs: int, sabotage: str | None = None, long: bool = False) -> Iterator[Result]:
+def play_all(seeds: range, jobs: int, sabotage: str | None = None, game: str = "") -> Iterator[Result]:
     """Play all seeds on `jobs` processes, in the order of the seeds."""
-    tasks, game = [(seed, sabotage) for seed in seeds], play_long if long else play
+    tasks, play_one = [(seed, sabotage) for seed in seeds], GAMES[game]
     if jobs == 1 or len(tasks) == 1:
-        yield from map(game, tasks)
+        yield from map(play_one, tasks)
         return
     gc.freeze()
     with Pool(jobs, initializer=gc.disable, maxtasksperchild=TASKS_EACH) as pool:
-        yield from pool.imap(game, tasks, chunksize=4)
+        yield from pool.imap(play_one, tasks, chunksize=4)
 
 
-def report(result: Result, sabotage: str | None = None, long: bool = False) -> str:
+def report(result: Result, sabotage: str | None = None, game: str = "") -> str:
     """Everything that a person needs of a failing seed."""
     assert result.failure is not None
-    words = (" --long" if long else "") + (f" --sabotage {sabotage}" if sabotage else "")
+    words = (f" --{game}" if game else "") + (f" --sabotage {sabotage}" if sabotage else "")
     again = f"python -m tests.simulation --seed {result.seed}{words}"
     trace = "\n".join(result.failure.trace)
     return f"seed {result.seed} fails: {result.failure.what}\n{trace}\nplay it again: {again}"
@@ -113,6 +115,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--days", type=float, metavar="D", help="play D days at the paper's failure rates (month.py)")
     parser.add_argument("--long", action="store_true", help="work that lasts five times what guards it (long.py)")
+    parser.add_argument("--last-range", action="store_true", help="restarts in the last data range (last_range.py)")
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     return parser.parse_args()
@@ -128,11 +131,12 @@ def main() -> int:
         if options.seed is not None
         else range(options.first, options.first + options.seeds)
     )
+    game = "long" if options.long else "last-range" if options.last_range else ""
     started, results = time.monotonic(), list[Result]()
-    for result in play_all(seeds, options.jobs, options.sabotage, options.long):
+    for result in play_all(seeds, options.jobs, options.sabotage, game):
         results.append(result)
         if result.failure is not None:
-            print(report(result, options.sabotage, options.long), flush=True)
+            print(report(result, options.sabotage, game), flush=True)
         elif options.verbose:
             print(
                 f"seed {result.seed}: {result.events} events, {result.rounds} rounds, {result.faults} faults",
@@ -140,9 +144,10 @@ def main() -> int:
             )
         if len(results) % 50 == 0:
             print(f"{len(results)} of {len(seeds)} seeds", file=sys.stderr, flush=True)
-    print(coverage(results) + "\n")
+    if not game:
+        print(coverage(results) + "\n")
     print(summary(results, time.monotonic() - started))
-    many = len(results) >= MUST_MEET and not options.long
+    many = len(results) >= MUST_MEET and not game
     missed = [row for row, seeds in covered(results).items() if not seeds] if many else []
     if missed and options.sabotage is None:
         print(f"no seed met: {', '.join(missed)}")

@@ -193,3 +193,33 @@ class DataInvariant(Invariant):
                         r not in self.settled, f"range {r} of {outcome.push} was settled by {self.settled.get(r)}"
                     )
                     self.settled[r] = outcome.push
+
+
+class SamplesInvariant(Invariant):
+    """Where trainers count samples: each sample of a range is in one settled push, also if several trained the range.
+
+    With `requeue: undone` a rollback has ranges trained again, from their beginning or from where they were.
+    """
+
+    number = 10
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.settled: dict[tuple[int, int], PushId] = {}  # (range, place in its order)
+
+    def record_written(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted | RoundEnded):
+            for outcome in record.outcomes:
+                if outcome.kind != "skipped":
+                    self._settle_push(outcome.push)
+        elif isinstance(record, RolledBack) and self.world.options.requeue == "undone":
+            over = [n for (n, _), push in self.settled.items() if self.world.books.made.get(push) in record.undone]
+            touched = set(over)
+            self.settled = {sample: push for sample, push in self.settled.items() if sample[0] not in touched}
+
+    def _settle_push(self, push: PushId) -> None:
+        parts = [part for work in self.world.books.frozen[push].work for part in work.parts]
+        for sample in ((part.number, place) for part in parts for place in range(part.begin, part.end)):
+            if before := self.settled.get(sample):
+                self.fail(f"{push} brings sample {sample[1]} of range {sample[0]}, as did {before}")
+            self.settled[sample] = push

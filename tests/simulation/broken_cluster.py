@@ -28,11 +28,13 @@ def install_alone() -> list[Patch]:
 
 
 def tokens_cut_at_pull() -> list[Patch]:
-    def settle(self: Account, kind: OutcomeKind) -> None:
+    def settle(self: Account, kind: OutcomeKind) -> Portion:
         """What was settled is carried on until a pull succeeds."""
-        self.accepted += self.frozen.tokens
-        self.carried = replace(self.frozen, ranges=()) + self.carried
+        settled = self.frozen
+        self.accepted += settled.tokens
+        self.carried = replace(settled, ranges=(), begun=None) + self.carried
         self.frozen = Portion()
+        return settled
 
     return [(Account, "settle_outcome", settle)]
 

@@ -7,6 +7,7 @@ from random import Random
 
 from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
+from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
 from dips.sim.scenario import ClusterShape, Scenario
 
@@ -39,6 +40,7 @@ def scenario_of(seed: int) -> Scenario:
         quiet_at=FAULTS_S,
         mirrors=chance.generator_for("mirrors").random() < 0.6,
         steady=False,
+        samples=chance.generator_for("samples").choice((None, None, DataShape(2, 1), DataShape(7, 2), DataShape(2, 3))),
         pull_codec=chance.generator_for("pull codec").choice(("fp32", "fp32", "bf16", "int8", "int8")),
     )
 

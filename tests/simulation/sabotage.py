@@ -44,12 +44,12 @@ SABOTAGES: dict[str, Sabotage] = {
         "the row waits for every slave's disk", (3,), 1, master.record_before_all_persisted
     ),
     "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
-    "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), 1, slave.refold_on_retry),
+    "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), 0, slave.refold_on_retry),
     "reuse-round-after-restart": Sabotage(
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 3, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 0, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
@@ -64,7 +64,7 @@ SABOTAGES: dict[str, Sabotage] = {
         # 12: a push of tokens that no heartbeat told of is held back for ever
         "what was settled since a heartbeat is not lost",
         (9, 12),
-        1,
+        0,
         cluster.lose_what_was_settled,
     ),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 6, slave.offers_without_ledger),

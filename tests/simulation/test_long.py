@@ -20,8 +20,8 @@ SEEDS = int(os.environ.get("DIPS_LONG_SEEDS", "12"))
 @pytest.mark.timeout(300)
 def test_no_push_is_dropped_and_no_round_skipped_by_time_alone() -> None:
     """Without faults nothing is lost; with faults every invariant holds, and the run goes on afterwards."""
-    results = list(play_all(range(SEEDS), jobs=2, long=True))
-    failed = [report(r, long=True) for r in results if r.failure]
+    results = list(play_all(range(SEEDS), jobs=2, game="long"))
+    failed = [report(r, game="long") for r in results if r.failure]
     assert not failed, "\n\n".join(failed[:3])
 
 

@@ -12,7 +12,13 @@ from dips.protocol.effects import Note
 from dips.sim.observer import Observer
 from dips.sim.scenario import Scenario
 from dips.sim.world import Plan, World
-from tests.simulation.accounts import DataInvariant, OnceInvariant, TokensInvariant, WholeInstallsInvariant
+from tests.simulation.accounts import (
+    DataInvariant,
+    OnceInvariant,
+    SamplesInvariant,
+    TokensInvariant,
+    WholeInstallsInvariant,
+)
 from tests.simulation.checks import Violation
 from tests.simulation.coverage import Coverage
 from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
@@ -94,7 +100,7 @@ class Trial:
         """`patience`: times the bounds of Liveness, where links are slow by plan."""
         self.world, self.result = world, Result(world.seed)
         self.lineage, self.liveness = LineageInvariant(world), LivenessInvariant(world, patience)
-        self.queue = QueueInvariant(world)
+        self.queue, self.samples = QueueInvariant(world), SamplesInvariant(world)
         self.faults, self.coverage = Faults(world), Coverage(world)
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
@@ -102,7 +108,14 @@ class Trial:
             LeaseInvariant, ReadmissionInvariant, IndexInvariant, TargetsInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
-        self.invariants = [self.lineage, self.liveness, self.queue, numerics, *(make(world) for make in others)]
+        self.invariants = [
+            self.lineage,
+            self.liveness,
+            self.queue,
+            self.samples,
+            numerics,
+            *(make(world) for make in others),
+        ]
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
         """Play the world to its end, or to the first thing that is not as it must be."""

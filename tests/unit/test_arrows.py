@@ -68,7 +68,7 @@ MAY: dict[str, set[str]] = {
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
-    | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
+    | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }

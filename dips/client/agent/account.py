@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import nan
 
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 
 
@@ -25,18 +26,21 @@ class Portion:
     ranges: tuple[int, ...] = ()
     loss_sum: float = 0.0
     losses: int = 0
+    begun: BegunRange | None = None  # the range after those, as far as it is trained
 
     @property
     def loss(self) -> float:
         return self.loss_sum / self.losses if self.losses else nan
 
     def __add__(self, other: Portion) -> Portion:
+        ranges, begun = self.ranges + other.ranges, other.begun or self.begun
         return Portion(
             self.tokens + other.tokens,
             self.inner_steps + other.inner_steps,
-            self.ranges + other.ranges,
+            ranges,
             self.loss_sum + other.loss_sum,
             self.losses + other.losses,
+            None if begun and begun.number in ranges else begun,
         )
 
 
@@ -75,10 +79,7 @@ class Account:
 
     def record_step(self, tokens: int, loss: float | None) -> None:
         """Count one inner step."""
-        c, told = self.carried, loss is not None
-        self.carried = Portion(
-            c.tokens + tokens, c.inner_steps + 1, c.ranges, c.loss_sum + (loss or 0.0), c.losses + told
-        )
+        self.carried += Portion(tokens, 1, (), loss or 0.0, int(loss is not None))
 
     def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""
@@ -86,21 +87,25 @@ class Account:
 
     def use_up(self, used: int) -> None:
         """Count a data range as trained by what is carried."""
-        c = self.carried
-        self.carried = Portion(c.tokens, c.inner_steps, (*c.ranges, used), c.loss_sum, c.losses)
+        self.carried += Portion(ranges=(used,))
+
+    def begin_range(self, begun: BegunRange) -> None:
+        """Count a part of a data range as trained by what is carried."""
+        self.carried += Portion(begun=begun)
 
     def freeze_portion(self) -> Portion:
         """Cut: what was carried goes with the push."""
         self.frozen, self.carried = self.frozen + self.carried, NOTHING
         return self.frozen
 
-    def settle_outcome(self, kind: OutcomeKind) -> None:
-        """The push was accepted or gated: its portion never comes back."""
+    def settle_outcome(self, kind: OutcomeKind) -> Portion:
+        """The push was accepted or gated: its portion, which is returned, never comes back."""
         if kind is OutcomeKind.ACCEPTED:
             self.accepted += self.frozen.tokens
         else:
             self.gated += self.frozen.tokens
-        self.frozen = NOTHING
+        settled, self.frozen = self.frozen, NOTHING
+        return settled
 
     def give_back(self) -> None:
         """The push came to nothing: the next one takes its portion."""
@@ -121,44 +126,65 @@ class Account:
 
 @dataclass
 class RangeQueue:
-    """Data ranges leased to this incarnation of the cluster and not used up, and the one that the trainer is at."""
+    """Data ranges leased to this incarnation of the cluster and not used up, and those that the trainer was given."""
 
     waiting: deque[int] = field(default_factory=deque)
     exhausted: bool = False  # the master had none left to lease
-    serving: int | None = None
-    asked: int = 0  # count of the present trainer's last question
+    served: list[int] = field(default_factory=list)  # in order; more than one if what is left of one goes with the next
+    given: int | None = None  # to the present trainer's last question
+    asked: int = 0  # count of that question
+    begun: dict[int, BegunRange] = field(default_factory=dict)  # settled in part
 
     @property
     def ranges_ahead(self) -> tuple[int, ...]:
         """Leased and not used up, in order; the first may be half trained."""
-        serving = () if self.serving is None else (self.serving,)
-        return (*serving, *self.waiting)
+        return (*self.served, *self.waiting)
 
-    def add_leased(self, ranges: Iterable[int], exhausted: bool) -> None:
+    def add_leased(self, ranges: Iterable[int], exhausted: bool, begun: Iterable[BegunRange] = ()) -> None:
         self.waiting.extend(ranges)
         self.exhausted = exhausted
+        self.begun.update((part.number, part) for part in begun)
 
-    def finish_range(self, count: int) -> int | None:
-        """The trainer asks for its `count`-th range: return the one that is used up by that, if it had one."""
-        used, self.serving, self.asked = self.serving, None, count
+    def begin_question(self, count: int) -> None:
+        """The trainer asks for its `count`-th range."""
+        self.asked, self.given = count, None
+
+    def finish_ranges(self, left: Iterable[int] = ()) -> list[int]:
+        """The trainer has used up what it was given, but for `left`: return that."""
+        kept = {*left}
+        used = [r for r in self.served if r not in kept]
+        self.served = [r for r in self.served if r in kept]
         return used
 
     def serve_range(self) -> int | None:
         """The range for the trainer's last question, the same however often it is asked; None if none is here."""
-        if self.serving is None and self.waiting:
-            self.serving = self.waiting.popleft()
-        return self.serving
+        if self.given is None and self.waiting:
+            self.given = self.waiting.popleft()
+            self.served.append(self.given)
+        return self.given
+
+    def settle_part(self, used: Iterable[int], begun: BegunRange | None) -> None:
+        """A push was accepted or gated: what it brought is not trained again, whoever goes on."""
+        for number in used:
+            self.begun.pop(number, None)
+        if begun is not None:
+            self.begun[begun.number] = begun
 
     def resume_ranges(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
         """Resume from a checkpoint: its ranges come first, in its order; what was used up is not served again."""
-        held, self.serving = {*self.ranges_ahead}, None
+        held, self.served, self.given = {*self.ranges_ahead}, [], None
         self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
 
     def take_back(self, ranges: Iterable[int]) -> None:
         """The trainer died: what it had and what it carried is served again, in order, to the next one."""
-        unused = () if self.serving is None else (self.serving,)
-        self.serving, self.asked = None, 0
-        self.take_back_unserved((*ranges, *unused))
+        self.asked = 0
+        self.recall_ranges()
+        self.take_back_unserved(ranges)
+
+    def recall_ranges(self) -> None:
+        """What the trainer was given is served again, to it or to the next one."""
+        unused, self.served, self.given = self.served, [], None
+        self.take_back_unserved(unused)
 
     def take_back_unserved(self, ranges: Iterable[int]) -> None:
         """A dead trainer's push came to nothing: its ranges are served again."""

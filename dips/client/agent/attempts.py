@@ -77,6 +77,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
     s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
+    requests.by_step, requests.recalls = False, 0
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
     if sync.phase is SyncPhase.UNJOINED or message.manifest_digest != s.membership.manifest_digest:
         s.membership.manifest_digest = message.manifest_digest

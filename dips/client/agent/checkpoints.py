@@ -15,6 +15,7 @@ from dips.client.agent.ranges import ask_ranges, is_asked
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.ids import VersionId
+from dips.protocol.data import BegunRange
 
 
 def save_progress(s: AgentState, _: SaveWanted) -> Saved:
@@ -32,7 +33,13 @@ def save_progress(s: AgentState, _: SaveWanted) -> Saved:
         portion.losses,
         s.ranges.ranges_ahead,
         s.pace.since_push,
+        _begun_ahead(s),
     )
+
+
+def _begun_ahead(s: AgentState) -> tuple[BegunRange, ...]:
+    begun = s.ranges.begun | ({part.number: part} if (part := s.account.carried.begun) else {})
+    return tuple(begun[number] for number in s.ranges.ranges_ahead if number in begun)
 
 
 def resume_checkpoint(s: AgentState, message: Resume) -> Answer:
@@ -77,8 +84,15 @@ def _pull_instead(s: AgentState, why: str) -> Healed:
 def _restore_progress(s: AgentState, saved: Saved) -> None:
     base = s.trainer.base = VersionId.parse(saved.base)
     s.account.lost -= min(saved.tokens, s.account.lost)  # of this very incarnation: they are not lost after all
-    s.account.carried = Portion(saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses)
+    s.account.carried = Portion(
+        saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses, _carried_part(s, saved)
+    )
     s.ranges.resume_ranges(saved.ranges, saved.ahead)
     s.pace.resume_count(saved.since_push)
     s.sync.reason = f"resumed on {base} with {saved.inner_steps} inner steps since its last push"
     s.record_mark("checkpoint_resumed", base=saved.base, tokens=saved.tokens, inner_steps=saved.inner_steps)
+
+
+def _carried_part(s: AgentState, saved: Saved) -> BegunRange | None:
+    """The range that the checkpoint has begun and no settled push has so far."""
+    return next((part for part in saved.begun if s.ranges.begun.get(part.number) != part), None)

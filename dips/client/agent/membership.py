@@ -11,6 +11,7 @@ from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import end_transfer
 from dips.client.agent.questions import ask_master, close_channel
+from dips.client.agent.recalls import count_recall
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.errors import Denied, DifferentModel
@@ -63,7 +64,8 @@ def on_joined(s: AgentState, result: Joined) -> None:
     s.account.lose_carried()
     s.account = Account(lost=s.account.lost + _take_unreported(s, result))
     s.ranges = RangeQueue()
-    s.ranges.add_leased(result.ranges, False)
+    s.ranges.add_leased(result.ranges, False, result.begun)
+    count_recall(s)
     s.range_requests.seq, s.range_requests.claimed = 0, ()
     close_channel(s, Channel.RANGES)
     member.times_taken = 0

@@ -64,7 +64,7 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     verdict = _find_verdict(s)
     if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
         sync.waiting = False  # the master is asked on: what it grants is taken at the next look
-        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result)
+        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result, s.range_requests.recalls)
     return verdict
 
 
@@ -99,7 +99,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
     elif s.now < sync.backoff_until:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
-        give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result))
+        give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result, s.range_requests.recalls))
     else:
         pushes.ask_push(s)
 

@@ -8,6 +8,7 @@ from dips.client.agent.actions import Channel
 from dips.client.agent.divergence import judge_divergence
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.questions import ask_master
+from dips.client.agent.recalls import lose_work
 from dips.client.agent.state import AgentState
 from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import conclude_question
@@ -93,7 +94,7 @@ def _record_install(s: AgentState, moved: PullMoved) -> None:
     record_moved(s, moved.nbytes, moved.nbytes)
     s.tally.moved["pull"] += moved.nbytes
     if not moved.merged:
-        s.ranges.take_back_unserved(s.account.lose_carried())  # work that the pull has overwritten
+        lose_work(s)  # the pull has overwritten it
 
 
 def record_pull_failure(s: AgentState, reason: str) -> None:

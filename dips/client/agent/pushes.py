@@ -13,6 +13,7 @@ from dips.client.agent.in_vain import look_at_outcome
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import RETRY_S, close_pull, end_transfer, on_pull_granted
 from dips.client.agent.questions import ask_master
+from dips.client.agent.recalls import lose_work
 from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.transfers import begin_transfer, record_moved
@@ -74,7 +75,7 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     s.tally.moved["push"] += moved.nbytes
     sync.phase, sync.reason = SyncPhase.FINISHING, "its push waits to be committed"
     p = s.account.frozen
-    ask_master(s, Channel.SYNC, PushFinished(0, s.push_id, p.tokens, p.inner_steps, p.ranges, p.loss))
+    ask_master(s, Channel.SYNC, PushFinished(0, s.push_id, p.tokens, p.inner_steps, p.ranges, p.loss, p.begun))
 
 
 def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
@@ -82,7 +83,8 @@ def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
 
     With another policy than `reset` the ranks end with an error, and the next attempt pulls.
     """
-    s.ranges.take_back_unserved((*s.account.lose_frozen(), *s.account.lose_carried()))
+    s.ranges.take_back_unserved(s.account.lose_frozen())
+    lose_work(s)
     s.trainer.must_pull = s.sync.pull_due = True
     abort_push(s, f"its model diverged: {moved.reason}", diverged=True)
     judge_divergence(s, moved.seq, s.sync.reason)
@@ -115,7 +117,8 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         give_back(s)
         end_transfer(s, f"its round was skipped: {result.reason}")
         return
-    s.account.settle_outcome(result.kind)
+    settled = s.account.settle_outcome(result.kind)
+    s.ranges.settle_part(settled.ranges, settled.begun)
     look_at_outcome(s, result.kind, result.reason)
     s.membership.settled += 1
     sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq
@@ -142,7 +145,7 @@ def on_push_dropped(s: AgentState, result: Dropped) -> None:
 
 def on_base_refused(s: AgentState, reason: str) -> None:
     """The ledger does not know what the trainer started from: it pulls, and what it did since is lost."""
-    s.ranges.take_back_unserved(s.account.lose_carried())
+    lose_work(s)
     s.trainer.must_pull = s.sync.pull_due = True
     end_transfer(s, reason)
 

@@ -12,8 +12,10 @@ from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pushes import AGAIN_S
 from dips.client.agent.questions import ask_master, close_channel, repeat_question
+from dips.client.agent.recalls import use_ranges
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.events import RangesRequested
 
@@ -25,9 +27,10 @@ NONE_LEFT = "no data range is left to lease"
 def give_range(s: AgentState, message: RangeWanted) -> Answer:
     """Use up the range before, and answer with the next one, the end, or AskAgain."""
     if message.count != s.ranges.asked:
-        _use_up(s, message.count)
+        s.ranges.begin_question(message.count)
+        _use_up(s, message)
     finished = s.membership.progress.finished
-    given = None if finished else s.ranges.serve_range()
+    given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's are others' by now
     if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined:
         ask_ranges(s)
     answer = _make_answer(s, given)
@@ -35,24 +38,34 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
     return answer
 
 
-def _use_up(s: AgentState, count: int) -> None:
-    used = s.ranges.finish_range(count)
-    if used is not None and s.trainer.must_pull:
-        s.ranges.take_back_unserved((used,))  # what was trained on it will be overwritten
-    elif used is not None:
-        s.account.use_up(used)
+def _use_up(s: AgentState, message: RangeWanted) -> None:
+    if message.left is not None:
+        use_ranges(s, message.left, None)
+    elif s.trainer.must_pull:
+        s.ranges.recall_ranges()  # what was trained on it will be overwritten
+    else:
+        for used in s.ranges.finish_ranges():
+            s.account.use_up(used)
 
 
 def _make_answer(s: AgentState, given: int | None) -> Answer:
     finished = s.membership.progress.finished
     if given is not None:
         s.range_requests.ended_at = None
-        return RangeGiven(given)
+        return RangeGiven(given, _begun_by(s, given), s.range_requests.recalls)
     if finished:
         return RangesEnded(f"the run is finished with {finished}", True)
+    if not s.joined:  # its next incarnation may get the ranges that this one has lost
+        return AskAgain(s.sync.reason)
     if s.ranges.exhausted and not is_asked(s):
         return _end_data(s)
     return AskAgain("the master is asked for data ranges")
+
+
+def _begun_by(s: AgentState, given: int) -> BegunRange | None:
+    """How far it was trained: by what the trainer carries, if it resumed from a checkpoint, or by settled pushes."""
+    carried = s.account.carried.begun
+    return carried if carried and carried.number == given else s.ranges.begun.get(given)
 
 
 def _end_data(s: AgentState) -> Answer:
@@ -61,6 +74,8 @@ def _end_data(s: AgentState) -> Answer:
     A rest that cannot be settled for END_S, because no slot is to be had or the master is away, is given up.
     """
     requests = s.range_requests
+    if s.ranges.served:
+        return RangesEnded(f"{NONE_LEFT}: what is left of the last ones is a step of its own", False)
     if s.account.frozen == NOTHING and s.account.carried == NOTHING:
         return RangesEnded(NONE_LEFT, False)
     if requests.ended_at is None:
@@ -98,7 +113,7 @@ def is_asked(s: AgentState) -> bool:
 def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
     # named ranges that are not to be had say nothing about those that are
-    s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed)
+    s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
 
 
 def on_no_more_ranges(s: AgentState, result: Finished) -> None:

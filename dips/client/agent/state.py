@@ -151,6 +151,8 @@ class RangeRequests:
     claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
     ended_at: float | None = None  # when the data ended before all of it was settled
     rest_again_at: float = 0.0  # the next try to push the rest
+    by_step: bool = False  # the trainer says with each inner step how far it has trained its ranges
+    recalls: int = 0  # how often ranges were taken back from the present trainer, which lives
 
 
 @dataclass

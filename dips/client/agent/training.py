@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dips.client.agent.in_vain import look_at_step
 from dips.client.agent.phases import STANDSTILL
+from dips.client.agent.recalls import lose_work, use_ranges
 from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import LossReported, Remarked, Stepped
@@ -22,9 +23,11 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     look_at_step(s, notice.tokens)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
     s.account.record_step(notice.tokens, notice.loss)
+    if notice.left is not None:
+        use_ranges(s, notice.left, notice.begun)
     _check_loss(s, notice.finite)
     if trainer.must_pull:  # its pull will overwrite this work
-        s.account.lose_carried()
+        lose_work(s)
     if s.now - trainer.marked_at >= MARK_EVERY_S:
         mark_inner_steps(s)
 

@@ -23,7 +23,7 @@ def conclude_question(s: AgentState, reason: str, again: bool = False) -> None:
 def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
     """Look `again` at the next boundary; else a push or a pull is over, and the pace begins anew."""
     if again:
-        return TrainOn(reason, 1, s.fraction, s.sync.result)
+        return TrainOn(reason, 1, s.fraction, s.sync.result, s.range_requests.recalls)
     if not s.settings.overlap:  # there the pace began anew when the push was frozen
         s.pace.restart_count(s.now)
-    return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction, s.sync.result)
+    return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction, s.sync.result, s.range_requests.recalls)

@@ -27,7 +27,7 @@ MESSAGES: dict[str, type[Message]] = {
 
 def encode_message(message: Message) -> bytes:
     """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
-    body: bytes = msgpack.packb({"kind": type(message).__name__, **dataclasses.asdict(message)})
+    body: bytes = msgpack.packb({"kind": type(message).__name__, **_read_fields(message)}, default=_read_fields)
     if len(body) > MOST_BYTES:
         raise LocalProtocolError(
             f"{type(message).__name__} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"
@@ -52,6 +52,14 @@ def decode_message(body: bytes) -> Message:
     except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
     return message
+
+
+def _read_fields(message: Any) -> dict[str, Any]:
+    """Its fields as they are: one goes out with every inner step, and `dataclasses.asdict` would copy all of it."""
+    if not dataclasses.is_dataclass(message):
+        raise TypeError(f"expected a message, got {message!r}")
+    cls: Any = type(message)
+    return {name: getattr(message, name) for name in _field_types(cls)}
 
 
 @cache

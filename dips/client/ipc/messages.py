@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant, ManifestWanted
 
 
@@ -94,10 +95,14 @@ class PullMoved:
 
 @dataclass(frozen=True, slots=True)
 class RangeWanted:
-    """The next data range is wanted; `count` rises by one with each, by which the one before is used up."""
+    """The next data range is wanted; `count` rises by one with each, by which the ones before are used up.
+
+    `left`: but for these, of which samples are still to be trained; None: this script does not say.
+    """
 
     attempt: int
     count: int
+    left: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,7 @@ class Saved:
     losses: int
     ahead: tuple[int, ...]  # leased and not used up, in order; the first may be half trained
     since_push: int  # inner steps, for the pace
+    begun: tuple[BegunRange, ...] = ()  # those of `ahead` that its parameters were trained on in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,8 @@ class Stepped:
     tokens: int  # of the whole cluster, in this step
     loss: float | None  # None: not given, or not finite
     finite: bool = True
+    left: tuple[int, ...] | None = None  # as in RangeWanted, with this step done
+    begun: BegunRange | None = None  # the first of those, if a part of it is trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +239,7 @@ class TrainOn:
     steps: int
     progress: float
     result: PushResult | None = None  # of the newest push that was settled
+    recalls: int = 0  # as in RangeGiven
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +253,14 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class RangeGiven:
+    """The next range; the first samples of it were trained already if it is `begun`.
+
+    `recalls`: how often ranges that this trainer had been given were taken back from it, since work was lost.
+    """
+
     range: int
+    begun: BegunRange | None = None
+    recalls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dips.client.ipc.messages import RangeGiven, RangesEnded, RangeWanted
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.outer_state import OuterState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.errors import LocalProtocolError
+from dips.protocol.data import BegunRange
 
 
 class DataRanges:
-    """Asks the agent for ranges; each request reports the range before it as used up."""
+    """Asks the agent for ranges; each request reports those before it as used up, but for what is left of them."""
 
     def __init__(self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps) -> None:
         self._state, self._agent_client, self._outer_steps = state, agent_client, outer_steps
         self._asked = 0
+        self.begun: BegunRange | None = None  # of the range that was given last: what is trained of it
 
     def next_range(self) -> int | None:
         """Return the next range; None at the end of the data or of the run, once all that was trained is settled.
 
+        None, too, if what is left of the last ranges is to be trained first.
         Collective.
         """
         self._asked += 1
         while True:
-            answer = self._agent_client.ask_until_answered(RangeWanted(self._state.attempt, self._asked))
+            answer = self._agent_client.ask_until_answered(
+                RangeWanted(self._state.attempt, self._asked, self._state.left)
+            )
             if isinstance(answer, RangeGiven):
+                self.begun, self._state.recalls = answer.begun, answer.recalls
                 return answer.range
             if not isinstance(answer, RangesEnded):
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
-            if self._settle_ranges(answer):
+            if (self._state.left and not answer.finished) or self._settle_ranges(answer):
                 return None
+
+    def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:
+        """With the next inner step, only `left` have samples to train; of the first of them, `begun` is trained."""
+        self._state.left, self._state.begun = tuple(left), begun
 
     def _settle_ranges(self, ended: RangesEnded) -> bool:
         """Push what was trained since the last push; return whether nothing is left to settle."""

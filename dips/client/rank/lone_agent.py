@@ -1,13 +1,14 @@
 """A training script without an agent: it trains alone, in no run, and no call of it fails for that.
 
 So the same script runs on a desk. DIPS_ALONE=1 asks for it; a rank that neither its script nor an agent has given a
-cluster file is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are walked in order.
+cluster file is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are walked in order,
+and a checkpoint goes on where it stood.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from dips.client.ipc.messages import (
     Resumed,
     Saved,
     SaveWanted,
+    Stepped,
     TrainOn,
     TransferProgress,
 )
 from dips.client.rank.agent_client import AgentClient
 from dips.config import ClusterFile, Shared
 from dips.ids import GENESIS
+from dips.protocol.data import BegunRange
 
 ALONE = "DIPS_ALONE"
 CLUSTER_FILE = "DIPS_CLUSTER_FILE"
@@ -65,12 +68,13 @@ class LoneAgent(AgentClient):
     """Answers what an agent would, if there were no run; has no connection."""
 
     def __init__(self, ranges: int) -> None:
-        self._ranges = ranges
+        self._ranges, self._given = ranges, list[int]()  # those that are given and not used up, in order
+        self._next, self._begun = 0, dict[int, BegunRange]()
         self._answers: dict[type, Callable[[Any], Answer]] = {
             Attach: lambda _: Attached(1, 0.0),
             RangeWanted: self._give_range,
-            SaveWanted: lambda _: Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (), 0),
-            Resume: lambda _: Resumed("it trains alone", LOOK_STEPS),
+            SaveWanted: lambda _: self._save_progress(),
+            Resume: self._resume_progress,
             Detach: lambda _: Noted(),
             TransferProgress: lambda _: Noted(),
         }
@@ -87,7 +91,10 @@ class LoneAgent(AgentClient):
         return self.ask_agent(question)
 
     def notify_agent(self, notice: Notice) -> None:
-        """Nobody counts."""
+        """Nobody counts; only how far the data is trained."""
+        if isinstance(notice, Stepped) and notice.left is not None:
+            self._use_up(notice.left)
+            self._begun = {notice.begun.number: notice.begun} if notice.begun else {}
 
     def report_progress(self, attempt: int, moved: int, total: int) -> str:
         """Nothing moves."""
@@ -97,6 +104,23 @@ class LoneAgent(AgentClient):
         """There is no connection."""
 
     def _give_range(self, wanted: RangeWanted) -> Answer:
-        if wanted.count <= self._ranges:
-            return RangeGiven(wanted.count - 1)
-        return RangesEnded("all ranges were walked", finished=False)
+        self._use_up(wanted.left or ())
+        if self._next >= self._ranges:
+            return RangesEnded("all ranges were walked", finished=False)
+        self._given.append(self._next)
+        self._next += 1
+        return RangeGiven(self._given[-1], self._begun.get(self._given[-1]))
+
+    def _use_up(self, left: Sequence[int]) -> None:
+        self._given = [number for number in self._given if number in left]
+
+    def _save_progress(self) -> Saved:
+        """What is ahead are the last ranges, from the first that is not used up."""
+        ahead = self._given[0] if self._given else self._next
+        begun = tuple(self._begun.values())
+        return Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)
+
+    def _resume_progress(self, message: Resume) -> Answer:
+        (self._next,) = message.saved.ahead
+        self._given, self._begun = [], {part.number: part for part in message.saved.begun}
+        return Resumed("it trains alone", LOOK_STEPS)

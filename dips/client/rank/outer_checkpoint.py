@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 import torch
 
 from dips.client.ipc.messages import Saved
 from dips.errors import LocalProtocolError
+from dips.protocol.data import BegunRange
 
-STATE_FORMAT = 2  # of state_dict; another number is refused, never guessed at. 1 had no checksum
+STATE_FORMAT = 3  # of state_dict; another number is refused, never guessed at. 2 had no ranges trained in part
 
 
 def make_state(
@@ -20,14 +21,17 @@ def make_state(
     """Build the state_dict; the names of this rank's own tensors end with its rank."""
     own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
     taken = {"steps": inner_steps, "checksum": checksum}  # Saved has `inner_steps` of its own, since the last push
-    return {"format": STATE_FORMAT, **taken, **asdict(saved), **own}
+    begun = tuple(number for part in saved.begun for number in astuple(part))
+    return {"format": STATE_FORMAT, **taken, **asdict(saved), "begun": begun, **own}
 
 
 def read_saved(state: Mapping[str, Any]) -> Saved:
     """Read the agent's part; raise LocalProtocolError for another format."""
     if state.get("format") != STATE_FORMAT:
         raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
-    return Saved(**{f.name: _restore_tuple(state[f.name]) for f in fields(Saved)})
+    values = {f.name: _restore_tuple(state[f.name]) for f in fields(Saved)}
+    flat = values["begun"]
+    return Saved(**{**values, "begun": tuple(BegunRange(*flat[i : i + 3]) for i in range(0, len(flat), 3))})
 
 
 def read_tensors(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:

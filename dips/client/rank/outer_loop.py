@@ -38,6 +38,7 @@ from dips.client.rank.step_reports import StepReports
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
@@ -204,8 +205,9 @@ class OuterLoop:
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
 
-        A range counts as trained when the next one is asked for. At the end of the data what was trained since the last
-        push is pushed before this returns, and settled. Split a range's samples over your data-parallel ranks.
+        A range counts as trained when the next one is asked for, unless `mark_ranges` says otherwise. At the end of the
+        data what was trained since the last push is pushed before this returns, and settled. Split a range's samples
+        over your data-parallel ranks.
         Raise ConfigError if the run has no data ranges (`shared.data.ranges`).
         """
         if self._config.shared.data.ranges == 0:
@@ -220,6 +222,26 @@ class OuterLoop:
             if number is None:
                 return
             yield number
+
+    @property
+    def range_begun(self) -> BegunRange | None:
+        """How much of the range that `ranges` gave last is trained, in pushes that count or by a loaded checkpoint."""
+        return self._data_ranges.begun
+
+    @property
+    def range_recalls(self) -> int:
+        """Rises when work on given ranges was lost: forget what is left of them, and take the next of `ranges`."""
+        return self._state.recalls
+
+    def mark_ranges(self, left: Sequence[int], begun: BegunRange | None = None) -> None:
+        """Say how far the given ranges are trained once the next inner step is reported; `dips.client.data.Feed` does.
+
+        Then exactly that is settled with the push that brings the step, and asking for the next range uses up nothing.
+
+        left   ranges of which samples are still to be trained then, in the order in which they were given
+        begun  the first of them, if a part of it is trained then
+        """
+        self._data_ranges.mark_position(left, begun)
 
     def _poll_outer_step(self, demanded: bool) -> None:
         if not self.moving:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dips.client.ipc.messages import PullMoved, PullNow, PullWanted, PushMoved, PushNow, PushResult, PushWanted
 from dips.client.rank.background_transfer import BackgroundTransfer
 from dips.ids import VersionId
+from dips.protocol.data import BegunRange
 
 OuterRequest = PushWanted | PushMoved | PullWanted | PullMoved
 
@@ -24,6 +25,9 @@ class OuterState:
     torn: bool = False  # the model mixes two versions: a pull failed after its first layer was installed
     steps_until_poll: int = 0  # inner steps until the ranks ask the agent what is due
     last_request: int = 0  # number of it
+    left: tuple[int, ...] | None = None  # data ranges with samples to train, after the next inner step; None: not said
+    begun: BegunRange | None = None  # the first of them, if a part of it will be trained then
+    recalls: int = 0  # how often the agent took ranges back from this trainer
 
     def next_request(self) -> int:
         """Number the next request; the agent answers a repeated number as it did before."""

@@ -153,6 +153,7 @@ class OuterSteps:
     def _train_on(self, answer: TrainOn) -> None:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps
         self._state.result = answer.result
+        self._state.recalls = answer.recalls
 
     def _end_run(self, answer: Over) -> None:
         self._shard_transfer.finish_install()  # there is no further forward that would do it

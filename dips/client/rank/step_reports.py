@@ -28,7 +28,8 @@ class StepReports:
         if self._losses:
             self._losses.add_loss(shown, finite)
         if self._is_first:
-            self._agent_client.notify_agent(Stepped(self._state.attempt, int(tokens), shown, finite))
+            state = self._state
+            self._agent_client.notify_agent(Stepped(state.attempt, int(tokens), shown, finite, state.left, state.begun))
 
     def report_pipeline_losses(self) -> None:
         """In a pipeline, report the losses that another rank has computed since the last call; collective."""

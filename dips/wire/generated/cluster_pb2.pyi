@@ -190,6 +190,7 @@ class PushFinished(_message.Message):
     INNER_STEPS_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     inner_steps: _builtins.int
     loss: _builtins.float
@@ -197,6 +198,10 @@ class PushFinished(_message.Message):
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def ranges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def begun(self) -> Global___BegunRange:
+        """absent: none is"""
+
     def __init__(
         self,
         *,
@@ -205,14 +210,42 @@ class PushFinished(_message.Message):
         inner_steps: _builtins.int = ...,
         ranges: _abc.Iterable[_builtins.int] | None = ...,
         loss: _builtins.float = ...,
+        begun: Global___BegunRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inner_steps", b"inner_steps", "loss", b"loss", "push", b"push", "ranges", b"ranges", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "inner_steps", b"inner_steps", "loss", b"loss", "push", b"push", "ranges", b"ranges", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushFinished: _TypeAlias = PushFinished  # noqa: Y015
+
+@_typing.final
+class BegunRange(_message.Message):
+    """A data range of which a part is trained: the first `done` of its `of` samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    OF_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    done: _builtins.int
+    of: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        done: _builtins.int = ...,
+        of: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "number", b"number", "of", b"of"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BegunRange: _TypeAlias = BegunRange  # noqa: Y015
 
 @_typing.final
 class PushAborted(_message.Message):
@@ -410,6 +443,7 @@ class Joined(_message.Message):
     RANGES_FIELD_NUMBER: _builtins.int
     ACCOUNTED_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     inc: _builtins.int
     accounted: _builtins.int
@@ -421,6 +455,8 @@ class Joined(_message.Message):
     def progress(self) -> Global___Progress: ...
     @_builtins.property
     def ranges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def begun(self) -> _containers.RepeatedCompositeFieldContainer[Global___BegunRange]: ...
     def __init__(
         self,
         *,
@@ -431,10 +467,11 @@ class Joined(_message.Message):
         ranges: _abc.Iterable[_builtins.int] | None = ...,
         accounted: _builtins.int = ...,
         settled: _builtins.int = ...,
+        begun: _abc.Iterable[Global___BegunRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounted", b"accounted", "head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounted", b"accounted", "begun", b"begun", "head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,18 +767,22 @@ class Ranges(_message.Message):
 
     RANGES_FIELD_NUMBER: _builtins.int
     EXHAUSTED_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     exhausted: _builtins.bool
     @_builtins.property
     def ranges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def begun(self) -> _containers.RepeatedCompositeFieldContainer[Global___BegunRange]: ...
     def __init__(
         self,
         *,
         ranges: _abc.Iterable[_builtins.int] | None = ...,
         exhausted: _builtins.bool = ...,
+        begun: _abc.Iterable[Global___BegunRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exhausted", b"exhausted", "ranges", b"ranges"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "exhausted", b"exhausted", "ranges", b"ranges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

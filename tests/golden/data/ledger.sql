@@ -81,22 +81,23 @@ CREATE TABLE outcomes (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('accepted', 'gated', 'skipped')),
     reason TEXT NOT NULL, tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
-    norm REAL, score REAL, ranges TEXT NOT NULL
+    norm REAL, score REAL, ranges TEXT NOT NULL,
+    begun TEXT NOT NULL  -- [number, done, of] of the range after those, trained in part; or []
 ) STRICT;
-INSERT INTO "outcomes" VALUES(1,1,'a',1,2,'accepted','in v1@r1: warm-up, 2 pushes left',197,4,0.896836479,0.0,'[0, 1]');
-INSERT INTO "outcomes" VALUES(2,1,'b',1,2,'accepted','in v1@r1: warm-up, 2 pushes left',198,4,0.646855722,0.0,'[2, 3]');
-INSERT INTO "outcomes" VALUES(3,2,'a',1,3,'accepted','in v2@r2: warm-up, 1 pushes left',247,4,0.447614378,0.0,'[4, 5]');
-INSERT INTO "outcomes" VALUES(4,2,'b',1,3,'accepted','in v2@r2: warm-up, 1 pushes left',248,4,0.868894768,0.0,'[6, 7]');
-INSERT INTO "outcomes" VALUES(5,3,'a',1,4,'accepted','in v3@r3: score 1.12, at most 3',297,4,0.850597839,1.11745272,'[8, 9]');
-INSERT INTO "outcomes" VALUES(6,4,'a',1,5,'accepted','in v4@r4: score 0.479, at most 3.35',347,4,0.802119902,0.479002061,'[10, 11]');
-INSERT INTO "outcomes" VALUES(7,4,'b',1,4,'accepted','in v4@r4: score 1.69, at most 3.35',348,4,0.891008179,1.6874027,'[12, 13]');
-INSERT INTO "outcomes" VALUES(8,5,'a',1,6,'accepted','in v5@r5: score -2.28, at most 5.06',397,4,0.454568568,-2.27575726,'[14, 15]');
-INSERT INTO "outcomes" VALUES(9,5,'b',1,5,'gated','norm 277.7 above the hard cap 8.023',398,4,277.745794,0.0,'[16, 17]');
-INSERT INTO "outcomes" VALUES(10,6,'a',1,7,'accepted','in v6@r6: score 0.0892, at most 5.06',447,4,0.704414658,0.0892324743,'[18, 19]');
-INSERT INTO "outcomes" VALUES(11,7,'a',1,8,'accepted','in v7@r7: score -0.509, at most 5.06',497,4,0.619842754,-0.508521373,'[20, 21]');
-INSERT INTO "outcomes" VALUES(12,7,'b',1,6,'accepted','in v7@r7: score -2.94, at most 5.06',498,4,0.560412779,-2.93556168,'[22, 23]');
-INSERT INTO "outcomes" VALUES(13,8,'a',1,9,'accepted','in v8@r8: score 0.00947, at most 5.06',547,4,0.683555085,0.00946672687,'[24, 25]');
-INSERT INTO "outcomes" VALUES(14,8,'b',1,7,'accepted','in v8@r8: score -0.79, at most 5.06',548,4,0.649949065,-0.790055218,'[26, 27]');
+INSERT INTO "outcomes" VALUES(1,1,'a',1,2,'accepted','in v1@r1: warm-up, 2 pushes left',197,4,0.896836479,0.0,'[0, 1]','[]');
+INSERT INTO "outcomes" VALUES(2,1,'b',1,2,'accepted','in v1@r1: warm-up, 2 pushes left',198,4,0.646855722,0.0,'[2, 3]','[]');
+INSERT INTO "outcomes" VALUES(3,2,'a',1,3,'accepted','in v2@r2: warm-up, 1 pushes left',247,4,0.447614378,0.0,'[4, 5]','[]');
+INSERT INTO "outcomes" VALUES(4,2,'b',1,3,'accepted','in v2@r2: warm-up, 1 pushes left',248,4,0.868894768,0.0,'[6, 7]','[]');
+INSERT INTO "outcomes" VALUES(5,3,'a',1,4,'accepted','in v3@r3: score 1.12, at most 3',297,4,0.850597839,1.11745272,'[8, 9]','[]');
+INSERT INTO "outcomes" VALUES(6,4,'a',1,5,'accepted','in v4@r4: score 0.479, at most 3.35',347,4,0.802119902,0.479002061,'[10, 11]','[]');
+INSERT INTO "outcomes" VALUES(7,4,'b',1,4,'accepted','in v4@r4: score 1.69, at most 3.35',348,4,0.891008179,1.6874027,'[12, 13]','[]');
+INSERT INTO "outcomes" VALUES(8,5,'a',1,6,'accepted','in v5@r5: score -2.28, at most 5.06',397,4,0.454568568,-2.27575726,'[14, 15]','[]');
+INSERT INTO "outcomes" VALUES(9,5,'b',1,5,'gated','norm 277.7 above the hard cap 8.023',398,4,277.745794,0.0,'[16, 17]','[]');
+INSERT INTO "outcomes" VALUES(10,6,'a',1,7,'accepted','in v6@r6: score 0.0892, at most 5.06',447,4,0.704414658,0.0892324743,'[18, 19]','[]');
+INSERT INTO "outcomes" VALUES(11,7,'a',1,8,'accepted','in v7@r7: score -0.509, at most 5.06',497,4,0.619842754,-0.508521373,'[20, 21]','[]');
+INSERT INTO "outcomes" VALUES(12,7,'b',1,6,'accepted','in v7@r7: score -2.94, at most 5.06',498,4,0.560412779,-2.93556168,'[22, 23]','[]');
+INSERT INTO "outcomes" VALUES(13,8,'a',1,9,'accepted','in v8@r8: score 0.00947, at most 5.06',547,4,0.683555085,0.00946672687,'[24, 25]','[]');
+INSERT INTO "outcomes" VALUES(14,8,'b',1,7,'accepted','in v8@r8: score -0.79, at most 5.06',548,4,0.649949065,-0.790055218,'[26, 27]','[]');
 CREATE TABLE penalty (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL,
     cluster TEXT NOT NULL, n INTEGER NOT NULL, mu REAL, sigma REAL, last_norm REAL,

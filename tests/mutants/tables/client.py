@@ -17,6 +17,8 @@ PLAN = "tests/unit/client/parallel/test_plan_twins.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
+PARTS = "tests/unit/client/agent/test_parts.py"
+
 MUTANTS = (
     # ---- crashes
     Mutant("the same crash is tried for ever", AGENT, "len(newest) == SAME_CRASHES", "False", RESTARTS),
@@ -64,11 +66,22 @@ MUTANTS = (
     Mutant(
         "what a diverged model has trained is carried",
         AGENT,
-        "(*s.account.lose_frozen(), *s.account.lose_carried())",
-        "()",
+        "(s.account.lose_frozen())\n    lose_work(s)",
+        "(())",
         "tests/unit/client/agent/test_divergence.py",
     ),
     Mutant("what 16 bits round away is lost", PARALLEL, "target.add_(remainder)", "pass", MOVED),
+    # ---- data ranges
+    Mutant("a part that is settled is trained again", AGENT, "self.begun[begun.number] = begun", "pass", PARTS),
+    Mutant("what is left of a range is used up", AGENT, "kept = {*left}", "kept = set[int]()", PARTS),
+    Mutant(
+        "lost ranges stay with their trainer",
+        AGENT,
+        "if lost and s.range_requests",
+        "if False and s.range_requests",
+        PARTS,
+    ),
+    Mutant("the end of the data hides what is left", AGENT, "    if s.ranges.served:\n", "    if False:\n", PARTS),
     Mutant(
         "masters that were made since are not found",
         PARALLEL,

@@ -307,6 +307,9 @@ MUTANTS = (
     Mutant("a claim of what is leased", ROOM, "or self.begins[i] > number:", "or False:", INDEXES),
     Mutant("freed ranges never join", ROOM, "joins_left = i > 0 and", "joins_left = False and", INDEXES),
     Mutant("the committed push's ranges are freed", ROOM, "if r not in kept]", "if True]", DATA),
+    Mutant("the committed push's begun range is freed", ROOM, "(*self.ranges, self.begun.number)", "self.ranges", DATA),
+    Mutant("who goes on with a range begins anew", ROOM, "if r in self.begun)", "if False)", DATA),
+    Mutant("a part that is all of it", ROOM, "if not 0 < begun.done < begun.of:", "if not 0 < begun.done:", DATA),
     # ---- order, pace, deadlines
     Mutant("all workers begin where they are", ROOM, "(worker + turn) % slaves", "(turn) % slaves", ORDER),
     Mutant("a slave's line runs backwards", ROOM, "(slave - worker) % slaves", "(slave + worker) % slaves", ORDER),

@@ -1,8 +1,8 @@
-"""Batches come from ranges in one order, with workers or without, and a range ends before the next is asked for."""
+"""Batches come from ranges in one order, with workers or without; every sample of every range is in one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +17,34 @@ from dips.config import Shared
 from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.errors import ConfigError
+from dips.protocol.data import BegunRange
 from dips.protocol.options import DataOptions
 
 
 class Outer:
-    """What a feed needs of an OuterLoop: it hands out ranges, and notes when."""
+    """What a feed needs of an OuterLoop: it hands out ranges, and notes when, and what the feed says of them."""
 
-    def __init__(self, numbers: list[int], ranges: int = 6, digest: str = "") -> None:
+    def __init__(
+        self, numbers: list[int], ranges: int = 6, digest: str = "", begun: dict[int, BegunRange] | None = None
+    ) -> None:
         self.shared = Shared(run="r", data=DataOptions(ranges=ranges, digest=digest))
-        self.finished, self._numbers, self.asked = False, numbers, 0
+        self.finished, self.numbers, self.asked, self.range_recalls = False, list(numbers), 0, 0
+        self.begun, self.range_begun = begun or {}, None if begun is None else next(iter(begun.values()))
+        self.marks: list[tuple[tuple[int, ...], BegunRange | None]] = []
+        self.remarks: list[str] = []
 
     def ranges(self) -> Iterator[int]:
-        for number in self._numbers:
+        while self.numbers:
             self.asked += 1
+            number = self.numbers.pop(0)
+            self.range_begun = self.begun.get(number)
             yield number
+
+    def mark_ranges(self, left: Sequence[int], begun: BegunRange | None = None) -> None:
+        self.marks.append((tuple(left), begun))
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
 
 
 @pytest.fixture(name="data")
@@ -58,30 +72,99 @@ def test_workers_change_nothing(data: DataSet) -> None:
     batches = TokenBatches(data, 2, 16)
     alone, helped = Outer([3, 0, 5]), Outer([3, 0, 5])
     expected = list(feed(alone, batches, 0))
-    assert [b.tolist() for b in expected] == [b.tolist() for number in (3, 0, 5) for b in data.batches(number, 2, 16)]
     per_range = len(list(data.batches(3, 2, 16)))
+    assert [b.tolist() for b in expected[:per_range]] == [b.tolist() for b in data.batches(3, 2, 16)]
     for at, (batch, plain) in enumerate(zip(feed(helped, batches, 2), expected, strict=True)):
         assert batch.dtype == torch.int64 and torch.equal(batch, plain)
         assert helped.asked == 1 or at >= per_range
 
 
-def test_a_feed_goes_on_in_the_middle_of_a_range(data: DataSet) -> None:
-    """A checkpoint's cursor skips what was trained of that range, and only if that range comes first."""
-    batches = TokenBatches(data, 2, 16)
-    whole = feed(Outer([3, 4]), batches, 0)
-    given = []
-    for batch in whole:
-        given.append(batch)
-        if len(given) == 5:
-            break
-    state = whole.state_dict()
-    assert state == {"number": 3, "cursor": 5}
-    again, other = feed(Outer([3, 4]), batches, 0), feed(Outer([4, 3]), batches, 0)
-    for one in (again, other):
-        one.load_state_dict(state)
-    expected = list(feed(Outer([3, 4]), batches, 0))
-    assert [b.tolist() for b in again] == [b.tolist() for b in expected[5:]]
-    assert len(list(other)) == len(expected)
+def rows_of(batches: Any) -> list[list[int]]:
+    return [row for batch in batches for row in batch.tolist()]
+
+
+def sequences_of(data: DataSet, numbers: Sequence[int], length: int = 16) -> list[list[int]]:
+    """All sequences of some ranges, in order."""
+    return [
+        row
+        for number in numbers
+        for row in data.read_sequences(number, length, np.arange(data.sequences(number, length))).tolist()
+    ]
+
+
+@pytest.mark.parametrize(("sequences", "world"), [(1, 1), (4, 1), (7, 1), (4, 2), (25, 3), (40, 1), (500, 1)])
+def test_nothing_is_left_behind(data: DataSet, sequences: int, world: int) -> None:
+    """Whatever a step takes, less than a range or more than two: every sequence once, the last step is smaller."""
+    numbers = [3, 0, 5, 1]
+    feeds = [feed(Outer(numbers), TokenBatches(data, sequences, 16, rank, world), 0) for rank in range(world)]
+    steps = [[(batch.tolist(), one.samples) for batch in one] for one in feeds]
+    counts = [samples for _, samples in steps[0]]
+    assert all([samples for _, samples in mine] == counts for mine in steps), "the ranks take the same steps"
+    expected, trained = sequences_of(data, numbers), []
+    for at, count in enumerate(counts):
+        shares = [mine[at][0] for mine in steps]
+        assert len({len(share) for share in shares}) == 1, "as many on every rank"
+        rows = [shares[i % world][i // world] for i in range(count)]
+        trained += rows
+    assert trained == expected and sum(counts) == len(expected)
+    assert set(counts[:-1]) <= {sequences * world} and counts[-1] <= sequences * world
+
+
+def test_what_is_left_is_marked_step_by_step(data: DataSet) -> None:
+    """With each batch the outer loop knows which ranges have samples to train, and how far the first of them is."""
+    outer, count = Outer([3, 4]), [data.sequences(number, 16) for number in (3, 4)]
+    batches = feed(outer, TokenBatches(data, 20, 16), 0)
+    seen = [outer.marks[-1] for _ in batches]
+    first, second = count
+    assert first > 20 and first % 20 and second > 20
+    expected: list[tuple[tuple[int, ...], BegunRange | None]] = []
+    for done in range(20, first + second, 20):
+        here = BegunRange(3, done, first) if done < first else BegunRange(4, done - first, second)
+        expected.append(((here.number,), here))
+    assert seen == [*expected, ((), None)]
+    assert (batches.number, batches.cursor, batches.samples) == (4, second, (first + second) % 20)
+
+
+@pytest.mark.parametrize(("sequences", "world"), [(2, 1), (1, 4), (3, 2)])
+def test_a_feed_goes_on_in_the_middle_of_a_range(data: DataSet, sequences: int, world: int) -> None:
+    """Five steps of two ranks are trained: another number of ranks goes on with the very next sequence."""
+    outer = Outer([3, 4])
+    whole = feed(outer, TokenBatches(data, 1, 16, 0, 2), 0)
+    for _, _ in zip(range(5), whole, strict=False):
+        pass
+    (left, begun), state = outer.marks[-1], whole.state_dict()
+    assert (left, begun) == ((3,), BegunRange(3, 10, data.sequences(3, 16)))
+    again = Outer([3, 4], begun={3: begun})
+    feeds = [feed(again, TokenBatches(data, sequences, 16, rank, world), 0) for rank in range(1)]
+    feeds[0].load_state_dict(state)
+    first = next(iter(feeds[0])).tolist()
+    assert first == sequences_of(data, [3])[10 : 10 + sequences * world : world]
+    with pytest.raises(ConfigError, match=r"data range 3: expected 31 samples, .* it has 15"):
+        feed(again, TokenBatches(data, 1, 32), 0).load_state_dict(state)
+
+
+def test_another_sequence_length_begins_anew_and_is_told(data: DataSet) -> None:
+    """What another cluster has trained of a range counts only if it cuts ranges into as many samples."""
+    outer = Outer([3], begun={3: BegunRange(3, 10, 99)})
+    assert rows_of(feed(outer, TokenBatches(data, 4, 16), 0)) == sequences_of(data, [3])
+    assert "99 where 10 of them were trained" in outer.remarks[0] and "one sequence length" in outer.remarks[0]
+
+
+def test_a_range_smaller_than_a_step_is_told(data: DataSet) -> None:
+    """Once, with the remedy."""
+    outer = Outer([3, 4, 5])
+    list(feed(outer, TokenBatches(data, 40, 16), 0))
+    assert len(outer.remarks) == 1 and "fewer than a step, which takes 40" in outer.remarks[0]
+
+
+def test_ranges_that_are_taken_back_are_forgotten(data: DataSet) -> None:
+    """Work was lost in the middle of a range: what was left of it is dropped, and it is given again."""
+    outer, seen = Outer([3, 4]), list[list[int]]()
+    for count, batch in enumerate(feed(outer, TokenBatches(data, 10, 16), 0), 1):
+        seen += batch.tolist()
+        if count == 2:
+            outer.range_recalls, outer.numbers = 1, [3, 4]
+    assert seen == sequences_of(data, [3])[:20] + sequences_of(data, [3, 4])
 
 
 def test_a_feed_ends_with_the_run(data: DataSet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -169,9 +170,43 @@ def test_the_word_prints_the_balance(corpus: Path) -> None:
     fair = CliRunner().invoke(app.words, [*wanted, "-o", str(corpus / "fair"), "--tolerance", "0.04"])
     assert fair.exit_code == 0, fair.output
     assert "balanced: no share is off by more than" in fair.stdout and "books" in fair.stdout
+    assert "vocabulary: 257, of bytes" in fair.stdout and "no document was cut" not in fair.stdout
+    assert re.search(r"\d+ documents of more than \d+ tokens were cut into \d+ pieces", fair.stdout)
     unfair = CliRunner().invoke(
         app.words, [*wanted, "-o", str(corpus / "unfair"), "--cut", "0", "--tolerance", "0.002"]
     )
     assert unfair.exit_code == 1 and "NOT BALANCED" in unfair.stdout
     shown = CliRunner().invoke(app.words, ["show", str(corpus / "fair"), "--verify"])
     assert shown.exit_code == 0 and DataSet(corpus / "fair").digest in shown.stdout
+    assert "vocabulary: 257, of bytes" in shown.stdout
+
+
+def test_a_range_smaller_than_a_step_is_refused(corpus: Path) -> None:
+    """With what is long enough; nothing is written then, and the same directory takes the next try."""
+    chosen = (parse_source(f"books={corpus}/books.npy"),)
+    with pytest.raises(ConfigError, match=r"shortest range has 1000 tokens, an inner step takes 1024 .* about 19 "):
+        build_dataset(BuildPlan(chosen, corpus / "small", 20, 1, step_tokens=1024))
+    assert build_dataset(BuildPlan(chosen, corpus / "small", 19, 1, step_tokens=999)).balance.shortest == 1000
+
+
+def test_a_vocabulary_of_tokens_is_counted(corpus: Path) -> None:
+    """Of files that came as tokens it is one more than the largest; beside text, the tokenizer's if that is more."""
+    chosen = (parse_source(f"books={corpus}/books.npy"),)
+    largest = int(np.load(corpus / "books.npy").max())
+    assert build_dataset(BuildPlan(chosen, corpus / "books", 20, 1)).vocabulary == largest + 1
+    assert build_dataset(plan(corpus)).vocabulary == 257
+
+
+def test_progress_ends_with_all_of_it(corpus: Path) -> None:
+    """Each piece of the work ends at 100 %, packed files and those with empty lines at the end, too."""
+    with (corpus / "web" / "a.jsonl").open("a") as file:
+        file.write("\n\n\n")
+    shown: dict[str, tuple[int, int]] = {}
+
+    def show_progress(what: str, done: int, total: int) -> None:
+        shown[what] = (done, total)
+
+    build_dataset(plan(corpus), show_progress)
+    names = {f"{piece} of {name}" for piece in ("tokens", "checksum") for name in ("web", "code")}
+    assert {*shown} == names | {"checksum of books"}
+    assert all(done == total > 0 for done, total in shown.values())

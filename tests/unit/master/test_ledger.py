@@ -15,6 +15,7 @@ from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history
 from dips.master.ledger import MEMORY, Ledger
+from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
@@ -111,6 +112,24 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
     assert state.penalty == (penalty("a", 1), penalty("b", 2))
     assert state.history == ScoreHistory((0.5, 0.5), (3.0, 3.0))
     assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
+
+
+def test_ranges_that_are_trained_in_part(ledger: Ledger) -> None:
+    """The newest Outcome that names a range counts; a skipped one changes nothing, a settled range is no part."""
+
+    def settled(number: int, push: PushId, kind: str, ranges: tuple[int, ...], begun: BegunRange | None) -> None:
+        row, ended = replace(outcome(push, kind, ranges), begun=begun), RoundResult.SKIPPED
+        if kind != "skipped":
+            ended = RoundResult.UNCHANGED
+        ledger.write_records([RoundReserved(number, 0.0), RoundEnded(number, ended, "x", (row,), (), 0.0)])
+
+    settled(1, A1, "gated", (), BegunRange(4, 2, 9))
+    settled(2, A2, "skipped", (4,), BegunRange(5, 1, 9))
+    settled(3, B1, "gated", (3,), BegunRange(6, 8, 9))
+    assert ledger.read_state().begun == (BegunRange(4, 2, 9), BegunRange(6, 8, 9))
+    assert ledger.read_state().outcomes[1][0].begun == BegunRange(6, 8, 9)
+    settled(4, PushId("a", 1, 3), "gated", (4,), None)
+    assert ledger.read_state().begun == (BegunRange(6, 8, 9),)
 
 
 def test_ranges_of_a_incarnation(ledger: Ledger) -> None:

@@ -10,6 +10,7 @@ from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_TOKENS_PER_S
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import Committed, DropPush, Failed, OpenPull, OpenPush, Pending, Refused
 from dips.protocol.options import DataOptions, TimingOptions
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
@@ -126,6 +127,41 @@ def test_nobody_finishes_a_range_that_is_leased_to_another() -> None:
     run.outcome(push)
     assert run.view["ranges"]["settled"] == 2
     assert failure(run.commit(run.open_push("a"), ranges=mine[:1])) is RemoteProtocolError
+
+
+@pytest.mark.parametrize(
+    ("number", "done", "why"),
+    [(0, 0, "expected 1 to 8"), (0, 9, "expected 1 to 8"), (1, 4, "used up by this push"), (5, 4, "not leased to a")],
+)
+def test_a_part_of_a_range_is_its_own_and_no_more_than_a_part(number: int, done: int, why: str) -> None:
+    """Nothing, all of it, a range that the push has used up, one of nobody: refused, and the push may say it anew."""
+    run = make("a", ranges=10)
+    leased(run, "a")
+    push = run.open_push("a")
+    result = run.ask(ev.PushFinished(0, push, 100, 1, (1,), 2.5, BegunRange(number, done, 9)))
+    assert failure(result) is RemoteProtocolError and why in result.message
+    run.step(ev.PushStaged("s", 1, push, 4))
+    assert isinstance(run.ask(ev.PushFinished(0, push, 100, 1, (1,), 2.5, BegunRange(0, 4, 9))), Committed)
+    run.wait(11.0)
+    run.outcome(push)
+    run.ask(ev.ClusterLeft(0, "a", run.inc("a"), 100))
+    run.train("b")
+    given = run.ask(ev.RangesRequested(0, "b", run.inc("b"), 1, 2))
+    assert (given.ranges, given.begun) == ((0, 2), (BegunRange(0, 4, 9),)), "the next one begins there"
+
+
+def test_a_range_that_a_committed_push_has_begun_waits_for_its_outcome() -> None:
+    """Its cluster has left, and the window is open: nobody begins the range anew; behind it the next one goes on."""
+    run = make("ab", ranges=2)
+    leased(run, "a")
+    push = run.open_push("a")
+    run.step(ev.PushStaged("s", 1, push, 4))
+    assert isinstance(run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5, BegunRange(0, 4, 9))), Committed)
+    run.ask(ev.ClusterLeft(0, "a", run.inc("a"), 100))
+    assert leased(run, "b") == (1,)
+    run.wait(11.0)
+    given = run.ask(ev.RangesRequested(0, "b", run.inc("b"), 2, 2))
+    assert (given.ranges, given.begun) == ((0,), (BegunRange(0, 4, 9),))
 
 
 def test_a_question_repeated_gets_its_ranges_and_no_more() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
 from dips.ids import VersionId
-from dips.protocol.data import RangeBook
+from dips.protocol.data import BegunRange, RangeBook
 from dips.protocol.enums import AskOrder
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
@@ -114,6 +114,18 @@ def test_a_restored_book_knows_what_was_undone(requeue: bool, leased: tuple[int,
     book = RangeBook(DataOptions(ranges=10), (0, 1, 2), (("a", 1, 1, (4,)),), undone=(3,), requeue=requeue)
     assert book.lease_ranges("b", 1, 1, 2) == (leased, True)
     assert book.undone == (set() if requeue else {3})
+
+
+def test_a_range_that_is_settled_in_part_is_known_to_the_next() -> None:
+    """Until all of it is settled; a push that was settled later has the last word."""
+    book = RangeBook(DataOptions(ranges=3), begun=(BegunRange(2, 1, 4),))
+    book.lease_ranges("a", 1, 1, 2)
+    book.settle_ranges("a", 1, (0,), BegunRange(1, 5, 9))
+    book.release_lease("a", 1)
+    taken, _ = book.lease_ranges("b", 1, 1, 3)
+    assert taken == (1, 2) and book.begun_of(taken) == (BegunRange(1, 5, 9), BegunRange(2, 1, 4))
+    book.settle_ranges("b", 1, taken)
+    assert book.begun == {} and book.used_up
 
 
 def test_manifest_groups_by_block_and_survives_json() -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import effects, events, heartbeats
+from dips.protocol.data import BegunRange
 from dips.protocol.options import Targets
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
@@ -247,7 +248,9 @@ def spoilt(cls: type) -> list[tuple[str, Any, Message]]:
     return found
 
 
-@pytest.mark.parametrize("cls", [*dataclasses_that_travel(), VersionId, PushId, PullId], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [*dataclasses_that_travel(), VersionId, PushId, PullId, BegunRange], ids=lambda c: c.__name__
+)
 def test_every_field_is_bounded(cls: type) -> None:
     """NaN, infinity, what is too large or negative, endless text: refused by name in every field that may not be so."""
     extra = {"req": 7} if any(f.name == "req" for f in dataclasses.fields(cls)) else {}
@@ -263,7 +266,7 @@ def test_every_field_is_bounded(cls: type) -> None:
 
 def test_no_message_is_forgotten() -> None:
     """Whatever a call of any service sends or answers, down to the innermost message, stands in the walk above."""
-    walked = {cls.__name__ for cls in (*dataclasses_that_travel(), VersionId, PushId, PullId, Targets)}
+    walked = {cls.__name__ for cls in (*dataclasses_that_travel(), VersionId, PushId, PullId, BegunRange, Targets)}
     stack: list[Descriptor] = []
     for module in (cluster_pb2, slave_pb2, operator_pb2, status_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():

@@ -13,6 +13,7 @@ from torch import nn
 from dips.client import OuterLoop
 from dips.errors import ConfigError
 from dips.ids import GENESIS
+from dips.protocol.data import BegunRange
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,27 @@ def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
         warnings.simplefilter("error")
         with OuterLoop(nn.Linear(3, 2)) as outer:
             assert list(outer.ranges()) == [0, 1, 2]
+
+
+def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved with range 1 trained in part: another process begins there."""
+    keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+    model, begun = nn.Linear(3, 2), BegunRange(1, 4, 9)
+    with OuterLoop(model) as outer:
+        outer.mark_ranges(())
+        ranges = outer.ranges()
+        assert [next(ranges), next(ranges)] == [0, 1]
+        outer.mark_ranges((1,), begun)
+        outer.step(tokens=8)
+        state = outer.state_dict()
+    with OuterLoop(model) as outer:
+        outer.load_state_dict(state)
+        ranges = outer.ranges()
+        assert next(ranges) == 1 and outer.range_begun == begun
+        assert list(ranges) == [2, 3] and outer.range_begun is None
 
 
 def test_an_agent_without_a_cluster_file_is_no_reason_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:

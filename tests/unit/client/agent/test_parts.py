@@ -1,0 +1,148 @@
+"""Ranges that a trainer reports step by step: used up by the step that ends them, settled in part, taken back."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.agent.actions import Channel
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+    Stepped,
+    TrainOn,
+)
+from dips.protocol.data import BegunRange
+from dips.protocol.effects import Acknowledged, Committed, Joined, Ranges
+from dips.protocol.enums import ClusterStanding, OutcomeKind
+from dips.protocol.events import PushFinished, RangesRequested
+from tests.unit.client.agent.play import NONE_YET, V1, Play, outcome
+
+
+@pytest.fixture
+def play() -> Play:
+    """It has range 7, the second is 8."""
+    play = Play()
+    play.begin(ranges=(7, 8))
+    assert play.send(RangeWanted(1, 1, ())) == RangeGiven(7)
+    return play
+
+
+def part(number: int, done: int) -> BegunRange:
+    return BegunRange(number, done, 9)
+
+
+def step(play: Play, left: tuple[int, ...], begun: BegunRange | None = None, attempt: int = 1) -> None:
+    assert play.send(Stepped(attempt, 10, 2.0, True, left, begun)) is None
+
+
+def push(play: Play, kind: OutcomeKind = OutcomeKind.ACCEPTED) -> PushFinished:
+    """Push all that is carried, until it is settled and what it brings is pulled."""
+    verdict, attempt = play.push_until_granted(), play.s.trainer.attempt
+    moved = PushMoved(attempt, next(play.number), verdict.seq, True, "", 100)
+    play.send(moved)
+    pushed = play.asked(PushFinished)
+    play.reply(Committed())
+    play.reply(outcome(kind))
+    pulling = play.send(moved)
+    assert isinstance(pulling, PullNow)
+    play.send(PullMoved(attempt, next(play.number), pulling.seq, True, "", 9))
+    play.reply(Acknowledged())
+    return pushed
+
+
+def test_the_step_that_ends_a_range_settles_it(play: Play) -> None:
+    """Also if it is the H-th: the push that the step brings has the range, and no push of nothing follows."""
+    step(play, (7,), part(7, 4))
+    step(play, ())
+    pushed = push(play)
+    assert (pushed.ranges, pushed.begun) == ((7,), None)
+
+
+def test_what_is_left_of_a_range_goes_with_the_next(play: Play) -> None:
+    """It is asked for more with samples of 7 left: 7 stays its range until they are trained."""
+    step(play, (7,), part(7, 8))
+    assert push(play).begun == part(7, 8)
+    assert play.send(RangeWanted(1, 2, (7,))) == RangeGiven(8)
+    assert play.s.account.carried.ranges == () and play.s.ranges.served == [7, 8]
+    step(play, (8,), part(8, 3))
+    pushed = push(play)
+    assert (pushed.ranges, pushed.begun) == ((7,), part(8, 3))
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.ACCEPTED, OutcomeKind.GATED])
+def test_a_new_attempt_begins_where_settled_pushes_end(play: Play, kind: OutcomeKind) -> None:
+    """4 samples were pushed and settled, 2 more trained: the next trainer has 7 from its fifth sample on."""
+    step(play, (7,), part(7, 4))
+    push(play, kind)
+    step(play, (7,), part(7, 6))
+    play.do(play.core.on_trainer_gone("it crashed", play.now))
+    play.send(play.attach(launch=2, pid=8))
+    play.pull(V1)
+    assert play.send(RangeWanted(2, 1, ())) == RangeGiven(7, part(7, 4))
+
+
+def test_a_leased_range_may_be_trained_in_part(play: Play) -> None:
+    """By another cluster, which is gone."""
+    assert play.send(RangeWanted(1, 2, ())) == RangeGiven(8)
+    play.asked(RangesRequested, Channel.RANGES)
+    play.reply(Ranges((3,), False, (part(3, 5),)), Channel.RANGES)
+    assert play.send(RangeWanted(1, 3, ())) == RangeGiven(3, part(3, 5))
+
+
+def test_what_is_left_at_the_end_of_the_data_is_trained_first(play: Play) -> None:
+    """No range is left: nothing is pushed before the trainer has taken its last, smaller step."""
+    step(play, (7,), part(7, 8))
+    assert play.send(RangeWanted(1, 2, (7,))) == RangeGiven(8)
+    play.reply(Ranges((), True), Channel.RANGES)
+    ended = play.send(RangeWanted(1, 3, (8,)))
+    assert isinstance(ended, RangesEnded) and not ended.unsettled and "a step of its own" in ended.reason
+    step(play, ())
+    ended = play.send(RangeWanted(1, 4, ()))
+    assert isinstance(ended, RangesEnded) and ended.unsettled
+    assert push(play).ranges == (7, 8)
+
+
+def test_a_new_incarnation_takes_its_ranges_back(play: Play) -> None:
+    """What the trainer still does with them counts for nothing, and it is told with the next answers."""
+    step(play, (7,), part(7, 4))
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert isinstance(play.send(RangeWanted(1, 2, (7,))), AskAgain), "its next incarnation may get what was lost"
+    play.reply(Joined(3, 2, V1, NONE_YET, (7,), begun=(part(7, 2),)))
+    step(play, (7,), part(7, 6))
+    assert play.s.account.carried.begun is None
+    assert play.send(RangeWanted(1, 2, (7,))) == RangeGiven(7, part(7, 2), recalls=1)
+
+
+def test_work_that_is_lost_is_given_again(play: Play) -> None:
+    """A pull overwrites two steps: what they trained is served again, from where settled pushes end."""
+    step(play, (7,), part(7, 4))
+    push(play)
+    step(play, (7,), part(7, 6))
+    step(play, (7,), part(7, 8))
+    play.pull(V1)  # as after a base that the ledger does not know
+    answer = play.send(RangeWanted(1, 2, (7,)))
+    assert answer == RangeGiven(7, part(7, 4), recalls=1)
+    told = play.send(play.want_push())
+    assert isinstance(told, TrainOn | AskAgain)
+
+
+def test_a_checkpoint_knows_how_far_its_range_is(play: Play) -> None:
+    """Resumed in another incarnation: 7 begins where the checkpoint's parameters are, not where settled pushes are."""
+    step(play, (7,), part(7, 4))
+    saved = play.send(SaveWanted(1))
+    assert isinstance(saved, Saved) and saved.ahead == (7, 8) and saved.begun == (part(7, 4),)
+    other = Play()
+    other.begin(inc=2, ranges=(7, 8))
+    assert isinstance(other.send(Resume(1, saved)), Resumed)
+    assert other.send(RangeWanted(1, 1, ())) == RangeGiven(7, part(7, 4))
+    step(other, (7,), part(7, 6))
+    assert push(other).begun == part(7, 6)
