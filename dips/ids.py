@@ -9,8 +9,8 @@ The pull that follows the Outcome of push s bears the number s too.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 
 _VERSION = re.compile(r"v(\d+)@r(\d+)")

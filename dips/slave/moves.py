@@ -6,8 +6,7 @@ both halves can be tested without a socket, and so that nothing is called while 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.ids import PullId, PushId
 from dips.wire import streams
 from dips.wire.frame import Kind
