@@ -2,16 +2,18 @@
 
 The same as `dataclasses.dataclass`, but with `frozen=True` it is mypy that forbids an assignment, and nothing does at
 run time: the generated `__init__` of the standard library sets each field through `object.__setattr__`, which costs
-three times what a plain assignment does, and a master makes some dozen such objects for each message.
+three times what a plain assignment does, and a master makes some dozen such objects for each message. Fields are all taken by `__init__`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
+    from dataclasses import replace as replace
 else:
 
     def dataclass(cls: type | None = None, /, *, frozen: bool = False, eq: bool = True, **options: Any) -> Any:
@@ -24,3 +26,13 @@ else:
             return made
 
         return make_dataclass if cls is None else make_dataclass(cls)
+
+    def replace(made: Any, /, **changes: Any) -> Any:
+        """A copy with these fields changed, as `dataclasses.replace` makes it, which looks at each field anew."""
+        cls = type(made)
+        return cls(**{name: getattr(made, name) for name in _field_names(cls)} | changes)
+
+
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))

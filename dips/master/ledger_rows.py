@@ -73,7 +73,7 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
         _insert_row(
             db,
             "folds",
-            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, json.dumps(f.ranges)),
+            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges)),
         )
     for slave, digest in r.digests:
         _insert_row(db, "digests", (number, slave, digest))
@@ -103,7 +103,7 @@ def _round_ended(db: sqlite3.Connection, r: RoundEnded, wall: float) -> None:
 
 
 def _ranges_leased(db: sqlite3.Connection, r: RangesLeased, _wall: float) -> None:
-    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, json.dumps(r.ranges)))
+    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, spell_ints(r.ranges)))
 
 
 def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None:
@@ -171,7 +171,7 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
 def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -> None:
     for o in rows:
         push = (o.push.cluster, o.push.inc, o.push.seq)
-        settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, json.dumps(o.ranges))
+        settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, spell_ints(o.ranges))
         _insert_row(db, "outcomes", (None, number, *push, *settled))
 
 
@@ -208,6 +208,11 @@ def read_outcome(row: Any) -> OutcomeRow:
 def read_real(value: float | None) -> float:
     """SQLite keeps NaN as NULL."""
     return nan if value is None else value
+
+
+def spell_ints(numbers: Sequence[int]) -> str:
+    """A list in JSON, at a third of what the encoder takes for it."""
+    return f"[{', '.join(map(str, numbers))}]"
 
 
 def read_ints(text: str) -> tuple[int, ...]:

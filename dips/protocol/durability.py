@@ -12,9 +12,9 @@ let older ones go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
+from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.protocol import mirrors
