@@ -2,7 +2,8 @@
 
 The same as `dataclasses.dataclass`, but with `frozen=True` it is mypy that forbids an assignment, and nothing does at
 run time: the generated `__init__` of the standard library sets each field through `object.__setattr__`, which costs
-three times what a plain assignment does, and a master makes some dozen such objects for each message. Fields are all taken by `__init__`.
+three times what a plain assignment does, and a master makes some dozen such objects for each message. `__init__` takes
+every field (no `init=False`), so that `replace` is short.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ class VersionId:
     version: int
     round: int
 
+    def __hash__(self) -> int:  # a key of many dictionaries: at a quarter of the generated one's price
+        return self.round
+
     def __str__(self) -> str:
         return f"v{self.version}@r{self.round}"
 
@@ -47,6 +50,9 @@ class PushId:
     inc: int
     seq: int
 
+    def __hash__(self) -> int:
+        return hash(self.cluster) ^ self.seq
+
     def __str__(self) -> str:
         return f"{self.cluster}/{self.inc}#{self.seq}"
 
@@ -58,6 +64,9 @@ class PullId:
     cluster: str
     inc: int
     seq: int
+
+    def __hash__(self) -> int:
+        return hash(self.cluster) ^ self.seq
 
     def __str__(self) -> str:
         return f"{self.cluster}/{self.inc}^{self.seq}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import nan
 from typing import Any
 
@@ -182,7 +183,12 @@ def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRo
 
 
 def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
-    db.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values)
+    db.execute(_spell_insert(table, len(values)), values)
+
+
+@cache
+def _spell_insert(table: str, columns: int) -> str:
+    return f"INSERT INTO {table} VALUES ({','.join('?' * columns)})"
 
 
 # ---- reading back --------------------------------------------------------------------------------------------------
