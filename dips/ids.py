@@ -9,8 +9,8 @@ The pull that follows the Outcome of push s bears the number s too.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 
 _VERSION = re.compile(r"v(\d+)@r(\d+)")
@@ -23,6 +23,9 @@ class VersionId:
 
     version: int
     round: int
+
+    def __hash__(self) -> int:  # a key of many dictionaries: at a quarter of the generated one's price
+        return self.round
 
     def __str__(self) -> str:
         return f"v{self.version}@r{self.round}"
@@ -47,6 +50,9 @@ class PushId:
     inc: int
     seq: int
 
+    def __hash__(self) -> int:
+        return hash(self.cluster) ^ self.seq
+
     def __str__(self) -> str:
         return f"{self.cluster}/{self.inc}#{self.seq}"
 
@@ -58,6 +64,9 @@ class PullId:
     cluster: str
     inc: int
     seq: int
+
+    def __hash__(self) -> int:
+        return hash(self.cluster) ^ self.seq
 
     def __str__(self) -> str:
         return f"{self.cluster}/{self.inc}^{self.seq}"

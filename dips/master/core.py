@@ -13,9 +13,9 @@ had arrived meanwhile is read before anybody is judged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
+from dips.dataclass import replace
 from dips.errors import StaleTerm
 from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
 from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint, SlaveProgress

@@ -6,10 +6,10 @@ wait. Many open questions are asked again less often, so that together they cost
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from dips.dataclass import dataclass
 from dips.protocol.events import Event
 
 

@@ -20,7 +20,6 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +27,7 @@ from typing import IO, Any, NamedTuple
 
 import dips.protocol
 from dips.config import JournalSection
+from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.protocol import codec
 from dips.protocol.coordinator import Coordinator

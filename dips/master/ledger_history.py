@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from dips.dataclass import dataclass
 from dips.ids import VersionId
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_fold, read_outcome, read_real
 from dips.protocol.records import FoldRow, OutcomeRow

@@ -15,10 +15,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
 from dips.master import mirror_files
 from dips.master.ledger_rebuild import MirroredTransaction

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.ids import VersionId
 from dips.master.ledger_rows import read_ints
 from dips.protocol.placement import Placement

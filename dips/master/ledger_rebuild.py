@@ -10,8 +10,8 @@ that holds a version of a round in the gap makes the master refuse to serve, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.master.ledger import Ledger
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved

@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import cache
 from math import nan
 from typing import Any
 
@@ -79,7 +80,7 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
         _insert_row(
             db,
             "folds",
-            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, json.dumps(f.ranges)),
+            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges)),
         )
     for slave, digest in r.digests:
         _insert_row(db, "digests", (number, slave, digest))
@@ -109,7 +110,7 @@ def _round_ended(db: sqlite3.Connection, r: RoundEnded, wall: float) -> None:
 
 
 def _ranges_leased(db: sqlite3.Connection, r: RangesLeased, _wall: float) -> None:
-    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, json.dumps(r.ranges)))
+    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, spell_ints(r.ranges)))
 
 
 def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None:
@@ -189,7 +190,7 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
 def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -> None:
     for o in rows:
         push = (o.push.cluster, o.push.inc, o.push.seq)
-        settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, json.dumps(o.ranges))
+        settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, spell_ints(o.ranges))
         begun = json.dumps(astuple(o.begun) if o.begun else ())
         _insert_row(db, "outcomes", (None, number, *push, *settled, begun))
 
@@ -201,7 +202,12 @@ def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRo
 
 
 def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
-    db.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values)
+    db.execute(_spell_insert(table, len(values)), values)
+
+
+@cache
+def _spell_insert(table: str, columns: int) -> str:
+    return f"INSERT INTO {table} VALUES ({','.join('?' * columns)})"
 
 
 # ---- reading back --------------------------------------------------------------------------------------------------
@@ -234,6 +240,11 @@ def read_begun(text: str) -> BegunRange | None:
 def read_real(value: float | None) -> float:
     """SQLite keeps NaN as NULL."""
     return nan if value is None else value
+
+
+def spell_ints(numbers: Sequence[int]) -> str:
+    """A list in JSON, at a third of what the encoder takes for it."""
+    return f"[{', '.join(map(str, numbers))}]"
 
 
 def read_ints(text: str) -> tuple[int, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
+from dips.dataclass import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
 from dips.master.ledger_extensions import read_extensions

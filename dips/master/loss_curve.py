@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dips.dataclass import dataclass
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow, OutcomeRow

@@ -8,9 +8,9 @@ known here.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TypeGuard, cast, get_args
 
+from dips.dataclass import dataclass
 from dips.protocol.effects import Exit, Note, Order, Reply
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer, SlaveHeartbeatAnswer
 from dips.protocol.records import Record

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from dips.config import RunFile
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal
 from dips.protocol import codec

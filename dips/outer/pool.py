@@ -8,12 +8,13 @@ without a copy. This module does not know what a version is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import ceil
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError
 
 F32 = npt.NDArray[np.float32]

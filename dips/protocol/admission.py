@@ -23,8 +23,9 @@ All of it is memory of one master: nothing is in the ledger. After a restart, pl
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from dips.dataclass import dataclass
 from dips.protocol.timers import Timers
 
 MOST_LEAD = 4  # numbers: of so many earlier ones may the heaviest push go ahead; a usual one has half of it

@@ -16,11 +16,11 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from heapq import heapreplace
 from math import ceil, inf
 from statistics import median
 
+from dips.dataclass import dataclass
 from dips.protocol.enums import TrainerState
 from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 

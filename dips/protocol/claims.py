@@ -8,8 +8,8 @@ one, so that a lost heartbeat costs an honest cluster a moment and never a push)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.errors import RemoteProtocolError
 from dips.protocol.effects import Failed
 from dips.protocol.events import SlaveRegistered

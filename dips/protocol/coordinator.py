@@ -8,7 +8,6 @@ what follows when all slaves have answered an order, and when the next deadline 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 from dips.errors import Corrupt
@@ -154,10 +153,10 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 
 def _next_deadline(run: RunState) -> float:
-    due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
+    due = [run.transfers.next_deadline(), durability.retry_deadline(run), *window.window_deadlines(run)]
     if run.targets.wall_s and not run.finished and run.round is None:
-        due = min(due, run.started + run.targets.wall_s)
-    return min(due, min(window.window_deadlines(run), default=inf))
+        due.append(run.started + run.targets.wall_s)
+    return min(due)
 
 
 class Coordinator:

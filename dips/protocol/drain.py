@@ -40,6 +40,8 @@ def on_drain_asked(run: RunState, event: DrainAsked) -> None:
 
 def settle_drains(run: RunState) -> None:
     """After every event: a slave that drains and has nothing open is drained; one that was lost drains no more."""
+    if not run.roster.draining:
+        return
     for slave in [run.slaves[name] for name in run.roster.draining]:
         if slave.state is not SlaveState.READY:
             del run.roster.draining[slave.name]

@@ -12,9 +12,9 @@ let older ones go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
+from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.protocol import mirrors
@@ -71,7 +71,7 @@ def on_snapshot_written(run: RunState) -> None:
 
 def persist_head_if_due(run: RunState) -> None:
     """Have the head's snapshot written if it has none: all slaves serve it, and none is making the next version."""
-    if not _lacks_snapshot(run) or run.now < run.durability.again_at or run.flipping is not None or run.roster.missing:
+    if run.flipping is not None or run.roster.missing or run.now < run.durability.again_at or not _lacks_snapshot(run):
         return
     if run.round is not None and run.round.state is not RoundState.COLLECTING:
         return

@@ -5,8 +5,7 @@ Effects of one step leave in their order. Nothing behind a Record leaves before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange

@@ -7,9 +7,10 @@ that are named after them.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import median
 
+from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange

@@ -6,8 +6,7 @@ same fields as their messages in `protos/dips/v1`, so that one table-driven conv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange

@@ -9,8 +9,8 @@ master says. The list that it has is held against what it holds at every heartbe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from dips.dataclass import dataclass
 from dips.errors import CorruptManifest
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32

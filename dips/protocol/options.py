@@ -6,10 +6,11 @@ once for every caller; config.py checks types and refuses unknown keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.protocol.enums import (
     AskOrder,

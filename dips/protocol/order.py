@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from dips.dataclass import dataclass
 from dips.protocol.enums import AskOrder
 
 Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them

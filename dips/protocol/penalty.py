@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite, sqrt
 
+from dips.dataclass import dataclass, replace
 from dips.protocol.enums import PenaltyRule
 from dips.protocol.last_norms import LastNorms
 from dips.protocol.options import PenaltyOptions

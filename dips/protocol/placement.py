@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
 

@@ -7,9 +7,9 @@ push that is not committed dies with its cluster; a committed one belongs to its
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf, isfinite
 
+from dips.dataclass import replace
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import slot_requests, window

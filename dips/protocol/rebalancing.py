@@ -9,8 +9,8 @@ slave, so what a process of before still sends is fenced (docs/architecture.md#i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.enums import Role

@@ -5,8 +5,7 @@ The VersionCommitted row is the commit point of an outer step. Everything that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult

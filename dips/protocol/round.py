@@ -7,10 +7,10 @@ round's end means for its clusters in settlement.py: a commit, or a skip by what
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import isfinite, sqrt
 from statistics import median
 
+from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.protocol import durability, pushes, settlement, window

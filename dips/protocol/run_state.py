@@ -6,10 +6,10 @@ Only `Coordinator.step` changes it, through the functions of slaves.py, clusters
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from math import inf
 
+from dips.dataclass import replace
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.admission import SlotQueue

@@ -8,10 +8,10 @@ when the machine stops between two of its statements.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any, Protocol
 
+from dips.dataclass import replace
 from dips.errors import StaleTerm
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions

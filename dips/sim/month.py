@@ -12,10 +12,10 @@ of the table's rate, given its count. The parameter server fails four times (§5
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from dips.dataclass import dataclass
 from dips.protocol.effects import Note, Outcome
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
 from dips.sim.agent import SimAgent

@@ -6,10 +6,10 @@ A chunk's bytes are read when the last of them leaves the slave; libzmq may hold
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from dips.dataclass import dataclass
 from dips.ids import PullId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.sim.data_links import DataLinks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.protocol.options import Options
 from dips.sim.feed import DataShape
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
 from dips.data.steps import Part
+from dips.dataclass import dataclass
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.records import Record, RolledBack, RoundEnded, VersionCommitted, VersionsRetired
 from dips.slave.ports import F32

@@ -7,9 +7,10 @@ must stay true of a shell: work on the shard is done one after another, in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from dips.dataclass import dataclass
 from dips.ids import VersionId
 from dips.protocol.effects import LoadVersion, Order, Registered, SlaveOrder
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered

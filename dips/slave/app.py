@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.ids import VersionId

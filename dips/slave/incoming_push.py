@@ -5,10 +5,11 @@ Pure bookkeeping under the receiver's lock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from math import inf
 
+from dips.dataclass import dataclass
 from dips.ids import PushId
 from dips.slave.moves import Say
 from dips.slave.ports import Arrays

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import Corrupt, CorruptSnapshot, FailedMirror
 from dips.fsync import sync_path
 from dips.ids import VersionId

@@ -7,10 +7,10 @@ nothing that the master names. A failure is told as a reason, and tried again wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
+from dips.dataclass import dataclass
 from dips.ids import VersionId
 from dips.protocol.events import MirrorReport
 from dips.transport.backoff import Backoff

@@ -7,8 +7,7 @@ is held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.ids import PullId, PushId
 from dips.wire import streams
 from dips.wire.frame import Kind

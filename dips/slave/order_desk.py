@@ -50,6 +50,8 @@ class OrderDesk:
         self._on_disk: deque[Ticket] = deque()  # the first is being carried out
 
     def next_deadline(self) -> float:
+        if not self._open:
+            return inf
         waiting = [o.again_at for o in self._open.values() if o.again_at is not None]
         return min(waiting) if waiting else inf
 

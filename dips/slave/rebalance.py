@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.fsync import sync_path
 from dips.ids import VersionId

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dips.config import RunFile
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest

@@ -251,10 +251,12 @@ class Receiver:
     def next_deadline(self, now: float) -> float:
         """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
         with self._lock:
+            if not self._pushes:
+                return inf
             due = [p.over_at(self._stall_s) for p in self._pushes.values()]
             if any(turns.crowded for turns in self._turns):
                 due.append(now + SLOW_S)
-            return min(due, default=inf)
+            return min(due)
 
     def tick(self, now: float) -> list[Move]:
         """End what stalls: its ranks owe something and are silent, or the last ones do not follow the first."""

@@ -10,11 +10,11 @@ round); heartbeats go on whatever the shard is busy with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum
 from math import inf
 from random import Random
 
+from dips.dataclass import replace
 from dips.errors import Busy, FailedMirror, Stale, Unavailable
 from dips.protocol.effects import LoadVersion, Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered

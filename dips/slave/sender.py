@@ -292,6 +292,8 @@ class Sender:
 
     def next_deadline(self) -> float:
         """When a pull stalls, unless bytes move; infinite if nothing is owed by a rank."""
+        if not self._pulls:
+            return inf
         with self._lock:
             return min((p.moved_at + self._stall_s for p in self._pulls.values() if p.owed), default=inf)
 

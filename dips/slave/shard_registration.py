@@ -7,9 +7,9 @@ held is held on. A load takes as long as its disk does, so it is only begun here
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
+from dips.dataclass import dataclass
 from dips.errors import Busy, Corrupt, Stale, StaleVersion
 from dips.protocol.effects import AbortVersion, CommitVersion, Hold, LoadVersion, RegisterLater, SlaveOrder
 from dips.slave.shard_round import ShardRound

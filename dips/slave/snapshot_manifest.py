@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Layer, Parameter

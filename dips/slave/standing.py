@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
 from dips.protocol.events import MirrorReport
 from dips.slave.shard import Shard

@@ -6,11 +6,11 @@ The slave may be running: what it deletes or writes meanwhile is passed over, no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
 from dips.slave.snapshot_files import read_manifest, read_through

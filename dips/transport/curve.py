@@ -8,12 +8,12 @@ characters; without one all is plain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 import zmq.auth
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 
 

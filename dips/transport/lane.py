@@ -11,11 +11,11 @@ import errno
 import socket
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.transport.credit import MOST_CHUNKS
 from dips.transport.curve import KeyPair

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError
 from dips.wire.chunks import Range
 from dips.wire.frame import ITEM_BYTES

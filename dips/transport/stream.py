@@ -11,12 +11,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from dips.dataclass import dataclass
 from dips.transport.backoff import Backoff
 from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive_parts

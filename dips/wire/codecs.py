@@ -19,12 +19,12 @@ half without an element is 8. Nothing here knows versions or sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError
 from dips.wire.chunks import Bf16Range, Int4Range, Int8Range, Range
 from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame, Buffer, Dtype

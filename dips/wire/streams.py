@@ -9,13 +9,14 @@ raises BadFrame("message").
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
 import msgpack
 import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import (
     DipsError,
     LocalProtocolError,

@@ -13,12 +13,12 @@ What must stay true: the same fp32 operations in the same order as dips/outer/re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.dataclass import dataclass
 from dips.wire.chunks import Range
 from dips.wire.codecs import CODECS
 from dips.wire.frame import BLOCK, ITEM_BYTES, BadFrame, Buffer, Dtype

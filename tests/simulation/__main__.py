@@ -20,7 +20,7 @@ from tests.simulation.long import play_long
 from tests.simulation.sabotage import SABOTAGES
 from tests.simulation.trial import Result, Trial, play
 
-TASKS_EACH = 16  # of 4 seeds, then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
+SEEDS_EACH = 64  # then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
 MONTH_PATIENCE = 30.0  # times the bounds of Liveness: the month's second stands for many
 GAMES = {"": play, "long": play_long, "last-range": play_last_range}
 MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
@@ -33,8 +33,8 @@ def play_all(seeds: range, jobs: int, sabotage: str | None = None, game: str = "
         yield from map(play_one, tasks)
         return
     gc.freeze()
-    with Pool(jobs, initializer=gc.disable, maxtasksperchild=TASKS_EACH) as pool:
-        yield from pool.imap(play_one, tasks, chunksize=4)
+    with Pool(jobs, initializer=gc.disable, maxtasksperchild=SEEDS_EACH) as pool:
+        yield from pool.imap(play_one, tasks)
 
 
 def report(result: Result, sabotage: str | None = None, game: str = "") -> str:

@@ -14,7 +14,7 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.ids", "dips.errors"}
+LOW = {"dips.ids", "dips.errors", "dips.dataclass"}
 CONFIG = {
     "dips.config",
     "dips.differences",
@@ -33,7 +33,8 @@ ROLES = {"dips.master", "dips.slave", "dips.client"}
 MAY: dict[str, set[str]] = {
     "dips.__init__": {"dips.client.load"},
     "dips.errors": set(),
-    "dips.ids": {"dips.errors"},
+    "dips.dataclass": set(),
+    "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
     "dips.fsync": LOW,
@@ -75,6 +76,7 @@ MAY: dict[str, set[str]] = {
 
 # What a room may import of others, besides the standard library; rooms that are not here may import what they like.
 OTHERS: dict[str, set[str]] = {
+    "dips.dataclass": set(),
     "dips.ids": set(),
     "dips.errors": set(),
     "dips.protocol": set(),

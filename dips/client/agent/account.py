@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import nan
 
+from dips.dataclass import dataclass
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from dips.client.agent.account import PastIncarnation
+from dips.dataclass import dataclass
 from dips.protocol.heartbeats import ClusterHeartbeat
 
 

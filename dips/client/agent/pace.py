@@ -32,6 +32,7 @@ class Pace:
         self._since = 0.0  # when the last push was settled
         self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
         self._took: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._step_s: float | None = 0.0  # their median, once somebody has asked for it
         self.first_step_s = 0.0  # of all, from the trainer's beginning: an estimate until there is a better one
         self._due: float | None = None  # of the meeting
         self._set_at = 0.0  # when it was set
@@ -44,7 +45,9 @@ class Pace:
     @property
     def step_s(self) -> float:
         """Median time of an inner step; 0 while unknown."""
-        return median(self._took) if self._took else 0.0
+        if self._step_s is None:
+            self._step_s = median(self._took)
+        return self._step_s
 
     @property
     def steps_until_ask(self) -> int:
@@ -62,6 +65,7 @@ class Pace:
         self.first_step_s = self.first_step_s or now - self._since
         if self._last is not None:
             self._took.append(now - self._last)
+            self._step_s = None
         self._last = now
 
     def pause_timing(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dips.client.agent.actions import Channel
 from dips.client.agent.divergence import judge_divergence
 from dips.client.agent.phases import SyncPhase
@@ -13,6 +11,7 @@ from dips.client.agent.state import AgentState
 from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import conclude_question
 from dips.client.ipc.messages import PullMoved, PullWanted
+from dips.dataclass import replace
 from dips.protocol.effects import Acknowledged, Dropped, Finished, Grant, Refused
 from dips.protocol.events import PullFinished, PullRequested
 

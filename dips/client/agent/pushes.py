@@ -5,8 +5,6 @@ Must stay true: progress is cut when the ranks freeze the model, and settled, gi
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dips.client.agent.actions import Channel
 from dips.client.agent.divergence import judge_divergence
 from dips.client.agent.in_vain import look_at_outcome
@@ -19,6 +17,7 @@ from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import PushMoved, PushResult
+from dips.dataclass import replace
 from dips.protocol.effects import Committed, Dropped, Finished, Grant, Outcome, Refused
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRequested, RoundAwaited

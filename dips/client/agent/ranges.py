@@ -5,8 +5,6 @@ At the end of the data the rest is pushed, so that every range is settled with w
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dips.client.agent.account import NOTHING
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
@@ -15,6 +13,7 @@ from dips.client.agent.questions import ask_master, close_channel, repeat_questi
 from dips.client.agent.recalls import use_ranges
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
+from dips.dataclass import replace
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.events import RangesRequested

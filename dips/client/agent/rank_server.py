@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from dips.client.agent.actions import Actions
 from dips.client.agent.core import AgentCore
@@ -23,6 +22,7 @@ from dips.client.ipc.messages import (
     PullNow,
     PushNow,
 )
+from dips.dataclass import replace
 from dips.errors import Denied, DipsError, RemoteProtocolError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log

@@ -15,9 +15,10 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dips.config import host_port, is_loopback
+from dips.dataclass import replace
 from dips.errors import Busy, ConfigError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log

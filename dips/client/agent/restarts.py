@@ -7,12 +7,12 @@ or it has crashed in the same way three times before the first inner step.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from dips.client.agent.in_vain import look_at_end
 from dips.client.agent.launch import CANNOT_START
 from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState, Crash
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, class_named, treatment_of
 
 RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
 from random import Random
 
@@ -20,6 +20,7 @@ from dips.client.agent.pace import Pace
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.tally import Tally
 from dips.client.ipc.messages import Answer, ErrorReply, PushResult
+from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress

@@ -39,9 +39,10 @@ class Tally:
     def switch_cause(self, cause: str, now: float) -> None:
         """From now on time goes to `cause`."""
         if self._since >= 0:
-            passed = max(0.0, now - self._since)
-            self.seconds[self._cause] += passed
-            self._waited += passed if self._cause == "window" else 0.0
+            passed = now - self._since
+            if passed > 0.0:
+                self.seconds[self._cause] += passed
+                self._waited += passed if self._cause == "window" else 0.0
         if cause != "window":
             self._waited = 0.0
         self._cause, self._since = cause, now

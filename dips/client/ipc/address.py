@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from dips.config import ClusterFile, host_port
+from dips.dataclass import dataclass
 from dips.errors import ConfigError
 
 AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"

@@ -6,8 +6,7 @@ has no answer. Messages name their attempt (given in Attached): those of an olde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dips.dataclass import dataclass
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant, ManifestWanted
 

@@ -17,10 +17,10 @@ in fp32 runs: there is no Feedback then. No torch, no socket; one thread, but fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.transport.shares import F32, Piece, Share
 from dips.wire import codecs
