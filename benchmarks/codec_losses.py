@@ -40,7 +40,8 @@ class CodecWay(NamedTuple):
     pull: str
 
     def __str__(self) -> str:
-        return "fp32 both ways" if self == FP32 else f"{self.push} pushes, {self.pull} pulls"
+        names = {FP32: "fp32 both ways", RANDOM: "random errors as large as int4's"}
+        return names.get(self, f"{self.push} pushes, {self.pull} pulls")
 
 
 FP32, RANDOM = CodecWay("fp32", "fp32"), CodecWay("random errors", "fp32")

@@ -79,13 +79,18 @@ class Shadow:
 
     mean: Mean
     rounds: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # over the exact one's
+    along: list[float] = field(default_factory=list)  # how much of the exact one is in it
     exact: F64 | float = 0.0
     brought: F64 | float = 0.0
 
     def watch(self, differences: list[F32]) -> None:
         exact, brought = average(channels("fp32", False), differences), self.mean(differences)
         self.rounds.append(relative(brought.astype(np.float64), exact.astype(np.float64)))
-        self.exact, self.brought = self.exact + exact.astype(np.float64), self.brought + brought.astype(np.float64)
+        wide, wide_brought = exact.astype(np.float64), brought.astype(np.float64)
+        self.norms.append(float(np.linalg.norm(wide_brought) / np.linalg.norm(wide)))
+        self.along.append(float(wide_brought @ wide / (wide @ wide)))
+        self.exact, self.brought = self.exact + wide, self.brought + wide_brought
 
     @property
     def of_sum(self) -> float:
@@ -225,6 +230,9 @@ def measure(bench: Bench) -> None:
             least=2.0 if feedback else None,
             less=True,
         )
+        if feedback:  # what an outer learning rate, a clip or a gate would see
+            norm, along = (float(np.mean(shares)) for shares in (shadow.norms, shadow.along))
+            bench.note(f"{name} with feedback: {norm:.4f} of the exact norm, {along:.5f} of the exact sum in it")
     bytes_of_rounds(bench)
 
 
