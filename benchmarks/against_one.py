@@ -5,8 +5,8 @@ Real masters, slaves, agents and training scripts on loopback; text is the runni
 * own_gpt.py: two ranks of FSDP2 and a plain rank, against one plain rank with three times the batch.
 * hf_trainer.py: two Trainers, each a process, on data ranges that they lease, against one with twice the batch.
 
-Who trains alone takes part in a run of its own whose outer step does nothing (rate 1, no momentum, no clip): bit for bit
-but for one rounding per round it is plain training. *Together*: the window waits for both clusters, so that steps are
+Who trains alone takes part in a run of its own whose outer step does nothing (rate 1, no momentum, no clip): but for a
+rounding in each round that is plain training. *Together*: the window waits for both clusters, so that steps are
 equal. *Apart*: each pushes when it has taken its steps and waits for nobody; steps then are what came of it.
 The loss is that of the exported last version on bytes that nobody trained on; the mean of three seeds (of θ and data).
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,12 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
 import dips
-from benchmarks.harness import ROOT, Bench, main
+from benchmarks.harness import ROOT
 from benchmarks.whole_run import Processes, _free_port
 from dips.config import load_run
 from dips.demo.data import load_corpus

@@ -4,8 +4,8 @@
     dips-client --config west.yaml -- torchrun --nproc-per-node 2 own_gpt.py book.txt        # two ranks of FSDP2
     dips-client --config east.yaml -- python own_gpt.py book.txt --seed 2                    # a plain process
 
-The text is read as bytes; every rank of every cluster draws windows of its own from it. What Di-PS adds is marked on the
-right. Set `shared.stop.tokens`: the learning rate falls with the run's progress.
+The text is read as bytes; every rank of every cluster draws windows of its own from it. What Di-PS adds is marked on
+the right. Set `shared.stop.tokens`: the learning rate falls with the run's progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn import functional as f
 
 from dips.client import OuterLoop, cosine, schedule  # 1
 
-BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 96, 3, 4, 128
+BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 64, 2, 4, 64
 WARMUP_STEPS = 20  # of this process: the moments of AdamW begin at zero
 
 

@@ -44,7 +44,7 @@ class InnerOptimizers:
         found = list(unwrap_optimizers(optimizer))
         if len(found) != 1:
             raise ConfigError(
-                f"expected one torch optimizer, or one that wraps it, got {type(optimizer).__name__} with {len(found)}: "
+                f"expected one torch optimizer, or one that wraps it, got {type(optimizer).__name__} of {len(found)}: "
                 "name the one that steps last, or call OuterLoop.step after all have"
             )
         if self._followed is not None and self._followed[0] is not found[0]:
