@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ExampleRun:
     """One run of an example."""
 
     example: str
@@ -66,7 +66,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class RunOutcome:
     """What came of a run."""
 
     loss: float  # nats per byte, validation
@@ -75,7 +75,7 @@ class Trained:
     versions: int
 
 
-def train(case: Case, seed: int, directory: Path) -> Trained:
+def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
     """Train θ of `seed` until the run is over; measure its last version."""
     example, address = load_example(case.example), f"127.0.0.1:{_free_port()}"
     shared = {
@@ -102,7 +102,7 @@ def train(case: Case, seed: int, directory: Path) -> Trained:
 
 
 def _start(
-    processes: Processes, directory: Path, name: str, case: Case, shared: Mapping[str, Any], address: str
+    processes: Processes, directory: Path, name: str, case: ExampleRun, shared: Mapping[str, Any], address: str
 ) -> subprocess.Popen[bytes]:
     job, file = case.jobs[name], directory / f"{name}.yaml"
     cluster = {
@@ -116,7 +116,7 @@ def _start(
     return processes.start(name, [*_module("dips.client.app", "--config", str(file)), "--", *start, *words])
 
 
-def _measure(example: ModuleType, exported: Path, directory: Path) -> Trained:
+def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome:
     model = example.build()
     dips.load(model, exported)
     sample = torch.from_numpy(load_corpus(1).validation_sample(*VALIDATION).astype("int64"))
@@ -128,7 +128,7 @@ def _measure(example: ModuleType, exported: Path, directory: Path) -> Trained:
     folds = [fold for r in rounds for fold in r.folds]
     names = sorted({fold.push.cluster for fold in folds})
     steps = {name: sum(fold.inner_steps for fold in folds if fold.push.cluster == name) for name in names}
-    return Trained(loss, sum(r.tokens for r in rounds), steps, len(rounds))
+    return RunOutcome(loss, sum(r.tokens for r in rounds), steps, len(rounds))
 
 
 def load_example(name: str) -> ModuleType:

@@ -29,7 +29,7 @@ BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 64, 2, 4, 64
 WARMUP_STEPS = 20  # of this process: the moments of AdamW begin at zero
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Attention and feed-forward, each on a normed copy, added back."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(BYTES, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(GptBlock() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

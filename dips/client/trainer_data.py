@@ -6,8 +6,10 @@ Trainer reads the rows of those that the outer loop is given. A range counts whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,15 +17,22 @@ from transformers import Trainer
 
 from dips.client.data import Feed, RangeDataset, RowBatches
 from dips.client.rank.joining import find_config
+from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dips.client.transformers import OuterCallback
 
 NO_LIMIT = 1_000_000_000  # max_steps of a Trainer that the run ends
 
 
-def lease_ranges(trainer: Trainer, callback: OuterCallback, seed: int = 0) -> None:
+class RangeTaker(Protocol):
+    """OuterCallback, as this module knows it."""
+
+    config: str | os.PathLike[str] | None
+    outer: OuterLoop | None
+    loader: LeasedLoader | None
+    resumed_feed: dict[str, int]
+
+
+def lease_ranges(trainer: Trainer, callback: RangeTaker, seed: int = 0) -> None:
     """Have the Trainer train on the ranges that `callback` leases; nothing changes if the run has none.
 
     seed  of which rows are a range; the same in all clusters
@@ -47,9 +56,7 @@ def lease_ranges(trainer: Trainer, callback: OuterCallback, seed: int = 0) -> No
 class LeasedLoader:
     """One rank's micro-batches, in the order of the leased ranges; ends the training when there are no more."""
 
-    def __init__(
-        self, trainer: Trainer, callback: OuterCallback, plain: DataLoader[Any], ranges: int, seed: int
-    ) -> None:
+    def __init__(self, trainer: Trainer, callback: RangeTaker, plain: DataLoader[Any], ranges: int, seed: int) -> None:
         """`plain`: the Trainer's own; raise ConfigError if its rows have no numbers, or a range too few of them."""
         self._trainer, self._callback, args = trainer, callback, trainer.args
         if not hasattr(plain.dataset, "__len__"):
@@ -66,7 +73,7 @@ class LeasedLoader:
         self._loader = DataLoader(
             RangeDataset(batches),
             batch_size=None,
-            collate_fn=_Collate(plain.collate_fn, args.train_batch_size),
+            collate_fn=CollateStep(plain.collate_fn, args.gradient_accumulation_steps),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
         )
@@ -99,11 +106,14 @@ class _Examples:
         return [self._table[number] for number in numbers]
 
 
-class _Collate:
-    """The rows of an optimizer step into its micro-batches."""
+class CollateStep:
+    """Cuts the rows of an optimizer step into the number of micro-batches that the Trainer waits for."""
 
-    def __init__(self, collate: Any, size: int) -> None:
-        self._collate, self._size = collate, size
+    def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:
+        self._collate, self._count = collate, count
 
     def __call__(self, rows: list[Any]) -> list[Any]:
-        return [self._collate(rows[at : at + self._size]) for at in range(0, len(rows), self._size)]
+        """Near equal ones; the last step of the data may have too few rows, and then some are in it twice."""
+        enough = [rows[i % len(rows)] for i in range(max(len(rows), self._count))]
+        ends = [len(enough) * i // self._count for i in range(self._count + 1)]
+        return [self._collate(enough[a:b]) for a, b in pairwise(ends)]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: its c
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
-from dips.client.trainer_data import NO_LIMIT
+from dips.client.trainer_data import NO_LIMIT, CollateStep
 from dips.client.trainer_rate import RunRate
 from dips.client.transformers import OuterCallback, lease_ranges
 from dips.errors import ConfigError
@@ -125,6 +125,14 @@ def test_a_trainer_of_one_rank_among_several_is_refused(cluster_file: Path, monk
         OuterCallback(cluster_file).on_train_begin(args, TrainerState(), TrainerControl())
 
 
+def test_a_step_always_has_all_its_micro_batches() -> None:
+    """Fewer rows than usual, as in the last step of the data: the Trainer steps only after as many as it waits for."""
+    collate = CollateStep(list, 3)
+    assert collate([1, 2, 3, 4, 5, 6]) == [[1, 2], [3, 4], [5, 6]]
+    assert collate([1, 2, 3, 4, 5]) == [[1], [2, 3], [4, 5]]
+    assert collate([1, 2]) == [[1], [2], [1]]
+
+
 def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row once, two micro-batches a step; too small ranges and rows without numbers are refused."""
     monkeypatch.setenv("DIPS_ALONE", "1")
@@ -138,6 +146,7 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             seen.extend(x[:, 0].int().tolist())
+            calls.append(len(x))
             return {"loss": self.linear(x).square().mean()}
 
     def trainer_of(rows: Any) -> Trainer:
@@ -149,11 +158,12 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
         lease_ranges(trainer, callback)
         return trainer
 
-    seen: list[int] = []
+    seen, calls = list[int](), list[int]()
     trainer = trainer_of([{"x": torch.tensor([float(i), 1.0])} for i in range(24)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a Trainer on CPUs
         assert trainer.train().global_step == 6
         assert sorted(seen) == list(range(24)) and trainer.state.num_input_tokens_seen == 48
-        with pytest.raises(ConfigError, match="11 rows in shared.data.ranges 3 are fewer than one optimizer"):
+        assert calls == [2] * 12
+        with pytest.raises(ConfigError, match=r"11 rows in .* are fewer than one optimizer step takes, 4"):
             trainer_of([{"x": torch.zeros(2)}] * 11).train()
