@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +28,8 @@ import torch
 import yaml
 
 import dips
-from benchmarks.harness import ROOT
-from benchmarks.whole_run import Processes, _free_port
+from benchmarks.harness import ROOT, Bench, main
+from benchmarks.whole_run import Processes, free_port
 from dips.config import load_run
 from dips.demo.data import load_corpus
 from dips.master import genesis
@@ -41,7 +43,10 @@ TOGETHER_S, APART_S = 60.0, 0.3  # windows: the first closes early, when every c
 WITHIN_S = 300.0
 PLAIN = {"lr": 1.0, "momentum": 0.0, "clip": {}}
 OUTER = {"lr": 0.7, "momentum": 0.8, "clip": {"relative": 2.0}}
-VALIDATION = (512, 128)  # rows, bytes
+VALIDATION_ROWS = 512
+GPT_ROWS, HF_ROWS = 8, 8  # of a rank in an inner step
+STEPS, H = 1500, 20  # inner steps of each cluster, if they are together; of them before a push
+RANGE_STEPS = 10  # of both clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class RunOutcome:
 
 def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
     """Train θ of `seed` until the run is over; measure its last version."""
-    example, address = load_example(case.example), f"127.0.0.1:{_free_port()}"
+    example, address = load_example(case.example), f"127.0.0.1:{free_port()}"
     shared = {
         "run": "bench", "stop": {"tokens": case.tokens}, "outer": dict(case.outer), "penalty": {"rule": "none"},
         **case.shared,
@@ -119,7 +124,7 @@ def _start(
 def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome:
     model = example.build()
     dips.load(model, exported)
-    sample = torch.from_numpy(load_corpus(1).validation_sample(*VALIDATION).astype("int64"))
+    sample = torch.from_numpy(load_corpus(1).validation_sample(VALIDATION_ROWS, example.LENGTH).astype("int64"))
     with torch.no_grad():
         loss = float(torch.stack([example.loss_of(model, rows) for rows in sample.split(64)]).mean())
     ledger = Ledger.open(directory / "master" / genesis.LEDGER, readonly=True)
@@ -151,3 +156,70 @@ def _run_file(shared: Mapping[str, Any], address: str, window_s: float) -> dict[
         "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address, "threads": 1}],
         "insecure": True,
     }
+
+
+def _own_gpt(together: bool, alone: bool, text: Path, seed: int, steps: int) -> ExampleRun:
+    """Two ranks of FSDP2 and a plain rank, of ROWS sequences each; alone all of them in one plain rank."""
+
+    def job(ranks: int, share: int, number: int) -> Job:
+        words = [str(text), "--sequences", str(share * GPT_ROWS), "--seed", str(10 * seed + number)]
+        return Job(ranks, words)
+
+    jobs = {"one": job(0, 3, 1)} if alone else {"west": job(2, 1, 2), "east": job(0, 1, 3)}
+    tokens = 3 * GPT_ROWS * steps * int(load_example("own_gpt").LENGTH)
+    return ExampleRun("own_gpt", jobs, PLAIN if alone else OUTER, tokens, H, TOGETHER_S if together else APART_S)
+
+
+def _trainer(together: bool, alone: bool, text: Path, seed: int, steps: int) -> ExampleRun:
+    """Two Trainers of HF_ROWS rows a step, on leased ranges of RANGE_STEPS steps of both; alone one with all rows."""
+    rows = HF_ROWS * (2 if alone else 1)
+
+    def job(number: int) -> Job:
+        words = ["--text", str(text), "--text-rows", str(2 * HF_ROWS * steps), "--rows", str(rows)]
+        return Job(0, [*words, "--warmup", "20", "--seed", str(10 * seed + number)])
+
+    jobs = {"one": job(1)} if alone else {"west": job(2), "east": job(3)}
+    tokens = 2 * HF_ROWS * steps * int(load_example("hf_trainer").LENGTH)
+    shared = {"data": {"ranges": steps // RANGE_STEPS}}
+    outer = PLAIN if alone else OUTER
+    return ExampleRun("hf_trainer", jobs, outer, tokens, H, TOGETHER_S if together else APART_S, shared)
+
+
+def measure(bench: Bench) -> None:
+    """Each example: alone, together, apart."""
+    torch.set_num_threads(1)
+    seeds, steps = (SEEDS[:1], STEPS // 10) if bench.quick else (SEEDS, STEPS)
+    for make in (_own_gpt, _trainer):
+        found: dict[str, list[RunOutcome]] = {}
+        for kind, together, alone in (("alone", True, True), ("together", True, False), ("apart", False, False)):
+            for seed in seeds:
+                with tempfile.TemporaryDirectory(prefix="dips-bench-") as made:
+                    text = Path(made) / "text"
+                    text.write_bytes(load_corpus(1).training.tobytes())
+                    case = make(together, alone, text, seed, steps)
+                    bench.say(f"{case.example}, {kind}, seed {seed}")
+                    found.setdefault(kind, []).append(train(case, seed, Path(made)))
+                    bench.say(str(found[kind][-1]))
+        _show(bench, case.example, found, held=not bench.quick)
+
+
+def _show(bench: Bench, example: str, found: Mapping[str, Sequence[RunOutcome]], held: bool) -> None:
+    one = [run.loss for run in found["alone"]]
+    bench.row(f"{example}, alone", mean(one), "nats")
+    for kind in ("together", "apart"):
+        losses = [run.loss for run in found[kind]]
+        least = 1.0 if held and kind == "together" else None
+        of = mean(one) + WORSE
+        bench.row(f"{example}, {kind}", mean(losses), "nats", against=f"alone + {WORSE}", of=of, least=least, less=True)
+        bench.note(f"{example}, {kind}, against one alone, seed by seed: {_differences(losses, one)} nats")
+    for kind, runs in found.items():
+        told = "; ".join(f"{run.tokens:,} tokens, {run.versions} versions, steps {dict(run.steps)}" for run in runs)
+        bench.note(f"{example}, {kind}: {told}")
+
+
+def _differences(losses: Sequence[float], of: Sequence[float]) -> str:
+    return ", ".join(f"{loss - one:+.4f}" for loss, one in zip(losses, of, strict=True))
+
+
+if __name__ == "__main__":
+    main("against_one", __doc__, measure)
