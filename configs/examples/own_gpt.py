@@ -25,7 +25,7 @@ from torch.nn import functional as f
 
 from dips.client import OuterLoop, cosine, schedule  # 1
 
-BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 64, 2, 4, 64
+BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 48, 2, 4, 48
 WARMUP_STEPS = 20  # of this process: the moments of AdamW begin at zero
 
 
@@ -130,7 +130,7 @@ def _draw_batches(text: Path, sequences: int, seed: int) -> Iterator[torch.Tenso
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="any file of more than a few thousand bytes")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--sequences", type=int, default=4, help="of each rank in an inner step")
     parser.add_argument("--seed", type=int, default=1, help="of the data; another one in each cluster")
     return parser.parse_args(words)

@@ -46,7 +46,7 @@ class RunRate:
     @property
     def pending(self) -> bool:
         """Something was trained since the last version came."""
-        return self._tokens > 0
+        return self._tokens > 0 and self._here == (self._outer.version, self._outer.progress)
 
     def record_step(self, tokens: int) -> None:
         """One optimizer step, after its outer step, if there was one."""

@@ -70,6 +70,7 @@ class OuterCallback(TrainerCallback):
         self._rate: RunRate | None = None
         self._tokens = 0  # of those that the Trainer has seen, counted here
         self._loss: float | None = None  # as the Trainer last logged it, until it is passed on
+        self._over = False  # the Trainer was told to stop
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the run end the training. Raise ConfigError for intervals that are a share of max_steps."""
@@ -106,7 +107,7 @@ class OuterCallback(TrainerCallback):
             raise ConfigError(NOT_AT_INIT)
         if args.include_num_input_tokens_seen in ("no", False):
             args.include_num_input_tokens_seen = "all"
-        self._tokens, self._loss = state.num_input_tokens_seen, None
+        self._tokens, self._loss, self._over = state.num_input_tokens_seen, None, False
         held = HeldParameters(model) if state.global_step else None
         self.outer = OuterLoop(model, self.config)
         if held is not None:
@@ -114,7 +115,7 @@ class OuterCallback(TrainerCallback):
         self._rate = RunRate(self.outer, args)
         if not alone:
             told = [self._rate.take_over(lr_scheduler, optimizer), *self._find_faults(args, state)]
-            self._tell(self.outer, told, _find_coarse(model))
+            self._tell(self.outer, told, find_coarse(model))
         self._end_with_run(args, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -155,7 +156,8 @@ class OuterCallback(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The last data range may have ended the run after the last step."""
-        self._end_with_run(args, control)
+        if self.outer is not None:
+            self._end_with_run(args, control)
 
     def _resume(self, outer: OuterLoop, held: HeldParameters, args: TrainingArguments, state: TrainerState) -> None:
         """Go on from the checkpoint that the Trainer has loaded, which OuterLoop has overwritten."""
@@ -194,14 +196,15 @@ class OuterCallback(TrainerCallback):
 
     def _end_with_run(self, args: TrainingArguments, control: TrainerControl) -> None:
         assert self.outer is not None
-        if self.outer.finished:
+        if self.outer.finished and not self._over:
             # As the Trainer itself does at its max_steps.
+            self._over = True
             strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
             control.should_save = control.should_save or strategy == "steps"
             control.should_training_stop = True
 
 
-def _find_coarse(model: nn.Module) -> str:
+def find_coarse(model: nn.Module) -> str:
     """The remark on parameters of which small steps and the ends of pulls are lost."""
     trained = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype in COARSE_TYPES)
     name = next(trained, "")

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from dips.client.trainer_data import NO_LIMIT, CollateStep
 from dips.client.trainer_rate import RunRate
-from dips.client.transformers import OuterCallback, lease_ranges
+from dips.client.transformers import OuterCallback, find_coarse, lease_ranges
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.protocol.options import StopOptions
@@ -115,6 +115,16 @@ def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.Monke
     args = training()
     OuterCallback(cluster_file).on_init_end(args, state, control)
     assert args.max_steps == -1
+
+
+def test_16_bits_without_masters_are_told() -> None:
+    """As transformers' dtype="auto" loads them; adapters in float32 on such a base are fine."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    assert find_coarse(model).startswith(
+        "1.weight has 16 bits and no fp32 master: load the model with dtype=torch.float32"
+    )
+    model[1].requires_grad_(False)
+    assert find_coarse(model) == ""
 
 
 def test_a_trainer_of_one_rank_among_several_is_refused(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
