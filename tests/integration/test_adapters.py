@@ -220,3 +220,31 @@ def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -
     assert of[0]["theta"] == of[1]["theta"] and of[0]["steps"] == 5 * 6
     assert sum(r.tokens for r in history) == of[0]["tokens"] == 5 * 6 * 2 * 4 * example.LENGTH
     assert of[0]["losses"][-1] < of[0]["losses"][0] - 0.3, of[0]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(tmp_path: Path) -> None:
+    """The example as it stands: tied embeddings, a text file, the rate by progress; all three ranks end with θ."""
+    example, script = load("own_gpt", EXAMPLES), str(EXAMPLES / "own_gpt.py")
+    torch.manual_seed(1)
+    tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
+    text = tmp_path / "text"
+    text.write_bytes(Path(__file__).read_bytes())
+    each = 3 * 4 * example.LENGTH  # tokens of an inner step of all three ranks
+    shared = {"stop": {"tokens": 4 * 10 * each}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 30.0}) as run:
+        run.start_master()
+        run.start_slaves()
+        for name, ranks in (("west", 2), ("east", 0)):
+            start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
+            words = [str(HERE / "run_example.py"), str(tmp_path / f"{name}.out"), "2", script, str(text)]
+            run.start_cluster(name, [*start, *words, "--seed", str(ranks)], steps=10)
+        for cluster in run.processes[-2:]:
+            run.wait(cluster, 200)
+        with run.ledger() as ledger:
+            history = [r for r in ledger.read_history(1000) if r.version is not None]
+    west, east = found(tmp_path / "west.out", 2), found(tmp_path / "east.out", 1)
+    assert west[0]["theta"] == west[1]["theta"] == east[0]["theta"]
+    assert [r.tokens for r in history] == [10 * each] * 4
+    assert all(of["losses"][-1] < of["losses"][0] - 1.0 for of in (*west, *east))
