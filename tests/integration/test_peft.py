@@ -38,6 +38,7 @@ def load(name: str) -> ModuleType:
 harness = load("cluster_harness")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT 0.21 calls transformers so
 @pytest.mark.timeout(120)
 def test_clusters_share_adapters_and_nothing_else(tmp_path: Path) -> None:
