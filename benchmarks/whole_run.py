@@ -105,7 +105,7 @@ class WholeRun:
         self._slaves = [f"ps{i}" for i in range(slaves)]
         self._lanes = lanes
         self._site = self._hosts.get(SITE, LOCAL)
-        self._address = f"{self._site.ip}:{_free_port()}"
+        self._address = f"{self._site.ip}:{free_port()}"
         self._shared = {
             "run": "bench",
             "stop": {"versions": versions},
@@ -184,7 +184,7 @@ class WholeRun:
         }  # fmt: skip
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

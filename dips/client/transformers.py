@@ -1,24 +1,61 @@
-"""The outer loop for Hugging Face's Trainer: two lines in a training script.
+"""The outer loop for Hugging Face's Trainer: two lines in a training script, a third for the run's own data.
 
-    from dips.client.transformers import OuterCallback                          # 1
-    args = TrainingArguments(…, include_num_input_tokens_seen=True)
-    Trainer(model=model, args=args, …, callbacks=[OuterCallback()]).train()      # 2
+    from dips.client.transformers import OuterCallback, lease_ranges           # 1
+    outer = OuterCallback()
+    trainer = Trainer(model=model, args=args, …, callbacks=[outer])             # 2
+    lease_ranges(trainer, outer)                                                # 3, with `shared.data.ranges`
+    trainer.train()
 
-Start it under the agent, with torchrun or `accelerate launch`: `dips-client --config cluster.yaml -- torchrun …`. The
-Trainer counts the tokens, over all ranks; the run ends when the outer loop's does (`shared.stop`), or at max_steps,
-whichever comes first. Models as the adapters know them: plain, DDP, FSDP2 (accelerate's `fsdp_version: 2`), PEFT's
-adapters alone, since only parameters with requires_grad are shared.
+Start it under the agent, with torchrun or `accelerate launch`: `dips-client --config cluster.yaml -- torchrun …`.
+Models: plain, DDP, FSDP2 (accelerate's `fsdp_version: 2`), and PEFT's adapters alone, since only parameters with
+requires_grad are shared. What the callback does for the Trainer:
+
+* `max_steps` is set, unless the script has: the training ends with the run (`shared.stop`). The Trainer's epochs do not
+  count. A `max_steps` of the script's own takes this cluster out earlier, and what it trained last is pushed.
+* Tokens are counted over all ranks (`include_num_input_tokens_seen`, "all" unless the script says "non_padding").
+* The learning rate follows `lr_scheduler_type` over the run's tokens, not over max_steps (trainer_rate.py).
+* Checkpoints hold the outer loop's state; `train(resume_from_checkpoint=…)` goes on from it (trainer_checkpoint.py).
+
+Load the model in float32 (`dtype=torch.float32`; the default "auto" may give bfloat16) and train it with `bf16=True`.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dips.client.rank.joining import find_config
+from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_loop import OuterLoop
+from dips.client.trainer_checkpoint import (
+    MISSING,
+    HeldParameters,
+    checkpoint_path,
+    read_outer_state,
+    write_outer_state,
+)
+from dips.client.trainer_data import NO_LIMIT, LeasedLoader, lease_ranges
+from dips.client.trainer_rate import RunRate
 from dips.errors import ConfigError
+
+__all__ = ["OuterCallback", "lease_ranges"]
+
+NOT_AT_INIT = (
+    "max_steps is not set, so the Trainer would end after its epochs and not with the run: give OuterCallback to "
+    "Trainer(callbacks=[…]), which sets it, or set max_steps"
+)
+NO_LOSS = "the Trainer logs its loss every {every} steps and a push comes after {pace}: set logging_steps to see it"
+OWN_DATA = (
+    "the run has data ranges, and this Trainer reads its own data, which may be trained twice: "
+    "lease_ranges(trainer, callback)"
+)
+COARSE_TYPES = (torch.bfloat16, torch.float16)
+COARSE = "{name} has 16 bits and no fp32 master: load the model with dtype=torch.float32 and train it with bf16=True"
 
 
 class OuterCallback(TrainerCallback):
@@ -26,37 +63,69 @@ class OuterCallback(TrainerCallback):
 
     def __init__(self, config: str | os.PathLike[str] | None = None) -> None:
         """`config`: the cluster file; None: the one that the agent was started with."""
-        self._config = config
+        self.config = config
+        self.outer: OuterLoop | None = None  # while training
+        self.loader: LeasedLoader | None = None  # with `lease_ranges`
+        self.resumed_feed: dict[str, int] = {}  # where in its data the checkpoint was that training goes on from
+        self._rate: RunRate | None = None
         self._tokens = 0  # of those that the Trainer has seen, counted here
         self._loss: float | None = None  # as the Trainer last logged it, until it is passed on
-        self.outer: OuterLoop | None = None  # while training
+        self._over = False  # the Trainer was told to stop
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let the run end the training. Raise ConfigError for intervals that are a share of max_steps."""
+        if is_alone(self.config):
+            return
+        for key in ("logging_steps", "eval_steps", "save_steps"):
+            if 0 < (getattr(args, key) or 0) < 1:
+                raise ConfigError(f"{key}: a share of max_steps, which the run decides: give a number of steps")
+        if args.max_steps <= 0:
+            args.max_steps = NO_LIMIT
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
     ) -> None:
-        """Join the run and pull its newest version.
+        """Join the run and pull its newest version, or go on from a checkpoint.
 
-        Raise ConfigError if the Trainer does not count tokens, or does not know of the job's other ranks.
+        Raise ConfigError if the Trainer does not know of the job's other ranks, or would not end with the run.
         """
-        if args.include_num_input_tokens_seen in ("no", False):
-            raise ConfigError("the Trainer must count tokens: TrainingArguments(include_num_input_tokens_seen=True)")
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if args.world_size != ranks:
             raise ConfigError(
                 f"the job has {ranks} ranks, the Trainer trains on {args.world_size} of them, each for itself: "
                 "on CPUs it wants TrainingArguments(use_cpu=True)"
             )
-        self._tokens, self._loss = state.num_input_tokens_seen, None
-        self.outer = OuterLoop(model, self._config)
-        self._end_with_the_run(control)
+        alone = is_alone(self.config)
+        if args.max_steps <= 0 and not alone:
+            raise ConfigError(NOT_AT_INIT)
+        if args.include_num_input_tokens_seen in ("no", False):
+            args.include_num_input_tokens_seen = "all"
+        self._tokens, self._loss, self._over = state.num_input_tokens_seen, None, False
+        held = HeldParameters(model) if state.global_step else None
+        self.outer = OuterLoop(model, self.config)
+        if held is not None:
+            self._resume(self.outer, held, args, state)
+        self._rate = RunRate(self.outer, args)
+        if not alone:
+            told = [self._rate.take_over(lr_scheduler, optimizer), *self._find_faults(args, state)]
+            self._tell(self.outer, told, find_coarse(model))
+        self._end_with_run(args, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the step, on all ranks together; every H-th is followed by an outer step."""
-        assert self.outer is not None, "the Trainer begins before it steps"
-        tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+        assert self.outer is not None and self._rate is not None, "the Trainer begins before it steps"
+        tokens, self._tokens = int(state.num_input_tokens_seen - self._tokens), state.num_input_tokens_seen
         loss, self._loss = self._loss, None
-        self.outer.step(tokens=int(tokens), loss=loss)
-        self._end_with_the_run(control)
+        self.outer.step(tokens=tokens, loss=loss)
+        self._rate.record_step(tokens)
+        self._end_with_run(args, control)
 
     def on_log(
         self,
@@ -69,12 +138,74 @@ class OuterCallback(TrainerCallback):
         """Keep the training loss: a mean over the Trainer's logging_steps."""
         self._loss = (logs or {}).get("loss", self._loss)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave."""
-        if self.outer is not None:
-            self.outer.close()
-            self.outer = None
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save the outer loop's state beside what the Trainer has just saved; on all ranks together."""
+        if self.outer is None or self.outer.finished or args.save_only_model:
+            return  # nothing is to be resumed
+        feed = self.loader.state_dict() if self.loader is not None else {}
+        write_outer_state(checkpoint_path(args, state), self.outer.state_dict(), feed)
 
-    def _end_with_the_run(self, control: TrainerControl) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave; if the run goes on, push what was trained last."""
+        if self.outer is None or self._rate is None:
+            return
+        if self._rate.pending and not self.outer.finished and not args.load_best_model_at_end:
+            self.outer.push()  # the best model would be an older one
+        self.outer.close()
+        self.outer = self._rate = self.loader = None
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The last data range may have ended the run after the last step."""
+        if self.outer is not None:
+            self._end_with_run(args, control)
+
+    def _resume(self, outer: OuterLoop, held: HeldParameters, args: TrainingArguments, state: TrainerState) -> None:
+        """Go on from the checkpoint that the Trainer has loaded, which OuterLoop has overwritten."""
+        path = checkpoint_path(args, state)
+        found = read_outer_state(path)
+        if found is None:
+            self._tell(outer, [MISSING.format(path=path)])
+            return
+        outer_state, feed = found
+        outer.install()
+        held.put_back()
+        told = outer.load_state_dict(outer_state)
+        if told.startswith("resumed"):
+            self.resumed_feed = feed
+        elif args.process_index == 0:
+            warnings.warn(told, stacklevel=2)
+
+    def _find_faults(self, args: TrainingArguments, state: TrainerState) -> list[str]:
+        """What makes a run worse without failing."""
+        config, faults = find_config(self.config), list[str]()
+        pace, logs = config.pace.steps, str(getattr(args.logging_strategy, "value", args.logging_strategy))
+        if pace and logs == "steps" and state.logging_steps > pace:
+            faults.append(NO_LOSS.format(every=state.logging_steps, pace=pace))
+        if config.shared.data.ranges and self.loader is None:
+            faults.append(OWN_DATA)
+        return faults
+
+    def _tell(self, outer: OuterLoop, texts: list[str], warned: str = "") -> None:
+        """As warnings of rank 0, and in `dips status`; `warned` was given as a warning already."""
+        found = [text for text in texts if text]
+        if int(os.environ.get("RANK", "0")) == 0:
+            for text in found:
+                warnings.warn(text, stacklevel=3)
+        if warned or found:
+            outer.remark("; ".join([*found, *filter(None, [warned])]))
+
+    def _end_with_run(self, args: TrainingArguments, control: TrainerControl) -> None:
         assert self.outer is not None
-        control.should_training_stop = control.should_training_stop or self.outer.finished
+        if self.outer.finished and not self._over:
+            # As the Trainer itself does at its max_steps.
+            self._over = True
+            strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+            control.should_save = control.should_save or strategy == "steps"
+            control.should_training_stop = True
+
+
+def find_coarse(model: nn.Module) -> str:
+    """The remark on parameters of which small steps and the ends of pulls are lost."""
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype in COARSE_TYPES)
+    name = next(trained, "")
+    return COARSE.format(name=name) if name else ""

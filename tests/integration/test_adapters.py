@@ -17,8 +17,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from dips.errors import ConfigError
-
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "configs" / "examples"
 LAYOUTS = ["plain", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp"]
@@ -203,13 +201,14 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
 
 
 @pytest.mark.timeout(240)
-def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> None:
-    """A tiny Llama on two ranks: the loss falls, the ledger has the tokens that the Trainer counted, both hold θ."""
+def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -> None:
+    """A tiny Llama on two ranks and leased rows: the loss falls, the ledger has the Trainer's tokens, both hold θ."""
     pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
     example = load("hf_trainer", EXAMPLES)
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
-    shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
+    ranges = {"data": {"ranges": 2000}}  # of 50 rows: six steps of two ranks
+    shared = {**ranges, "stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", str(EXAMPLES / "hf_trainer.py")]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
@@ -223,16 +222,29 @@ def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> 
     assert of[0]["losses"][-1] < of[0]["losses"][0] - 0.3, of[0]["losses"]
 
 
-def test_a_trainer_that_counts_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokens, or those of one rank of several: said before it joins anything, with what to write."""
-    pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from dips.client.transformers import OuterCallback
-
-    with pytest.raises(ConfigError, match="include_num_input_tokens_seen=True"):
-        OuterCallback().on_train_begin(TrainingArguments("out", report_to=[]), TrainerState(), TrainerControl())
-    counting = TrainingArguments("out", report_to=[], include_num_input_tokens_seen=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="the job has 2 ranks, the Trainer trains on 1 of them"):
-        OuterCallback().on_train_begin(counting, TrainerState(), TrainerControl())
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(tmp_path: Path) -> None:
+    """The example as it stands: tied embeddings, a text file, the rate by progress; all three ranks end with θ."""
+    example, script = load("own_gpt", EXAMPLES), str(EXAMPLES / "own_gpt.py")
+    torch.manual_seed(1)
+    tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
+    text = tmp_path / "text"
+    text.write_bytes(Path(__file__).read_bytes())
+    each = 3 * 4 * example.LENGTH  # tokens of an inner step of all three ranks
+    shared = {"stop": {"tokens": 4 * 10 * each}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 30.0}) as run:
+        run.start_master()
+        run.start_slaves()
+        for name, ranks in (("west", 2), ("east", 0)):
+            start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
+            words = [str(HERE / "run_example.py"), str(tmp_path / f"{name}.out"), "2", script, str(text)]
+            run.start_cluster(name, [*start, *words, "--seed", str(ranks)], steps=10)
+        for cluster in run.processes[-2:]:
+            run.wait(cluster, 200)
+        with run.ledger() as ledger:
+            history = [r for r in ledger.read_history(1000) if r.version is not None]
+    west, east = found(tmp_path / "west.out", 2), found(tmp_path / "east.out", 1)
+    assert west[0]["theta"] == west[1]["theta"] == east[0]["theta"]
+    assert [r.tokens for r in history] == [10 * each] * 4
+    assert all(of["losses"][-1] < of["losses"][0] - 1.0 for of in (*west, *east))

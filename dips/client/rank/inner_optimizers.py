@@ -8,7 +8,7 @@ spoil the next step again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dips.client.parallel.masters import unwrap_optimizers
+from dips.errors import ConfigError
 
 
 class InnerOptimizers:
@@ -27,7 +28,28 @@ class InnerOptimizers:
         self._parts = parts
         self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of any
+        self._followed: tuple[Optimizer, Callable[[], None]] | None = None
         self._handle = register_optimizer_step_post_hook(self._on_step)
+
+    @property
+    def follows(self) -> bool:
+        """Each step of some optimizer is reported."""
+        return self._followed is not None
+
+    def follow_steps(self, optimizer: Any, on_step: Callable[[], None]) -> None:
+        """Call `on_step` at the end of each step of this optimizer, or of what it wraps.
+
+        Raise ConfigError if that is not one torch optimizer, or another is followed already.
+        """
+        found = list(unwrap_optimizers(optimizer))
+        if len(found) != 1:
+            raise ConfigError(
+                f"expected one torch optimizer, or one that wraps it, got {type(optimizer).__name__} of {len(found)}: "
+                "name the one that steps last, or call OuterLoop.step after all have"
+            )
+        if self._followed is not None and self._followed[0] is not found[0]:
+            raise ConfigError("another optimizer's steps are counted already: name the one that steps last")
+        self._followed = (found[0], on_step)
 
     @property
     def steps(self) -> int:
@@ -51,12 +73,15 @@ class InnerOptimizers:
 
     def close(self) -> None:
         """Watch no longer."""
+        self._followed = None
         self._handle.remove()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._steps and self._is_ours(optimizer):
             self._found.add(optimizer)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._followed is not None and self._followed[0] is optimizer:
+            self._followed[1]()  # after it is counted: an outer step compares what it installs with the steps taken
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for part in self._parts for parameter in part.parameters()}

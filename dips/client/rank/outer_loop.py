@@ -15,7 +15,7 @@ ranks call them, in the same order, outside forward and backward.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -150,8 +150,29 @@ class OuterLoop:
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
                 rank 0 has none, that of the first rank that passes one
         Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
-                LocalProtocolError: with `install: lazy`, this step was taken on parameters of the former version
+                LocalProtocolError: with `install: lazy`, this step was taken on parameters of the former version; or
+                `follow_optimizer` was called, and this step is counted already
         """
+        if self._optimizers.follows:
+            raise LocalProtocolError("follow_optimizer was called, it counts each optimizer.step(): leave out step")
+        self._take_step(tokens, loss)
+
+    def follow_optimizer(
+        self, optimizer: Any, *, tokens: int | Callable[[], int], loss: Callable[[], Any] | None = None
+    ) -> None:
+        """Count every `optimizer.step()` from now on as a call of `step`, which the script then leaves out.
+
+        However many micro-batches a step accumulates it counts once; one that a GradScaler leaves out does not.
+
+        optimizer  of torch, or what wraps it (accelerate, …); of several that train one model, the one that steps last
+        tokens     of one optimizer step: those of all its micro-batches, on all ranks together. Or a function that is
+                   called after each step and returns those since it was called last
+        loss       a function that returns the loss of the step, or None
+        """
+        count = tokens if callable(tokens) else lambda: tokens
+        self._optimizers.follow_steps(optimizer, lambda: self._take_step(count(), loss() if loss else None))
+
+    def _take_step(self, tokens: int, loss: Any) -> None:
         self._check_usable()
         if self._state.finished:
             return

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dips.client.rank.inner_optimizers import InnerOptimizers
+from dips.errors import ConfigError
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,3 +62,22 @@ def test_what_a_reset_does_not_mend_is_named() -> None:
     model.running_mean[0] = float("nan")
     assert watched.drop_state().startswith("running_mean, a buffer")
     watched.close()
+
+
+def test_one_optimizer_is_followed() -> None:
+    """Itself or wrapped, after its step is counted; a second one, or none, is refused with what to do."""
+    model, seen = nn.Linear(3, 2), list[int]()
+    first, second = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    watched = InnerOptimizers([model])
+    watched.follow_steps(SimpleNamespace(optimizer=first), lambda: seen.append(watched.steps))
+    for optimizer in (first, second, first):
+        step(model, optimizer)
+    assert seen == [1, 2] and watched.follows
+    with pytest.raises(ConfigError, match="name the one that steps last"):
+        watched.follow_steps(second, lambda: None)
+    for wrong in (SimpleNamespace(), SimpleNamespace(chained_optimizers=[first, second])):
+        with pytest.raises(ConfigError, match="expected one torch optimizer"):
+            watched.follow_steps(wrong, lambda: None)
+    watched.close()
+    step(model, first)
+    assert seen == [1, 2]

@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from dips.client import OuterLoop
-from dips.errors import ConfigError
+from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import GENESIS
 from dips.protocol.data import BegunRange
 
@@ -104,3 +104,32 @@ def step_often() -> None:
             if micro_batch % 4 == 3:
                 optimizer.step()
             outer.step(tokens=8)
+
+
+def test_steps_of_an_optimizer_are_counted_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches are one step; `step` beside it would count twice and is refused; tokens may be a function."""
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    model, tokens = nn.Linear(3, 2), [0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def taken() -> int:
+        now, tokens[0] = tokens[0], 0
+        return now
+
+    with OuterLoop(model) as outer:
+        outer.follow_optimizer(optimizer, tokens=taken, loss=lambda: None)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.ones(4, 3)).sum().backward()
+                tokens[0] += 4
+            optimizer.step()
+            assert tokens == [0]
+        assert outer.inner_steps == 3
+        with pytest.raises(LocalProtocolError, match="leave out step"):
+            outer.step(tokens=8)
+        outer.follow_optimizer(optimizer, tokens=-1)
+        with pytest.raises(LocalProtocolError, match="tokens: expected 0 or more, got -1"):
+            optimizer.step()
+    optimizer.step()
+    assert outer.inner_steps == 3

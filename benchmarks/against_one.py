@@ -1,0 +1,226 @@
+"""Two clusters against one that trains alone, at equal tokens and equal inner steps: the final loss of two examples.
+
+Real masters, slaves, agents and training scripts on loopback; text is the running Python's standard library, as bytes.
+
+* own_gpt.py: two ranks of FSDP2 and a plain rank, against one plain rank with three times the batch.
+* hf_trainer.py: two Trainers, each a process, on data ranges that they lease, against one with twice the batch.
+
+Who trains alone takes part in a run of its own whose outer step does nothing (rate 1, no momentum, no clip): but for a
+rounding in each round that is plain training. *Together*: the window waits for both clusters, so that steps are
+equal. *Apart*: each pushes when it has taken its steps and waits for nobody; steps then are what came of it.
+The loss is that of the exported last version on bytes that nobody trained on; the mean of three seeds (of θ and data).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+
+import dips
+from benchmarks.harness import ROOT, Bench, main
+from benchmarks.whole_run import Processes, free_port
+from dips.config import load_run
+from dips.demo.data import load_corpus
+from dips.master import genesis
+from dips.master.ledger import Ledger
+
+EXAMPLES = ROOT / "configs" / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SEEDS = (0, 1, 2)
+WORSE = 0.02  # nats: what two clusters may lose against one
+TOGETHER_S, APART_S = 60.0, 0.3  # windows: the first closes early, when every cluster is in
+WITHIN_S = 900.0
+PLAIN = {"lr": 1.0, "momentum": 0.0, "clip": {}}
+OUTER = {"lr": 0.7, "momentum": 0.7, "clip": {"relative": 2.0}}
+VALIDATION_ROWS = 512
+GPT_ROWS, HF_ROWS = 8, 8  # of a rank in an inner step
+STEPS, H = 1500, 20  # inner steps of each cluster, if they are together; of them before a push
+INNER_LR = 1.5e-3
+RANGE_STEPS = 10  # of both clusters
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One cluster: ranks under torchrun, 0 for a plain process; words of the example's command line."""
+
+    ranks: int
+    words: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRun:
+    """One run of an example."""
+
+    example: str
+    jobs: Mapping[str, Job]
+    outer: Mapping[str, Any]
+    tokens: int  # of the run
+    steps: int  # H
+    window_s: float
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What came of a run."""
+
+    loss: float  # nats per byte, validation
+    tokens: int  # accepted
+    steps: Mapping[str, int]  # accepted inner steps of each cluster
+    versions: int
+
+
+def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
+    """Train θ of `seed` until the run is over; measure its last version."""
+    example, address = load_example(case.example), f"127.0.0.1:{free_port()}"
+    shared = {
+        "run": "bench", "stop": {"tokens": case.tokens}, "outer": dict(case.outer), "penalty": {"rule": "none"},
+        **case.shared,
+    }  # fmt: skip
+    run = directory / "dips.yaml"
+    run.write_text(yaml.safe_dump(_run_file(shared, address, case.window_s)))
+    torch.manual_seed(seed)
+    genesis.make_run(load_run(run), {name: p.detach().numpy() for name, p in example.build().named_parameters()})
+    processes = Processes(directory)
+    try:
+        processes.start("master", _module("dips.master.app", "--config", str(run)))
+        processes.start("ps0", _module("dips.slave.app", "--config", str(run), "--name", "ps0"))
+        agents = {name: _start(processes, directory, name, case, shared, address) for name in case.jobs}
+        for name, agent in agents.items():
+            processes.wait(name, agent, WITHIN_S)
+        exported = directory / "model.safetensors"
+        command = _module("dips.cli", "export", "--config", str(run), "--output", str(exported))
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    finally:
+        processes.end()
+    return _measure(example, exported, directory)
+
+
+def _start(
+    processes: Processes, directory: Path, name: str, case: ExampleRun, shared: Mapping[str, Any], address: str
+) -> subprocess.Popen[bytes]:
+    job, file = case.jobs[name], directory / f"{name}.yaml"
+    cluster = {
+        "shared": dict(shared), "cluster": name, "master": address, "directory": name, "insecure": True,
+        "max_restarts": 0, "pace": {"steps": case.steps},
+    }  # fmt: skip
+    file.write_text(yaml.safe_dump(cluster))
+    start = [*TORCHRUN, str(job.ranks)] if job.ranks else [sys.executable]
+    meeting = [str(ROOT / "benchmarks" / "meeting_rank.py"), str(directory), str(len(case.jobs))]
+    words = [*meeting, str(EXAMPLES / f"{case.example}.py"), *job.words]
+    return processes.start(name, [*_module("dips.client.app", "--config", str(file)), "--", *start, *words])
+
+
+def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome:
+    model = example.build()
+    dips.load(model, exported)
+    sample = torch.from_numpy(load_corpus(1).validation_sample(VALIDATION_ROWS, example.LENGTH).astype("int64"))
+    with torch.no_grad():
+        loss = float(torch.stack([example.loss_of(model, rows) for rows in sample.split(64)]).mean())
+    ledger = Ledger.open(directory / "master" / genesis.LEDGER, readonly=True)
+    rounds = [r for r in ledger.read_history(100_000) if r.version is not None]
+    ledger.close()
+    folds = [fold for r in rounds for fold in r.folds]
+    names = sorted({fold.push.cluster for fold in folds})
+    steps = {name: sum(fold.inner_steps for fold in folds if fold.push.cluster == name) for name in names}
+    return RunOutcome(loss, sum(r.tokens for r in rounds), steps, len(rounds))
+
+
+def load_example(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", name, *words]
+
+
+def _run_file(shared: Mapping[str, Any], address: str, window_s: float) -> dict[str, Any]:
+    model = str(Path("master") / genesis.INITIAL_MODEL)
+    return {
+        "shared": dict(shared),
+        "master": {"listen": address, "directory": "master", "timing": {"window_s": window_s}},
+        "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address, "threads": 1}],
+        "insecure": True,
+    }
+
+
+def _own_gpt(together: bool, alone: bool, text: Path, seed: int, steps: int) -> ExampleRun:
+    """Two ranks of FSDP2 and a plain rank, of ROWS sequences each; alone all of them in one plain rank."""
+
+    def job(ranks: int, share: int, number: int) -> Job:
+        words = [str(text), "--sequences", str(share * GPT_ROWS), "--seed", str(10 * seed + number)]
+        return Job(ranks, [*words, "--lr", str(INNER_LR)])
+
+    jobs = {"one": job(0, 3, 1)} if alone else {"west": job(2, 1, 2), "east": job(0, 1, 3)}
+    tokens = 3 * GPT_ROWS * steps * int(load_example("own_gpt").LENGTH)
+    return ExampleRun("own_gpt", jobs, PLAIN if alone else OUTER, tokens, H, TOGETHER_S if together else APART_S)
+
+
+def _trainer(together: bool, alone: bool, text: Path, seed: int, steps: int) -> ExampleRun:
+    """Two Trainers of HF_ROWS rows a step, on leased ranges of RANGE_STEPS steps of both; alone one with all rows."""
+    rows = HF_ROWS * (2 if alone else 1)
+
+    def job(number: int) -> Job:
+        words = ["--text", str(text), "--text-rows", str(2 * HF_ROWS * steps), "--rows", str(rows)]
+        return Job(0, [*words, "--warmup", "20", "--lr", str(INNER_LR), "--seed", str(10 * seed + number)])
+
+    jobs = {"one": job(1)} if alone else {"west": job(2), "east": job(3)}
+    tokens = 2 * HF_ROWS * steps * int(load_example("hf_trainer").LENGTH)
+    shared = {"data": {"ranges": steps // RANGE_STEPS}}
+    outer = PLAIN if alone else OUTER
+    return ExampleRun("hf_trainer", jobs, outer, tokens, H, TOGETHER_S if together else APART_S, shared)
+
+
+def measure(bench: Bench) -> None:
+    """Each example: alone, together, apart."""
+    torch.set_num_threads(1)
+    seeds, steps = (SEEDS[:1], STEPS // 10) if bench.quick else (SEEDS, STEPS)
+    for make in (_own_gpt, _trainer):
+        found: dict[str, list[RunOutcome]] = {}
+        for kind, together, alone in (("alone", True, True), ("together", True, False), ("apart", False, False)):
+            for seed in seeds:
+                with tempfile.TemporaryDirectory(prefix="dips-bench-") as made:
+                    text = Path(made) / "text"
+                    text.write_bytes(load_corpus(1).training.tobytes())
+                    case = make(together, alone, text, seed, steps)
+                    bench.say(f"{case.example}, {kind}, seed {seed}")
+                    found.setdefault(kind, []).append(train(case, seed, Path(made)))
+                    bench.say(str(found[kind][-1]))
+        _show(bench, case.example, found, held=not bench.quick)
+
+
+def _show(bench: Bench, example: str, found: Mapping[str, Sequence[RunOutcome]], held: bool) -> None:
+    one = [run.loss for run in found["alone"]]
+    bench.row(f"{example}, alone", mean(one), "nats")
+    for kind in ("together", "apart"):
+        losses = [run.loss for run in found[kind]]
+        least = 1.0 if held and kind == "together" else None
+        of = mean(one) + WORSE
+        bench.row(f"{example}, {kind}", mean(losses), "nats", against=f"alone + {WORSE}", of=of, least=least, less=True)
+        bench.note(f"{example}, {kind}, against one alone, seed by seed: {_differences(losses, one)} nats")
+    for kind, runs in found.items():
+        told = "; ".join(f"{run.tokens:,} tokens, {run.versions} versions, steps {dict(run.steps)}" for run in runs)
+        bench.note(f"{example}, {kind}: {told}")
+
+
+def _differences(losses: Sequence[float], of: Sequence[float]) -> str:
+    return ", ".join(f"{loss - one:+.4f}" for loss, one in zip(losses, of, strict=True))
+
+
+if __name__ == "__main__":
+    main("against_one", __doc__, measure)

@@ -1,0 +1,179 @@
+"""transformers' Trainer: what the callback sets, what it refuses, and the learning rate over the run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
+
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
+
+from dips.client.trainer_data import NO_LIMIT, CollateStep
+from dips.client.trainer_rate import RunRate
+from dips.client.transformers import OuterCallback, find_coarse, lease_ranges
+from dips.errors import ConfigError
+from dips.ids import VersionId
+from dips.protocol.options import StopOptions
+
+TARGET = 1000  # tokens of the run
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("DIPS_AGENT", "DIPS_ALONE", "DIPS_CLUSTER_FILE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    return tmp_path / "cluster.yaml"
+
+
+def training(**keys: Any) -> TrainingArguments:
+    return TrainingArguments("out", report_to=[], use_cpu=True, **keys)
+
+
+def outer_at(progress: float, tokens: int = TARGET) -> Any:
+    shared = SimpleNamespace(stop=StopOptions(tokens=tokens, versions=9))
+    return SimpleNamespace(progress=progress, lr_scale=1.0, shared=shared, version=VersionId(0, 0))
+
+
+def taken_over(outer: Any, **keys: Any) -> tuple[RunRate, LambdaLR, torch.optim.Optimizer, str]:
+    """A rate that has taken over the scheduler that the Trainer would make for ten steps."""
+    args = training(learning_rate=2.0, **keys)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(10), 10)
+    rate = RunRate(outer, args)
+    return rate, scheduler, optimizer, rate.take_over(scheduler, optimizer)
+
+
+def step(scheduler: LambdaLR, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.step()
+    scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_the_trainers_curve_lies_over_the_runs_tokens() -> None:
+    """Accepted ones and one's own since; max_steps, ten here, means nothing to it; a late cluster begins slowly."""
+    outer = outer_at(0.2)
+    rate, scheduler, optimizer, told = taken_over(outer, lr_scheduler_type="linear")
+    assert told == "" and optimizer.param_groups[0]["lr"] == pytest.approx(1.6) == scheduler.get_last_lr()[0]
+    rate.record_step(100)
+    assert rate.pending and step(scheduler, optimizer) == pytest.approx(1.4)
+    for _ in range(20):
+        assert step(scheduler, optimizer) == pytest.approx(1.4)
+    outer.progress, outer.version, outer.lr_scale = 0.5, VersionId(1, 1), 0.25
+    rate.record_step(100)  # they are among those accepted, or gone
+    assert not rate.pending and step(scheduler, optimizer) == pytest.approx(0.25)
+    outer.lr_scale, outer.progress = 1.0, 1.5
+    assert step(scheduler, optimizer) == 0.0
+
+
+def test_a_warm_up_is_of_own_steps_or_a_share_of_the_run() -> None:
+    """From 0, as the Trainer's own; never so that a run whose progress waits for the first push stands still."""
+    _, scheduler, optimizer, _ = taken_over(outer_at(0.0), lr_scheduler_type="constant_with_warmup", warmup_steps=4)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert [step(scheduler, optimizer) for _ in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    rate, scheduler, optimizer, _ = taken_over(outer_at(0.0), lr_scheduler_type="constant", warmup_steps=0.2)
+    rate.record_step(50)
+    assert step(scheduler, optimizer) == pytest.approx(2.0 * 50 / 200)
+
+
+def test_a_rate_that_cannot_follow_is_told() -> None:
+    """No token target, a curve of step counts, a scheduler of the script's own: the Trainer's stays, and says why."""
+    outer = outer_at(0.5, tokens=0)
+    outer.lr_scale = 0.5
+    _, scheduler, optimizer, told = taken_over(outer, lr_scheduler_type="linear")
+    assert "shared.stop.tokens" in told and optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+    assert step(scheduler, optimizer) == pytest.approx(0.9)
+    assert "inverse_sqrt counts steps" in taken_over(outer_at(0.5), lr_scheduler_type="inverse_sqrt")[3]
+    for own in (lambda o: LambdaLR(o, lambda s: 1.0), lambda o: StepLR(o, 3)):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+        rate = RunRate(cast(Any, outer_at(0.5)), training())
+        assert "the learning rate follows the Trainer's own steps" in rate.take_over(own(optimizer), optimizer)
+        assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without max_steps, or with the script's own; alone the Trainer's epochs stay."""
+    control, state = TrainerControl(), TrainerState()
+    for given, expected in ((-1, NO_LIMIT), (7, 7)):
+        args = training(max_steps=given)
+        OuterCallback(cluster_file).on_init_end(args, state, control)
+        assert args.max_steps == expected
+    with pytest.raises(ConfigError, match="save_steps: a share of max_steps"):
+        OuterCallback(cluster_file).on_init_end(training(save_steps=0.1), state, control)
+    with pytest.raises(ConfigError, match=r"Trainer\(callbacks="):
+        OuterCallback(cluster_file).on_train_begin(training(), state, control)
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    args = training()
+    OuterCallback(cluster_file).on_init_end(args, state, control)
+    assert args.max_steps == -1
+
+
+def test_16_bits_without_masters_are_told() -> None:
+    """As transformers' dtype="auto" loads them; adapters in float32 on such a base are fine."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    assert find_coarse(model).startswith(
+        "1.weight has 16 bits and no fp32 master: load the model with dtype=torch.float32"
+    )
+    model[1].requires_grad_(False)
+    assert find_coarse(model) == ""
+
+
+def test_a_trainer_of_one_rank_among_several_is_refused(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it joins anything, with what to write."""
+    args = training(max_steps=3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="the job has 2 ranks, the Trainer trains on 1 of them"):
+        OuterCallback(cluster_file).on_train_begin(args, TrainerState(), TrainerControl())
+
+
+def test_a_step_always_has_all_its_micro_batches() -> None:
+    """Fewer rows than usual, as in the last step of the data: the Trainer steps only after as many as it waits for."""
+    collate = CollateStep(list, 3)
+    assert collate([1, 2, 3, 4, 5, 6]) == [[1, 2], [3, 4], [5, 6]]
+    assert collate([1, 2, 3, 4, 5]) == [[1], [2, 3], [4, 5]]
+    assert collate([1, 2]) == [[1], [2], [1]]
+
+
+def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row once, two micro-batches a step; too small ranges and rows without numbers are refused."""
+    monkeypatch.setenv("DIPS_ALONE", "1")
+
+    class Model(torch.nn.Module):
+        main_input_name = "x"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            seen.extend(x[:, 0].int().tolist())
+            calls.append(len(x))
+            return {"loss": self.linear(x).square().mean()}
+
+    def trainer_of(rows: Any) -> Trainer:
+        args = training(
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True
+        )
+        callback = OuterCallback(cluster_file)
+        trainer = Trainer(model=Model(), args=args, train_dataset=rows, callbacks=[callback])
+        lease_ranges(trainer, callback)
+        return trainer
+
+    seen, calls = list[int](), list[int]()
+    trainer = trainer_of([{"x": torch.tensor([float(i), 1.0])} for i in range(24)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a Trainer on CPUs
+        assert trainer.train().global_step == 6
+        assert sorted(seen) == list(range(24)) and trainer.state.num_input_tokens_seen == 48
+        assert calls == [2] * 12
+        with pytest.raises(ConfigError, match=r"11 rows in .* are fewer than one optimizer step takes, 4"):
+            trainer_of([{"x": torch.zeros(2)}] * 11).train()
