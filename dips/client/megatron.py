@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
 
 WRAPPED = ("train_step", "load_checkpoint", "save_checkpoint")
-SHOULD_CHECKPOINT, SHOULD_EXIT = 2, 3  # places in what train_step returns, since Megatron-core 0.9
+SHOULD_EXIT = 3  # its place in what train_step returns
 
 
 class OuterPretrain:
@@ -43,7 +43,7 @@ class OuterPretrain:
         config: str | os.PathLike[str] | None = None,
         *,
         learning_rate: Callable[[float], float] | None = None,
-        training: ModuleType | None = None,
+        training: Any = None,
     ) -> None:
         """
         config         the cluster file; None: the one that the agent was started with
@@ -71,7 +71,8 @@ class OuterPretrain:
     ) -> None:
         for name, before in self._before.items():
             setattr(self._training, name, before)
-        if self.outer is not None and kind is None:
+        ended = kind is None or (isinstance(error, SystemExit) and not error.code)  # Megatron leaves its loop by exit
+        if self.outer is not None and ended:
             self.outer.close()
 
     def _train_step(
@@ -102,20 +103,14 @@ class OuterPretrain:
         load: Callable[..., tuple[Any, ...]] = self._before["load_checkpoint"]
         if optimizer is None or self.outer is not None:  # a teacher, a dense model to be upcycled
             return load(model, optimizer, *words, **options)
-        saved = self._directory("load")
-        if saved is None or not saved.is_dir():  # of another run, or none: numbers for the optimizer, θ is pulled
-            found = load(model, optimizer, *words, **options)
-            self._join(model, optimizer)
-            return found
-        outer = self._join(model, optimizer)
+        outer, saved = self._join(model, optimizer), self._directory("load")
         found = load(model, optimizer, *words, **options)
-        file = _state_file(saved, int(found[0]))
-        if not file.is_file():
-            raise ConfigError(
-                f"{file}: the checkpoint of iteration {found[0]} has no outer state, others beside it have: remove "
-                f"{saved} to begin from the run's newest version with this optimizer"
-            )
-        outer.remark(outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)))
+        file = _state_file(saved, int(found[0])) if saved is not None else None
+        if file is not None and _all_ranks(file.is_file()):
+            outer.remark(outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)))
+        elif found[0] or getattr(self._arguments(), "pretrained_checkpoint", None):
+            outer.pull()
+            outer.remark(f"{file}: the checkpoint has no outer state, so its θ does not count: pulled {outer.version}")
         return found
 
     def _save_checkpoint(self, iteration: int, *words: Any, **options: Any) -> Any:
@@ -132,15 +127,16 @@ class OuterPretrain:
     def _join(self, model: Sequence[nn.Module], optimizer: Any) -> OuterLoop:
         if self.outer is None:
             self.outer = OuterLoop(model, self._config, optimizer=optimizer)
-            self._set_learning_rate(self.outer, optimizer)
         return self.outer
 
     def _count_tokens(self) -> int:
         """Of the whole cluster: ranks of tensor, pipeline and context parallelism share their sequences."""
-        training: Any = self._training
-        args = training.get_args()
+        training, args = self._training, self._arguments()
         sequences = training.get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         return int(sequences * args.seq_length)
+
+    def _arguments(self) -> Any:
+        return self._training.get_args()
 
     def _set_learning_rate(self, outer: OuterLoop, optimizer: Any) -> None:
         if self._learning_rate is not None:
@@ -148,9 +144,17 @@ class OuterPretrain:
                 group["lr"] = self._learning_rate(outer.progress) * outer.lr_scale
 
     def _directory(self, argument: str) -> Path | None:
-        training: Any = self._training
-        given = getattr(training.get_args(), argument, None)
+        given = getattr(self._arguments(), argument, None)
         return Path(given) / "dips" if given else None
+
+
+def _all_ranks(holds: bool) -> bool:
+    """Whether it holds on each rank of the job."""
+    found = [holds]
+    if dist.is_initialized():
+        found = [False] * dist.get_world_size()
+        dist.all_gather_object(found, holds)
+    return all(found)
 
 
 def _state_file(directory: Path, iteration: int) -> Path:

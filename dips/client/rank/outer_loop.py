@@ -176,6 +176,15 @@ class OuterLoop:
             self._outer_steps.settle_transfers()
             self._poll_outer_step(demanded=True)
 
+    def pull(self) -> None:
+        """Replace the model by the run's newest version: after it was loaded from elsewhere. What was trained since the
+        last push is lost. Collective.
+        """
+        self._check_usable()
+        self._collectives.barrier("OuterLoop.pull")
+        if not self._state.finished:
+            self._outer_steps.pull_newest()
+
     def install(self) -> None:
         """Have the present version in the model, all of it; only `install: lazy` ever leaves something to do.
 
