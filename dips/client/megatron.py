@@ -52,6 +52,7 @@ class OuterPretrain:
         """
         self._config, self._learning_rate, self._training = config, learning_rate, training
         self._before: dict[str, Any] = {}  # the functions that are wrapped, by name
+        self._stepped = False  # a step was taken, or there was none to take
         self.outer: OuterLoop | None = None
 
     def __enter__(self) -> OuterPretrain:
@@ -71,9 +72,13 @@ class OuterPretrain:
     ) -> None:
         for name, before in self._before.items():
             setattr(self._training, name, before)
-        ended = kind is None or (isinstance(error, SystemExit) and not error.code)  # Megatron leaves its loop by exit
-        if self.outer is not None and ended:
+        if self.outer is None:
+            return
+        # Megatron leaves its loop by sys.exit(), and so it does if it cannot begin.
+        if kind is None or (self._stepped and isinstance(error, SystemExit) and not error.code):
             self.outer.close()
+        else:
+            self.outer.__exit__(kind, error, trace)
 
     def _train_step(
         self,
@@ -92,6 +97,7 @@ class OuterPretrain:
             self._set_learning_rate(outer, optimizer)
         else:  # before the first step
             found = ({}, 0, False, False, 0, None, None, 0)
+        self._stepped = True
         if outer.finished:
             outer.close()
             found = (*found[:SHOULD_EXIT], True, *found[SHOULD_EXIT + 1 :])
