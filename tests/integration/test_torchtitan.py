@@ -1,7 +1,7 @@
 """The released torchtitan takes part: its loss falls, its checkpoints resume, its experts are exact. Slow, and apart.
 
 torchtitan asks for versions of datasets and huggingface_hub that do not go together with transformers, so it has an
-environment of its own: `make torchtitan` makes .venv-torchtitan.
+environment of its own: `make frameworks` makes .venv-frameworks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENVIRONMENT = Path(os.environ.get("DIPS_TORCHTITAN", ROOT / ".venv-torchtitan"))
+ENVIRONMENT = Path(os.environ.get("DIPS_FRAMEWORKS", ROOT / ".venv-frameworks"))
 PYTHON = ENVIRONMENT / "bin" / "python"
 pytestmark = [
     pytest.mark.torchrun,
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no torchtitan here (make torchtitan): its module is NOT tested"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no torchtitan here (make frameworks): its module is NOT tested"),
 ]
 
 

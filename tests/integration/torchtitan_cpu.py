@@ -48,10 +48,10 @@ FlexAttention.compiled_flex_attn = staticmethod(attend)
 titan_utils.set_pg_timeouts = lambda **_: None
 
 
-class Counting:
+class CountingLoader:
     """Sequences that count up, in place of a data loader: those of rank r and run of the loader s are always equal."""
 
-    def build(self, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> Counting:
+    def build(self, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> CountingLoader:
         self._data = torch.Generator().manual_seed(dp_rank)
         self._shape = (local_batch_size, seq_len)
         return self
@@ -88,7 +88,7 @@ def make_config(folder: Path, experts: bool = False, ep: int = 1, steps: int = 1
     config.validator.enable, config.activation_checkpoint = False, None
     config.parallelism.spmd_backend, config.parallelism.expert_parallel_degree = "partial_dtensor", ep
     config.parallelism.pipeline_parallel_schedule = "1F1B"
-    config.dataloader, config.tokenizer, config.dump_folder = Counting(), NoTokenizer(), str(folder)
+    config.dataloader, config.tokenizer, config.dump_folder = CountingLoader(), NoTokenizer(), str(folder)
     return config
 
 
