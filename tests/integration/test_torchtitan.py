@@ -81,6 +81,18 @@ def test_a_job_that_breaks_off_goes_on_from_torchtitans_checkpoint(tmp_path: Pat
     assert sum(r.tokens for r in history) == 6 * 6 * 2 * 2 * 16, "6 steps of 2 ranks with 2 sequences of 16"
 
 
+def test_experts_that_are_parallel_and_sharded_are_exact_on_four_ranks(tmp_path: Path) -> None:
+    """torch's strided shards: what is pushed is what torch gathers, what is pulled is what torch gathers afterwards."""
+    words = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = [str(HERE / "train_torchtitan.py"), "check", str(tmp_path / "found"), "experts"]
+    subprocess.run([*words, *script], env=environment, check=True, timeout=200)
+    for rank in range(4):
+        found = json.loads((tmp_path / f"found.{rank}").read_text())
+        assert found["push"] == found["pull"] == found["bias"] == [], rank
+        assert "StridedShard" in found["placements"][0]
+
+
 def test_experts_in_parallel_hold_theta_and_share_their_bias(tmp_path: Path) -> None:
     """Each rank has half of the experts; parameters and the balancing bias are those of the run at the end."""
     found, history, exported = run_titan(tmp_path, "experts", 4, share_buffers=["*.expert_bias_E"])
