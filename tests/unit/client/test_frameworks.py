@@ -7,12 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from dips.client.megatron import OuterPretrain
-from dips.client.torchtitan import check_experts, join_trainer
+from dips.client.torchtitan import LeasedLoader, check_experts, join_trainer
+from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.errors import ConfigError
 
 
@@ -153,6 +156,30 @@ def test_torchtitans_steps_are_counted_and_its_checkpoints_carry_the_outer_state
     held.load_state_dict(saved)
     assert trainer.checkpointer.load(3) and outer.inner_steps == 1
     assert not trainer.checkpointer.load()
+
+
+def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, positions, and labels one token on; a loader that is loaded goes on in the middle of its range."""
+    np.save(tmp_path / "t.npy", np.arange(600, dtype=np.uint16))
+    np.save(tmp_path / "t.documents.npy", np.arange(0, 600, 50))
+    build_dataset(BuildPlan((parse_source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 2, 0))
+    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+
+    def join() -> Any:
+        trainer, loader = TitanTrainer(), LeasedLoader(tmp_path / "set", workers=0)
+        trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
+        join_trainer(trainer)
+        return loader
+
+    first, again = join(), join()
+    batches = iter(first)
+    inputs, labels = next(batches)
+    assert inputs["input"].shape == labels.shape == (2, 16)
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1]) and inputs["positions"][1].tolist() == list(range(16))
+    again.load_state_dict(first.state_dict())
+    assert torch.equal(next(iter(again))[1], next(batches)[1])
 
 
 def test_torchtitans_plain_experts_are_refused() -> None:
