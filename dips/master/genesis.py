@@ -23,7 +23,7 @@ from dips.fsync import sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
-from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest
+from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -164,6 +164,11 @@ def _manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) 
     if empty:
         raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
     manifest = Manifest.from_shapes(((name, t.shape) for name, t in tensors.items()), share_buffers)
+    if unmatched := unmatched_patterns(manifest, share_buffers):
+        raise ConfigError(
+            f"shared.share_buffers: no tensor of the model has a name like {_shorten_lines(unmatched)}: --factory adds "
+            "the buffers of its module, a file must hold them"
+        )
     if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
         raise ConfigError(
             f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "

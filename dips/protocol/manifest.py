@@ -180,6 +180,12 @@ def is_shared_buffer(name: str, share_buffers: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in share_buffers)
 
 
+def unmatched_patterns(manifest: Manifest, share_buffers: Iterable[str]) -> list[str]:
+    """Patterns that name no buffer of the model."""
+    buffers = [p.name for layer in manifest.layers if layer.averaged for p in layer.parameters]
+    return [pattern for pattern in share_buffers if not any(fnmatchcase(name, pattern) for name in buffers)]
+
+
 def layer_of(parameter: str) -> str:
     """Name the layer of a parameter: its path up to and with the first number, else its module."""
     parts = parameter.split(".")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from dips.errors import ConfigError
-from dips.protocol.manifest import AVERAGED_LAYER, Manifest, is_shared_buffer
+from dips.protocol.manifest import Manifest, is_shared_buffer, unmatched_patterns
 
 
 def choose_buffers(
@@ -40,10 +40,8 @@ def check_parameter(name: str, patterns: Collection[str]) -> None:
 
 def check_found(manifest: Manifest, patterns: Collection[str]) -> None:
     """Refuse a pattern that names no buffer of the whole model."""
-    found = [p.name for layer in manifest.layers if layer.name == AVERAGED_LAYER for p in layer.parameters]
-    for pattern in patterns:
-        if not any(is_shared_buffer(name, (pattern,)) for name in found):
-            raise ConfigError(
-                f"share_buffers: no buffer's name matches {pattern!r}; found: {', '.join(found[:5]) or 'none'}. "
-                "`model.named_buffers()` lists them"
-            )
+    for pattern in unmatched_patterns(manifest, patterns):
+        raise ConfigError(
+            f"share_buffers: no buffer's name matches {pattern!r}; `model.named_buffers()` lists them, and the names "
+            "are those of the whole model, without prefixes of wrappers"
+        )

@@ -121,9 +121,9 @@ MUTANTS = (
     Mutant("buffers of integers are shared", PARALLEL, "if not buffer.dtype.is_floating_point:", "if False:", BUFFERS),
     Mutant(
         "a pattern that names nothing is taken",
-        PARALLEL,
-        "for name in found):",
-        "for name in [pattern]):",
+        "dips/protocol/manifest.py",
+        "if not any(fnmatchcase(name, pattern) for name in buffers)",
+        "if False",
         BUFFERS,
     ),
     Mutant(
