@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants check sim chaos bench proto clean
+.PHONY: help demo test test-slow frameworks mutants check sim chaos bench proto clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,6 +28,13 @@ test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, t
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow -n 2 --dist load $(ARGS)
+
+frameworks: $(VENV)/dev.stamp ## torchtitan and Megatron-LM in .venv-frameworks, for slow tests: they do not go together with the rest
+	@$(BIN)/python -m venv .venv-frameworks
+	@cd $(VENV)/lib/python3*/site-packages && pwd > "$$(echo "$(CURDIR)"/.venv-frameworks/lib/python3*/site-packages)/dips.pth"
+	@.venv-frameworks/bin/pip install -qq --disable-pip-version-check torchtitan==0.3.0 triton six
+	@git clone -q --depth 1 --branch core_r0.16.0 https://github.com/NVIDIA/Megatron-LM .venv-frameworks/megatron-lm
+	@rm -r .venv-frameworks/megatron-lm/megatron/core  # that of the package is the one that is tested
 
 mutants: $(VENV)/dev.stamp ## break one line at a time and run the tests that must find it, two mutants at a time (ARGS="--only word")
 	@$(BIN)/python -m tests.mutants $(ARGS)
@@ -54,8 +61,8 @@ bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends
 proto: $(VENV)/dev.stamp ## write the stubs of protos/ anew into dips/wire/generated
 	@PYTHON="$(CURDIR)/$(BIN)/python" protos/generate dips/wire/generated
 
-clean: ## remove .venv, caches and build outputs (not runs/)
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean: ## remove .venv and .venv-frameworks, caches and build outputs (not runs/)
+	@rm -rf $(VENV) .venv-frameworks build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	@find dips tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- installing -----------------------------------------------------------------------------------------------------

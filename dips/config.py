@@ -41,6 +41,7 @@ from dips.protocol.options import (
 Port = Annotated[int, Field(ge=0, le=65535)]
 MIB = 1 << 20
 MOST_LANES = 16
+MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
 TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
@@ -63,6 +64,7 @@ class Shared(Section):
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
+    share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
 
     @field_validator("data", mode="before")
     @classmethod

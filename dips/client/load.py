@@ -1,4 +1,4 @@
-"""Loads an exported version into a model: every parameter that the run shares, and nothing else, or an error."""
+"""Loads an exported version into a model: every tensor that the run shares, and nothing else, or an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ MOST_NAMES = 5  # in a message
 
 
 def load_version(model: nn.Module, file: Path | str) -> str | None:
-    """Fill the trainable parameters of a plain module from a file of `dips export`; see dips.load."""
+    """Fill the trainable parameters of a plain module, and the buffers that are in it, from a file of `dips export`;
+    see dips.load.
+    """
     path = Path(file)
     try:
         with safe_open(path, framework="pt") as opened:
@@ -35,13 +37,15 @@ def load_version(model: nn.Module, file: Path | str) -> str | None:
         raise CorruptSnapshot(f"{path}: is no whole safetensors file: {error}") from error
 
 
-def _match_names(path: Path, model: nn.Module, there: set[str]) -> dict[str, nn.Parameter]:
-    """Each name of the file with its parameter; of a tied one any of its names may stand there."""
+def _match_names(path: Path, model: nn.Module, there: set[str]) -> dict[str, torch.Tensor]:
+    """Each name of the file with its parameter, of a tied one any of its names; or with its buffer."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             aliases.setdefault(parameter, []).append(plain_name(name))
-    found = {name: parameter for parameter, names in aliases.items() for name in names if name in there}
+    found: dict[str, torch.Tensor] = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    found = {name: buffer for name, buffer in found.items() if name in there and buffer.dtype.is_floating_point}
+    found |= {name: parameter for parameter, names in aliases.items() for name in names if name in there}
     missing = [names[0] for names in aliases.values() if not there & set(names)]
     unknown = sorted(there - found.keys())
     if missing or unknown:
@@ -50,7 +54,7 @@ def _match_names(path: Path, model: nn.Module, there: set[str]) -> dict[str, nn.
     return found
 
 
-def _check_tensors(path: Path, opened: Any, names: Mapping[str, nn.Parameter]) -> None:
+def _check_tensors(path: Path, opened: Any, names: Mapping[str, torch.Tensor]) -> None:
     """All before the first is copied: a model is filled as a whole or not at all."""
     for name, parameter in names.items():
         if isinstance(parameter, DTensor) or parameter.is_meta:

@@ -38,10 +38,10 @@ def init(
     Writes v0@r0 and the ledger under master.directory of the run file. With --template it writes commented files to
     begin with instead: beside --config, or here.
 
-    The model comes from here, never from a cluster. Parameters must be fp32; buffers are not part of the model, nor are
-    frozen parameters: what the factory's module gives requires_grad, or what --trainable names, is what the clusters
-    share (LoRA adapters alone, say). With both --model and --factory the file gives the numbers, and may hold the
-    frozen parameters too.
+    The model comes from here, never from a cluster. Parameters must be fp32; buffers are part of the model only where
+    shared.share_buffers names them, frozen parameters never: what the factory's module gives requires_grad, or what
+    --trainable names, is what the clusters share (LoRA adapters alone, say). With both --model and --factory the file
+    gives the numbers, and may hold the frozen parameters too.
 
     Slaves read the model from their key initial_model: copy <master.directory>/initial/model.safetensors to where that
     points, if they are on other machines.
@@ -63,11 +63,12 @@ def init(
     run_file = load_run(config)
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
-    made, frozen = _from_factory(factory, seed) if factory else (None, [])
+    shared = run_file.shared.share_buffers
+    made, frozen = _from_factory(factory, seed, shared) if factory else (None, [])
     tensors = made if model is None else _from_file(model, made, frozen)
     assert tensors is not None
     if trainable:
-        tensors = {name: t for name, t in tensors.items() if any(fnmatchcase(name, p) for p in trainable)}
+        tensors = {n: t for n, t in tensors.items() if any(fnmatchcase(n, p) for p in (*trainable, *shared))}
         if not tensors:
             raise ConfigError(f"--trainable: no parameter's name matches {' or '.join(trainable)}")
     row = make_run(run_file, tensors, force=force, wall=time.time)
@@ -88,8 +89,10 @@ def _used_directories(run_file: RunFile) -> list[Path]:
     return [directory for directory in found if any(version_of(path) for path in directory.iterdir())]
 
 
-def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Call MODULE:FUNCTION under a seed; return its trainable parameters by name, and the names of the frozen ones."""
+def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
+    the frozen parameters.
+    """
     import torch
 
     from dips.client.parallel import full_parameters
@@ -97,7 +100,7 @@ def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
 
     made = make_module(spec, seed=seed)
     try:
-        parameters, frozen = full_parameters(made)
+        parameters, frozen = full_parameters(made, share_buffers)
     except ConfigError as error:
         raise ConfigError(f"--factory {spec}: {error}") from error
     wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]

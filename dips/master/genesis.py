@@ -23,7 +23,7 @@ from dips.fsync import sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
-from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest
+from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -71,7 +71,8 @@ def make_run(
     """Write `<master.directory>/initial/` and the ledger of a new run; return its first row.
 
     config   names the run, the slaves and the directory
-    tensors  full fp32 parameters by name, in any order; buffers, other types and what is frozen do not belong to θ
+    tensors  full fp32 parameters by name, in any order; what is frozen does not belong to θ, nor do buffers but those
+             that shared.share_buffers names
     force    throw an existing ledger away: its run is gone
     wall     Unix seconds, for the ledger's rows
 
@@ -84,7 +85,7 @@ def make_run(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
     mirrors = _mirrors(config, force)
-    manifest = _manifest_of(tensors)
+    manifest = _manifest_of(tensors, config.shared.share_buffers)
     row = RunRow(
         run=config.shared.run,
         config_digest=config.shared.digest,
@@ -151,7 +152,7 @@ def _mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     return found
 
 
-def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
+def _manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) -> Manifest:
     if not tensors:
         raise ConfigError("the model has no parameters")
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
@@ -163,7 +164,12 @@ def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
         raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
-    manifest = Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+    manifest = Manifest.from_shapes(((name, t.shape) for name, t in tensors.items()), share_buffers)
+    if unmatched := unmatched_patterns(manifest, share_buffers):
+        raise ConfigError(
+            f"shared.share_buffers: no tensor of the model has a name like {_shorten_lines(unmatched)}: --factory adds "
+            "the buffers of its module, a file must hold them"
+        )
     if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
         raise ConfigError(
             f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "

@@ -19,6 +19,8 @@ from dataclasses import field
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
+from dips.outer import averaged_layers
+from dips.outer.averaged_layers import AveragedLayers
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
 from dips.outer.updates import Fields, Update, Updates, returned_share
@@ -51,6 +53,7 @@ class Versions:
         self._kernel_pool = kernel_pool
         self._updates = Updates(pull_codec, pinned)
         self._fields: Fields = {}
+        self._averaged = AveragedLayers()
         self.slots = slots
         self._pinned = pinned
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
@@ -65,8 +68,13 @@ class Versions:
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
 
-    def allocate_banks(self, layers: Mapping[int, int], fields: Fields | None = None) -> None:
-        """Take and touch all memory for `layers` (index → parameters), once; `fields`: where each parameter lies.
+    def allocate_banks(
+        self, layers: Mapping[int, int], fields: Fields | None = None, averaged: frozenset[int] = frozenset()
+    ) -> None:
+        """Take and touch all memory for `layers` (index → parameters), once.
+
+        fields    where each parameter lies
+        averaged  the layers of buffers, which the outer step averages
 
         Raise ConfigError if a repetition names others: what is held may be served as nobody else's.
         """
@@ -80,6 +88,7 @@ class Versions:
         self._layers = dict(layers)
         self._pool = Pool(layers, FIXED_BANKS + self.slots + self._pinned)
         self._fields = fields or {layer: ((0, numel),) for layer, numel in layers.items()}
+        self._averaged.layers = averaged
         self._updates.allocate_buffers(layers, self._fields)
 
     # ---- what is held --------------------------------------------------------------------------------
@@ -180,8 +189,9 @@ class Versions:
     # ---- the outer step --------------------------------------------------------------------------------
 
     def measure_push(self, push: PushId) -> tuple[float, ...]:
-        """Return Σ(θ − θ_j)² of each layer, against the version that is served."""
-        return self._kernel_pool.measure(self._current_theta().bank.arrays, self._slot_of(push).arrays)
+        """Return Σ(θ − θ_j)² of each layer, against the version that is served; 0 for finite buffers."""
+        theta = self._current_theta().bank.arrays
+        return self._averaged.leave_out(theta, self._kernel_pool.measure(theta, self._slot_of(push).arrays))
 
     def fold_push(self, push: PushId, weight: float) -> float:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc²."""
@@ -191,11 +201,17 @@ class Versions:
         if self._acc is None:
             if weight != 1.0:
                 raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0, got {weight!r}")
-            acc_sq = self._kernel_pool.fold_first(theta, bank.arrays)
+            self._averaged.begin_weights()
+            stepped, buffers = self._averaged.split(theta)
+            acc_sq = self._kernel_pool.fold_first(stepped, bank.arrays)
+            self._kernel_pool.fold_first(buffers, bank.arrays)
             del self._open[push]
             self._acc, bank.holder = bank, "acc"
             return acc_sq
-        acc_sq = self._kernel_pool.fold(self._acc.arrays, theta, bank.arrays, weight)
+        self._averaged.add_weight(weight)
+        stepped, buffers = self._averaged.split(theta)
+        acc_sq = self._kernel_pool.fold(self._acc.arrays, stepped, bank.arrays, weight)
+        self._kernel_pool.fold(self._acc.arrays, buffers, bank.arrays, weight)
         self.free_slot(push)
         return acc_sq
 
@@ -206,7 +222,12 @@ class Versions:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
-            self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
+            stepped, buffers = self._averaged.split(head.bank.arrays)
+            self._kernel_pool.apply(stepped, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
+            self._kernel_pool.apply(
+                buffers, acc.arrays, momentum.arrays, self._averaged.scale, averaged_layers.LR,
+                averaged_layers.MOMENTUM, theta_next.arrays,
+            )  # fmt: skip
             self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, lr, mu)
         except BaseException:
             self._pool.give_back(theta_next)
@@ -331,8 +352,11 @@ class Versions:
         """Make θ′ of what clusters will pull of it (docs/protocol.md#updates)."""
         updates = self._updates
         if updates.codec != "fp32":
-            back, update = returned_share(lr, mu), updates.begin_update()
-            self._kernel_pool.round_update(updates.codec, theta, theta_next, momentum, back, update, self._fields)
+            update, layers = updates.begin_update(), self._averaged.layers
+            parts = (returned_share(lr, mu), self._fields.keys() - layers), (averaged_layers.RETURNED, layers)
+            for back, among in parts:
+                fields = {layer: at for layer, at in self._fields.items() if layer in among}
+                self._kernel_pool.round_update(updates.codec, theta, theta_next, momentum, back, update, fields)
 
     def _free_unread(self) -> None:
         for theta in [t for t in self._older if not t.pulls]:

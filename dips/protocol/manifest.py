@@ -3,13 +3,17 @@
 A layer is the unit of placement: a list of parameters that one slave holds. It depends on the model alone, never on
 how a cluster shards it, so clusters with different layouts train the same global model. Parameters are grouped by the
 name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`).
+
+Buffers that the clusters share (`shared.share_buffers`) stand in one layer of their own, the last: the outer step
+averages it by tokens, without learning rate and momentum, and no norm contains it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
@@ -20,6 +24,7 @@ BYTES_PER_PARAMETER = 4  # the global model is fp32
 MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
 MAX_JSON_BYTES = 12 << 20  # of a manifest: 50,000 parameters take 3 MiB; with its message it stays below 16 MiB
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
+AVERAGED_LAYER = "<buffers>"  # the layer of shared buffers; no module's path is spelled so
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ class Layer:
     @property
     def nbytes(self) -> int:
         return self.numel * BYTES_PER_PARAMETER
+
+    @property
+    def averaged(self) -> bool:
+        """It holds buffers: the outer step averages them."""
+        return self.name == AVERAGED_LAYER
 
     def param_offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the layer's flat array, in elements."""
@@ -101,8 +111,12 @@ class Manifest:
             raise CorruptManifest(f"not a manifest: {error!r} in {text[:80]!r}") from error
 
     @classmethod
-    def from_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Manifest:
+    def from_shapes(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], share_buffers: Collection[str] = ()
+    ) -> Manifest:
         """Group (name, full shape) pairs into layers; layers and parameters in the order of their names.
+
+        share_buffers  patterns of the names that are buffers: their layer is the last
 
         Every framework lists a model's parameters in an order of its own, and a pipeline's ranks list parts of it: the
         order of names, numbers in them counted as numbers, is the one that all can make.
@@ -110,8 +124,9 @@ class Manifest:
         groups: dict[str, list[Parameter]] = {}
         keys = _PartKeys()
         for name, shape in sorted(shapes, key=lambda pair: keys.natural_key(pair[0])):
-            groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
-        in_order = sorted(groups.items(), key=lambda group: keys.natural_key(group[0]))
+            layer = AVERAGED_LAYER if is_shared_buffer(name, share_buffers) else layer_of(name)
+            groups.setdefault(layer, []).append(Parameter(name, tuple(shape)))
+        in_order = sorted(groups.items(), key=lambda group: (group[0] == AVERAGED_LAYER, keys.natural_key(group[0])))
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
     def describe_differences(self, other: Manifest, most: int = 5) -> list[str]:
@@ -121,9 +136,21 @@ class Manifest:
         lines = [f"{n}: expected shape {s}, it is missing" for n, s in mine.items() if n not in theirs]
         lines += [f"{n}: shape {s} was not expected" for n, s in theirs.items() if n not in mine]
         lines += [f"{n}: expected shape {s}, got {theirs[n]}" for n, s in mine.items() if theirs.get(n, s) != s]
+        lines += _describe_moved(self, other)
         if not lines and self.digest != other.digest:
             lines = ["same parameters in another order or grouping"]
         return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def _describe_moved(mine: Manifest, theirs: Manifest) -> list[str]:
+    """What is a buffer in one of the two and a parameter in the other."""
+    kinds = [{p.name: layer.averaged for layer in m.layers for p in layer.parameters} for m in (mine, theirs)]
+    words = {True: "a buffer of shared.share_buffers", False: "a parameter"}
+    return [
+        f"{name}: expected {words[kind]}, got {words[kinds[1][name]]}"
+        for name, kind in kinds[0].items()
+        if kinds[1].get(name, kind) != kind
+    ]
 
 
 def _spell_layer(layer: Layer) -> str:
@@ -146,6 +173,17 @@ def _check_shape(raw: object) -> tuple[int, ...]:
         if type(dimension) is not int or not 0 <= dimension <= MAX_NUMEL:
             raise ValueError(f"expected whole numbers from 0 to {MAX_NUMEL}, got {dimension!r:.80}")
     return tuple(raw)
+
+
+def is_shared_buffer(name: str, share_buffers: Iterable[str]) -> bool:
+    """Whether `shared.share_buffers` has a pattern for this name. No parameter may match: the adapter refuses it."""
+    return any(fnmatchcase(name, pattern) for pattern in share_buffers)
+
+
+def unmatched_patterns(manifest: Manifest, share_buffers: Iterable[str]) -> list[str]:
+    """Patterns that name no buffer of the model."""
+    buffers = [p.name for layer in manifest.layers if layer.averaged for p in layer.parameters]
+    return [pattern for pattern in share_buffers if not any(fnmatchcase(name, pattern) for name in buffers)]
 
 
 def layer_of(parameter: str) -> str:

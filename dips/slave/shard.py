@@ -247,7 +247,8 @@ class Shard:
         fields = {
             i: tuple(zip(x.param_offsets(), (p.numel for p in x.parameters), strict=True)) for i, x in layers.items()
         }
-        self.versions.allocate_banks({i: layer.numel for i, layer in layers.items()}, fields)
+        averaged = frozenset(i for i, layer in layers.items() if layer.averaged)
+        self.versions.allocate_banks({i: layer.numel for i, layer in layers.items()}, fields, averaged)
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
             self._fences.sinc = registered.sinc

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 warnings.filterwarnings("ignore")
 
-VOCABULARY, WIDTH, LAYERS, LENGTH = 64, 32, 4, 16
+VOCABULARY, WIDTH, LAYERS, LENGTH, EXPERTS = 64, 32, 4, 16, 4
 
 
 class _CpuAsCuda(TorchFunctionMode):
@@ -38,37 +38,54 @@ def shim() -> None:
     """Let megatron-core run without a GPU, for the rest of this process."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)  # Transformer Engine's, asked for by name without it
     _CpuAsCuda().__enter__()
 
 
-def start(tp: int = 1, pp: int = 1, vpp: int | None = None) -> None:
+def start(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None) -> None:
     """Initialise Megatron's groups; torch.distributed is initialised by the caller."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    parallel_state.initialize_model_parallel(tp, pp, vpp)
+    parallel_state.initialize_model_parallel(
+        tp, pp, vpp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
     random.initialize_rng_tracker(inference_rng_tracker=True)
     shim()
 
 
-def chunks(tied: bool, dtype: torch.dtype = torch.float32, vpp: int | None = None) -> list[nn.Module]:
-    """This rank's part of the model: one chunk, or one for each virtual stage."""
+def chunks(
+    tied: bool, dtype: torch.dtype = torch.float32, vpp: int | None = None, experts: bool = False
+) -> list[nn.Module]:
+    """This rank's part of the model: one chunk, or one for each virtual stage; of experts, or dense."""
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    tp, mixture = mpu.get_tensor_model_parallel_world_size(), {}
+    if experts:
+        mixture = {
+            "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 44, "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True, "moe_token_dispatcher_type": "allgather",
+            "moe_shared_expert_intermediate_size": 24,
+            "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
+        }  # fmt: skip
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=44, num_attention_heads=4, num_query_groups=2,
         use_cpu_initialization=True, normalization="RMSNorm", gated_linear_unit=True, bf16=dtype is torch.bfloat16,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, add_qkv_bias=True, attention_dropout=0.0,
-        hidden_dropout=0.0, tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
+        hidden_dropout=0.0, tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(), pipeline_dtype=dtype,
         virtual_pipeline_model_parallel_size=vpp, params_dtype=dtype, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS if experts else None, normalization="RMSNorm")
     made = []
     for stage in range(vpp or 1):
         at = {"vp_stage": stage if vpp else None, "ignore_virtual": vpp is None}

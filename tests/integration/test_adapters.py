@@ -130,7 +130,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Four ranks that went through the layouts of Megatron-core."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
     out = tmp_path_factory.mktemp("megatron") / "found"
-    return under_torchrun(4, out, "check_megatron.py", within_s=200)
+    return under_torchrun(4, out, "check_megatron.py", "dense", within_s=200)
 
 
 @pytest.mark.timeout(240)

@@ -6,7 +6,7 @@ Collective. A rank whose model is not supported reports it to all, so all raise 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,8 +19,10 @@ from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
 from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_in_memory
+from dips.client.parallel.shared_buffers import check_found
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
+from dips.protocol.manifest import Manifest
 
 SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
 
@@ -47,13 +49,16 @@ def lay_out(
     optimizer: Any = None,
     max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
+    share_buffers: Collection[str] = (),
 ) -> ModelLayout:
     """Lay out the model of a job; every rank calls this with its own part.
+
+    share_buffers  patterns of the names of buffers that are shared, too
 
     Errors  ConfigError, the same on every rank: no adapter supports the model, or not one of its parameters, the ranks
             hold different models
     """
-    adapter, held, problem = _describe_model(model, optimizer)
+    adapter, held, problem = _describe_model(model, optimizer, share_buffers)
     claims = ((h.name, Holding(h.shape, _rects_of(h.reads), _rects_of(h.writes))) for h in held)
     own = RankLayout.from_claims(claims, socket.gethostname(), adapter is not None and adapter.staged)
     ranks, by_rank = gather_layouts(own, problem, collectives)
@@ -61,10 +66,14 @@ def lay_out(
     if problems:
         raise ConfigError(problem if len(set(by_rank)) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    return ModelLayout(adapter, held, make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items))
+    plan = make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items, share_buffers)
+    check_found(plan.manifest, share_buffers)
+    return ModelLayout(adapter, held, plan)
 
 
-def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Adapter:
+def choose_adapter(
+    model: nn.Module | Sequence[nn.Module], optimizer: Any = None, share_buffers: Collection[str] = ()
+) -> Adapter:
     """Return the adapter for this model; raise ConfigError naming what was seen and what is supported."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
@@ -86,28 +95,32 @@ def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None
     if any(cls.__module__.startswith("megatron.core.") for cls in classes):
         from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 
-        return MegatronAdapter(parts, optimizer)
-    return TorchAdapter(parts, not isinstance(model, nn.Module), optimizer)
+        return MegatronAdapter(parts, optimizer, share_buffers)
+    return TorchAdapter(parts, not isinstance(model, nn.Module), optimizer, share_buffers)
 
 
-def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the full trainable parameters of a model that lies on this process alone, and the names of the frozen.
+def full_parameters(model: nn.Module, share_buffers: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the full trainable parameters of a model that lies on this process alone, with the buffers that are
+    shared, and the names of the frozen.
 
     Raise ConfigError if some of it lies elsewhere.
     """
-    adapter = choose_adapter(model)
+    adapter = choose_adapter(model, share_buffers=share_buffers)
     found = {}
     for held in adapter.held_parameters():
         flat = torch.cat([block.view.reshape(-1) for block in held.reads]) if held.reads else torch.empty(0)
         if flat.numel() != prod(held.shape):
             raise ConfigError(f"{held.name}: {flat.numel()} of its {prod(held.shape)} elements lie on this process")
         found[held.name] = flat.view(held.shape)
+    check_found(Manifest.from_shapes(((n, tuple(t.shape)) for n, t in found.items()), share_buffers), share_buffers)
     return found, [plain_name(name) for name, p in model.named_parameters() if not p.requires_grad]
 
 
-def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
+def _describe_model(
+    model: Any, optimizer: Any, share_buffers: Collection[str]
+) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
-        adapter = choose_adapter(model, optimizer)
+        adapter = choose_adapter(model, optimizer, share_buffers)
         held = merge_tied(adapter.held_parameters())
         check_in_memory(held)
         return adapter, held, ""

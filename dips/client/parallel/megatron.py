@@ -1,7 +1,8 @@
-"""Megatron-core: tensor parallel, pipeline stages, virtual ones too, tied embeddings, distributed optimizer.
+"""Megatron-core: tensor, pipeline (virtual stages too) and expert parallel, tied embeddings, distributed optimizer.
 
 Names are those of the model on one rank: the number of a layer counts over all stages, whichever rank and chunk has it,
-and a tied output layer has the name of the embedding, so it is pushed once and both copies are written.
+that of an expert over all ranks of its group (megatron_names.py), and a tied output layer has the name of the
+embedding, so it is pushed once and both copies are written. Experts are cut by their own tensor parallelism.
 
 A push takes the fp32 masters of Megatron's optimizers: with the distributed optimizer each data-parallel rank holds a
 part of them, so each pushes its own. A pull writes the parameters (`copy_`, never rebound: they are views of
@@ -12,26 +13,27 @@ writes the masters themselves, exactly: without it the next step would undo the 
 
 Vocabularies must be padded alike in all clusters: `make_vocab_size_divisible_by` times TP depends on the layout.
 
-Not supported, and refused by name: expert parallel, expert-tensor-parallel other than TP, Megatron's FSDP, fp8
-parameters, the precision-aware and the CPU-offloading optimizer.
+Not supported, and refused by name: the legacy GroupedMLP over several ranks, experts of Transformer Engine that are
+tensor-parallel, Megatron's FSDP, fp8 parameters, the precision-aware and the CPU-offloading optimizer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import nn
 
+from dips.client.parallel.megatron_names import GlobalNames, is_expert
 from dips.client.parallel.rect import Rect, box_rects, cut_flat
 from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_dtype, pair_blocks
+from dips.client.parallel.shared_buffers import check_parameter, choose_buffers
 from dips.errors import ConfigError
 
-EMBEDDING = "embedding.word_embeddings.weight"
-TIED = "output_layer.weight"
+CUT_BY_TP = re.compile(r"\.linear_fc[12]\.weight$")  # of every expert that has tensor parallelism
 GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")  # two matrices in one parameter, each split over TP
 
 
@@ -41,10 +43,10 @@ class MegatronAdapter(Adapter):
     kind = "Megatron-core"
     staged = True
 
-    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any = None, share_buffers: Collection[str] = ()) -> None:
         """`chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
         self._chunks = [_unwrap_module(chunk) for chunk in chunks]
-        self._optimizer = optimizer
+        self._optimizer, self._share_buffers = optimizer, share_buffers
         self._ranges = dict(_optimizer_ranges(optimizer))
 
     def held_parameters(self) -> list[HeldParameter]:
@@ -52,9 +54,10 @@ class MegatronAdapter(Adapter):
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for chunk in self._chunks:
-            names = dict(_global_names(chunk))
+            names = GlobalNames(chunk)
             for path, parameter in chunk.named_parameters():
-                yield names[path], parameter, parameter.detach()
+                yield names.name_of(path), parameter, parameter.detach()
+        yield from ((name, buffer, buffer.detach()) for name, buffer in self._chosen_buffers())
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for name, parameter, _ in self.local_tensors():
@@ -67,11 +70,26 @@ class MegatronAdapter(Adapter):
 
     def _held_parameters(self) -> Iterator[HeldParameter]:
         for chunk in self._chunks:
-            names = dict(_global_names(chunk))
+            names = GlobalNames(chunk)
             gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False))
             for path, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
-                    yield self._describe_parameter(names[path], parameter, gated)
+                    check_parameter(name := names.name_of(path), self._share_buffers)
+                    yield self._describe_parameter(name, parameter, gated)
+        for name, buffer in self._chosen_buffers():
+            check_dtype(name, buffer.dtype)
+            shape = tuple(buffer.shape)
+            writes = pair_blocks(name, buffer, box_rects(shape, (0,) * len(shape), shape))
+            yield HeldParameter(name, shape, writes, writes)
+
+    def _chosen_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = (
+            (names.name_of(path), buffer)
+            for chunk in (self._chunks if self._share_buffers else ())
+            for names in [GlobalNames(chunk)]
+            for path, buffer in chunk.named_buffers()
+        )
+        return choose_buffers(named, self._share_buffers)
 
     def _describe_parameter(self, name: str, parameter: nn.Parameter, gated: bool) -> HeldParameter:
         check_dtype(name, parameter.dtype)
@@ -113,26 +131,17 @@ def _unwrap_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def _global_names(chunk: nn.Module) -> Iterator[tuple[str, str]]:
-    """The path of each parameter in this chunk, and its name in the model on one rank."""
-    numbers = {}
-    for path, module in chunk.named_modules():
-        if re.search(r"(^|\.)layers\.\d+$", path) and hasattr(module, "layer_number"):
-            numbers[path] = f"{path.rpartition('.')[0]}.{module.layer_number - 1}"
-    tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
-    for path, _ in chunk.named_parameters():
-        layer = next((local for local in numbers if path.startswith(f"{local}.")), None)
-        name = path if layer is None else numbers[layer] + path[len(layer) :]
-        yield path, EMBEDDING if tied and name == TIED else name
-
-
 def _partition_parameter(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[int, ...], list[Rect]]:
     """Full shape of a parameter, and where this rank's part of it lies."""
     shape = tuple(parameter.shape)
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    if getattr(parameter, "allreduce", True) is False:
-        _check_experts(name, size)
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    size, rank = _tensor_parallel(name)
+    cut = bool(getattr(parameter, "tensor_model_parallel", False))
+    if size > 1 and not cut and is_expert(name) and CUT_BY_TP.search(name):
+        raise ConfigError(
+            f"{name}: expert tensor parallel {size} does not say how this parameter is cut (Transformer Engine?): use "
+            "--expert-tensor-parallel-size 1 with more expert parallelism"
+        )
+    if size == 1 or not cut:
         return shape, box_rects(shape, (0,) * len(shape), shape)
     dim = parameter.partition_dim  # type: ignore[attr-defined]
     # Transformer Engine's linear layers have stride 1 for a gated fc1 too.
@@ -150,14 +159,14 @@ def _partition_parameter(name: str, parameter: nn.Parameter, gated: bool) -> tup
     return full, parts
 
 
-def _check_experts(name: str, tp: int) -> None:
-    experts = parallel_state.get_expert_model_parallel_world_size()
-    expert_tp = parallel_state.get_expert_tensor_parallel_world_size()
-    if experts > 1 or expert_tp != tp:
-        raise ConfigError(
-            f"{name}: expert parallel {experts} with expert tensor parallel {expert_tp} beside TP {tp} is not "
-            "supported: expected 1, and the same as TP"
+def _tensor_parallel(name: str) -> tuple[int, int]:
+    """Over how many ranks a parameter may be cut, and which of them this one is."""
+    if is_expert(name):
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
         )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def _optimizer_ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:

@@ -11,7 +11,7 @@ none, what a pull rounds away is kept for the next push (remainders.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from dips.client.parallel.seam import (
     check_plain,
     pair_blocks,
 )
+from dips.client.parallel.shared_buffers import check_parameter, choose_buffers
 from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 
@@ -47,13 +48,16 @@ class TorchAdapter(Adapter):
 
     kind = "plain, DDP, FSDP2, HSDP or tensor-parallel"
 
-    def __init__(self, parts: Sequence[nn.Module], staged: bool, optimizer: Any = None) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], staged: bool, optimizer: Any = None, share_buffers: Collection[str] = ()
+    ) -> None:
         """
-        staged     the ranks hold different parts, under the names of the whole model (torch's pipelining)
-        optimizer  it may keep fp32 masters; or a function that makes them from the parameters
+        staged         the ranks hold different parts, under the names of the whole model (torch's pipelining)
+        optimizer      it may keep fp32 masters; or a function that makes them from the parameters
+        share_buffers  patterns of the names of buffers that are held like parameters
         """
         self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
-        self._optimizer = OptimizerMasters(optimizer)
+        self._optimizer, self._share_buffers = OptimizerMasters(optimizer), share_buffers
 
     def held_parameters(self) -> list[HeldParameter]:
         self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
@@ -61,6 +65,7 @@ class TorchAdapter(Adapter):
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         places: Places = {}
         held = [_describe_parameter(name, parameter, masters.get(parameter), places) for name, parameter in named]
+        held += [_describe_parameter(name, buffer, None, places) for name, buffer in self._chosen_buffers()]
         check_devices(held)
         return held
 
@@ -69,6 +74,7 @@ class TorchAdapter(Adapter):
         for part in self._parts:
             for path, parameter in part.named_parameters():
                 yield plain_name(path), parameter, _local_tensor(parameter)
+        yield from ((name, buffer, _local_tensor(buffer)) for name, buffer in self._chosen_buffers())
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         self.reshard()
@@ -96,6 +102,8 @@ class TorchAdapter(Adapter):
                     cast(Any, module).reshard()
 
     def read_groups(self) -> list[ReadGroup]:
+        if self._share_buffers:
+            raise ConfigError(f"install: lazy does not write shared.share_buffers: {INSTEAD}")
         if self.staged:
             raise ConfigError(f"install: lazy is not supported for a model given in parts: {INSTEAD}")
         if self._optimizer.known and any(p.dtype is not torch.float32 for _, p in self._trainable_parameters()):
@@ -113,7 +121,12 @@ class TorchAdapter(Adapter):
         for part in self._parts:
             for path, parameter in part.named_parameters():
                 if parameter.requires_grad:
-                    yield plain_name(path), parameter
+                    check_parameter(name := plain_name(path), self._share_buffers)
+                    yield name, parameter
+
+    def _chosen_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = ((plain_name(path), buffer) for part in self._parts for path, buffer in part.named_buffers())
+        return choose_buffers(named, self._share_buffers)
 
 
 def plain_name(path: str) -> str:
@@ -140,7 +153,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_parameter(
-    name: str, parameter: nn.Parameter, master: torch.Tensor | None, places: Places
+    name: str, parameter: torch.Tensor, master: torch.Tensor | None, places: Places
 ) -> HeldParameter:
     check_made(name, parameter)
     check_plain(name, _local_tensor(parameter))

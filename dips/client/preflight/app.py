@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,12 +60,13 @@ def check(
     """
     if factory and model:
         raise ConfigError("which model: give --factory or --model, not both")
-    ours: Callable[[], Manifest] | None = None
+    cluster_file, ours = load_cluster(config), None
+    buffers = cluster_file.shared.share_buffers
     if factory:
-        ours = lambda: manifest_of_factory(factory)  # noqa: E731 (a name of its own would add nothing)
+        ours = partial(manifest_of_factory, factory, buffers)
     elif model:
-        ours = lambda: manifest_of_file(model)  # noqa: E731
-    rows = make_rows(load_cluster(config), ours, most_mib * MIB, seconds)
+        ours = partial(manifest_of_file, model, buffers)
+    rows = make_rows(cluster_file, ours, most_mib * MIB, seconds)
     if as_json:
         fields = ("what", "verdict", "seen", "todo")
         print(json.dumps([{key: getattr(row, key) for key in fields} for row in rows], indent=1))

@@ -59,7 +59,8 @@ class OuterLoop:
 
         model      plain, DDP, FSDP2 or HSDP (`fully_shard`), tensor parallel by DTensor, or Megatron-core; a list of
                    pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
-                   frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
+                   frozen ones are not, and of the buffers those in `shared.share_buffers`. Wrapped and sharded already:
+                   its memory must not be replaced later
         config     the cluster file; None: the one that the agent was started with
         optimizer  the inner optimizer, if it keeps fp32 masters: they are what is pushed, and a pull updates them. Or a
                    function that makes them from the parameters, called after every pull. Not needed otherwise
@@ -72,7 +73,10 @@ class OuterLoop:
         self._unwatch = watch_run(self._config, alone)
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = find_agent(self._config, self._collectives, alone)
-        layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
+        layout = lay_out(
+            model, self._collectives, optimizer, self._config.max_transfer_ranks,
+            share_buffers=self._config.shared.share_buffers,
+        )  # fmt: skip
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             warn_of_coarse(layout.adapter.loses_bits)
         self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
@@ -212,6 +216,15 @@ class OuterLoop:
         if not self._state.finished:
             self._outer_steps.settle_transfers()
             self._poll_outer_step(demanded=True)
+
+    def pull(self) -> None:
+        """Replace the model by the run's newest version: after it was loaded from elsewhere. What was trained since the
+        last push is lost. Collective.
+        """
+        self._check_usable()
+        self._collectives.barrier("OuterLoop.pull")
+        if not self._state.finished:
+            self._outer_steps.pull_newest()
 
     def install(self) -> None:
         """Have the present version in the model, all of it; only `install: lazy` ever leaves something to do.

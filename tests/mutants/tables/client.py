@@ -14,6 +14,7 @@ RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/ra
 IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
 PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
 PLAN = "tests/unit/client/parallel/test_plan_twins.py"
+BUFFERS = "tests/unit/client/parallel/test_shared_buffers.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
@@ -129,6 +130,21 @@ MUTANTS = (
         "cut.exchanges[begin, end, mover]",
         "cut.exchanges[begin, end, 0]",
         PLAN,
+    ),
+    Mutant("buffers of integers are shared", PARALLEL, "if not buffer.dtype.is_floating_point:", "if False:", BUFFERS),
+    Mutant(
+        "a pattern that names nothing is taken",
+        "dips/protocol/manifest.py",
+        "if not any(fnmatchcase(name, pattern) for name in buffers)",
+        "if False",
+        BUFFERS,
+    ),
+    Mutant(
+        "an expert has the number that its rank gives it",
+        PARALLEL + "/megatron_names.py",
+        "first + int(found[1])",
+        "int(found[1])",
+        "tests/integration/test_experts.py",
     ),
     Mutant("lists of names never travel", PARALLEL + "/rank_layout.py", "if len(first) > 1:", "if False:", GATHERED),
 )

@@ -13,6 +13,7 @@ SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 MIRROR = "tests/unit/slave/test_mirror.py"
+AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
@@ -61,6 +62,11 @@ MUTANTS = (
         "self._feedback._version if",
         "tests/unit/client/rank/test_shard_transfer.py",
     ),
+    # ---- buffers
+    Mutant("buffers are stepped", ROOM + "/shard.py", "if layer.averaged)", "if False)", SHARD),
+    Mutant("a mean forgets a weight", OUTER, "self._weights += weight", "pass", AVERAGED),
+    Mutant("an aborted round's weights count", OUTER, "self._weights = 1.0", "self._weights += 1.0", AVERAGED),
+    Mutant("a norm contains buffers", OUTER, "if layer in self.layers and isfinite(square)", "if False", AVERAGED),
     # ---- slaves come and go
     Mutant(
         "a rebalance is no incarnation",

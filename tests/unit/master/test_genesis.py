@@ -18,12 +18,13 @@ from dips.master.ledger import Ledger
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 
 
-def run_file(directory: Path, slaves: int = 2) -> RunFile:
+def run_file(directory: Path, slaves: int = 2, share_buffers: tuple[str, ...] = ()) -> RunFile:
     sections = tuple(
         SlaveSection(name=f"s{i}", master="127.0.0.1:1", directory=directory / f"s{i}", initial_model=directory / "x")
         for i in range(slaves)
     )
-    return RunFile(shared=Shared(run="toy"), master=MasterSection(directory=directory), slaves=sections, insecure=True)
+    shared = Shared(run="toy", share_buffers=share_buffers)
+    return RunFile(shared=shared, master=MasterSection(directory=directory), slaves=sections, insecure=True)
 
 
 def model() -> dict[str, Any]:
@@ -36,6 +37,18 @@ def model() -> dict[str, Any]:
         "head.weight": (8, 4),
     }
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_shared_buffers_are_a_layer_of_their_own(tmp_path: Path) -> None:
+    """The last one, placed like any other; a pattern that names nothing is refused before anything is written."""
+    tensors = {**model(), "layers.0.expert_bias": np.ones(4, np.float32)}
+    row = make_run(run_file(tmp_path, share_buffers=("*.expert_bias",)), tensors)
+    last = Manifest.from_json(row.manifest).layers[-1]
+    assert last.averaged and [p.name for p in last.parameters] == ["layers.0.expert_bias"]
+    assert row.genesis_norms[-1] == 2.0
+    with pytest.raises(ConfigError, match=r"share_buffers: no tensor of the model has a name like \*\.bais"):
+        make_run(run_file(tmp_path / "other", share_buffers=("*.bais",)), tensors)
+    assert not (tmp_path / "other").exists()
 
 
 def test_version_0_is_what_was_given(tmp_path: Path) -> None:

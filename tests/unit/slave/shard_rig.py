@@ -161,7 +161,10 @@ def carry_out(shard: Shard, order: Order) -> Answer:
 class ShardRig:
     """A shard with its flow and disk, and a master's hand: `order` numbers and sends."""
 
-    def __init__(self, slots: int = 2, pinned: int = 1, disk: MemoryDisk | None = None) -> None:
+    def __init__(
+        self, slots: int = 2, pinned: int = 1, disk: MemoryDisk | None = None, manifest: Manifest = MANIFEST
+    ) -> None:
+        self._manifest = manifest
         self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
         self.shard = Shard("s", Versions(KernelPool(reference), slots, pinned), self.disk, self.flow)
         self.term, self.number = 1, 0
@@ -175,7 +178,7 @@ class ShardRig:
 
     def welcome(self, order: object, sinc: int = 7, term: int | None = None) -> None:
         self.shard.on_registered(
-            Registered(term or self.term, sinc, order, GENESIS, (0, 2), ("", ""), MANIFEST.to_json())  # type: ignore[arg-type]
+            Registered(term or self.term, sinc, order, GENESIS, (0, 2), ("", ""), self._manifest.to_json())  # type: ignore[arg-type]
         )
 
     def made(self, body: OrderBody, term: int | None = None, sinc: int = 7) -> Order:

@@ -29,6 +29,7 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done, Folded, Persisted, Prepared
+from dips.protocol.manifest import Manifest
 from dips.slave.shard_registration import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
@@ -64,6 +65,18 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
     slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
+
+
+def test_the_layer_of_buffers_is_averaged() -> None:
+    """The manifest says which it is: in a round of two pushes it becomes their mean, the parameters take the step."""
+    shapes = [("a.0.w", (2, 3)), ("b.w", (4,)), ("c.bias", (1,))]
+    slave = ShardRig(manifest=Manifest.from_shapes(shapes, ["*.bias"])).ready()
+    slave.fold(P1, 2.0)
+    slave.fold(P2, 6.0, weight=3.0)
+    slave.order(Apply(1, V1, 0.25, 0.5, 0.0))
+    slave.order(Commit(V1, ()))
+    theta = slave.shard.versions.theta(V1)
+    assert theta[2].tolist() == [5.0] and theta[0].tolist() == [3.0] * 6
 
 
 def test_a_failed_persist_leaves_what_is_prepared() -> None:

@@ -1,0 +1,186 @@
+"""The outer loop for torchtitan's Trainer: one call between its making and `trainer.train()`.
+
+    trainer = config.build()
+    outer = join_trainer(trainer)
+    trainer.train()
+    outer.close()
+
+or without a script of one's own, with torchtitan's command line and its data loader:
+
+    dips-client --config cluster.yaml -- torchrun … -m dips.client.torchtitan --module llama3 --config llama3_8b
+
+The trainer's own train_step, loss, metrics, schedules and checkpoints stay. Beside them: each step is counted with the
+tokens of all ranks, a finished run ends the loop, and the outer state is saved in each checkpoint and resumed after it
+is loaded, whatever it was loaded from. FSDP, HSDP, tensor, expert and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dips.client.data import Feed, RangeDataset, TokenBatches
+from dips.client.rank.outer_loop import OuterLoop
+from dips.data import DataSet
+from dips.errors import ConfigError
+
+STATE = "dips"  # of the checkpointer's states; name it in checkpoint.exclude_from_loading for checkpoints without
+LOADED = "a checkpoint without outer state was loaded, which says nothing of θ: pulled {}"
+
+
+def join_trainer(
+    trainer: Any, config: str | PathLike[str] | None = None, *, learning_rate: Callable[[float], float] | None = None
+) -> OuterLoop:
+    """Let a torchtitan Trainer take part in the run; the caller closes what is returned.
+
+    config         the cluster file; None: the one that the agent was started with
+    learning_rate  of the run's progress, 0 to 1; None: torchtitan's schedule, which counts this cluster's steps
+    Errors         ConfigError: experts that are parallel and no DTensors; what OuterLoop refuses
+    """
+    parts = list(trainer.model_parts)
+    for part in parts:
+        check_experts(part)
+    outer = OuterLoop(parts if trainer.parallel_dims.pp_enabled else parts[0], config)
+    if isinstance(trainer.dataloader, LeasedLoader):
+        trainer.dataloader.lease_from(outer)
+    _wrap_steps(trainer, outer, learning_rate)
+    _wrap_checkpoints(trainer, outer)
+    return outer
+
+
+class LeasedLoader:
+    """A data set of `dips data build` in place of torchtitan's loader: `config.dataloader = LeasedLoader(path)`."""
+
+    def __init__(self, directory: str | PathLike[str], workers: int = 2) -> None:
+        self._directory, self._workers = Path(directory), workers
+
+    def build(self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> LeasedLoader:
+        """What torchtitan calls, once."""
+        batches = TokenBatches(DataSet(self._directory), local_batch_size, seq_len, dp_rank, dp_world_size)
+        self._loader: Any = torch.utils.data.DataLoader(
+            RangeDataset(batches), batch_size=None, num_workers=self._workers, persistent_workers=self._workers > 0
+        )
+        return self
+
+    def lease_from(self, outer: OuterLoop) -> None:
+        """The ranges are those that this cluster is leased."""
+        self._feed = Feed(outer, self._loader)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for tokens in self._feed:  # i64[sequences, length + 1]
+            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            positions = torch.arange(inputs.shape[1]).expand(inputs.shape).contiguous()  # of which it makes its masks
+            yield {"input": inputs, "positions": positions}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """The range that is being trained, and how far; which ranges are left, the run knows."""
+        return dict(self._feed.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the middle of that range, if the run gives it out first."""
+        self._feed.load_state_dict(state)
+
+
+def check_experts(model: nn.Module) -> None:
+    """Refuse experts of which a rank holds a part that does not say which: each rank's would be taken for all."""
+    for path, module in model.named_modules():
+        count = getattr(module, "num_experts", None)
+        for name, parameter in module.named_parameters(recurse=False) if count and "expert" in path else ():
+            if parameter.ndim == 3 and parameter.shape[0] != count:
+                raise ConfigError(
+                    f"{path}.{name}: this rank holds {parameter.shape[0]} of {count} experts as a plain tensor: "
+                    "--parallelism.spmd_backend partial_dtensor (or a torch that shards by spmd_types)"
+                )
+
+
+def _wrap_steps(trainer: Any, outer: OuterLoop, learning_rate: Callable[[float], float] | None) -> None:
+    dims = trainer.parallel_dims
+    copies = dims.dp_replicate * dims.dp_shard * dims.cp  # ranks that count tokens of their own
+    train_step, log, goes_on = trainer.train_step, trainer.metrics_processor.log, trainer.should_continue_training
+    logged: list[float] = []  # the loss, in steps that torchtitan logs
+
+    def log_and_keep(step: int, global_avg_loss: float, *words: Any, **options: Any) -> Any:
+        logged.append(global_avg_loss)
+        return log(step, global_avg_loss, *words, **options)
+
+    def train_and_count(batches: Any) -> None:
+        if learning_rate is not None:
+            for optimizer in trainer.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(outer.progress) * outer.lr_scale
+        before = trainer.ntokens_seen
+        train_step(batches)
+        outer.step(tokens=(trainer.ntokens_seen - before) * copies, loss=logged[-1] if logged else None)
+        logged.clear()
+
+    trainer.metrics_processor.log = log_and_keep
+    trainer.train_step = train_and_count
+    trainer.should_continue_training = lambda: goes_on() and not outer.finished
+
+
+def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
+    """A checkpoint is loaded over what was pulled, and the model last; so the outer state is held until it is done."""
+    checkpointer = trainer.checkpointer
+    if not checkpointer.enable:
+        return
+    held = HeldState(outer)
+    checkpointer.states[STATE] = held
+    load = checkpointer.load
+
+    def load_and_resume(*words: Any, **options: Any) -> bool:
+        loaded = bool(load(*words, **options))
+        if loaded and held.state:
+            outer.remark(outer.load_state_dict(held.state))
+        elif loaded:  # of a model alone, or of a finished run
+            outer.pull()
+            outer.remark(LOADED.format(outer.version))
+        return loaded
+
+    checkpointer.load = load_and_resume
+
+
+class HeldState:
+    """The outer state as torch.distributed.checkpoint saves it: one text, and this rank's own tensors if it has any."""
+
+    def __init__(self, outer: OuterLoop) -> None:
+        self._outer = outer
+        self.state: dict[str, Any] = {}  # as it was loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective, as OuterLoop's own; of a run that is over nothing is left to resume."""
+        if self._outer.finished:
+            return {"text": ""}
+        state = self._outer.state_dict()
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {"text": json.dumps({n: v for n, v in state.items() if n not in tensors}), **tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold it until the model is loaded."""
+        tensors = {name: value for name, value in state.items() if name != "text"}
+        self.state = {**json.loads(state["text"]), **tensors} if state["text"] else {}
+
+
+def main() -> None:
+    """torchtitan's own command line, as `python -m torchtitan.train`, with the outer loop."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    trainer = ConfigManager().parse_args().build()
+    try:
+        outer = join_trainer(trainer)
+        trainer.train()
+        outer.close()
+    finally:
+        trainer.close()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

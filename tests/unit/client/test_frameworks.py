@@ -1,0 +1,192 @@
+"""The hooks for Megatron-LM's and torchtitan's own loops, by their calling conventions, on a script that is alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from dips.client.megatron import OuterPretrain
+from dips.client.torchtitan import LeasedLoader, check_experts, join_trainer
+from dips.data.build import BuildPlan, build_dataset, parse_source
+from dips.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIPS_CLUSTER_FILE", "DIPS_AGENT", "DIPS_AGENT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DIPS_ALONE", "1")
+
+
+class Training(SimpleNamespace):
+    """What the hook meets in megatron.training.training: the loop calls by these names, and its loop's arguments."""
+
+    def __init__(self, saves: Path) -> None:
+        self.__name__ = "megatron.training.training"
+        self.args = SimpleNamespace(micro_batch_size=2, data_parallel_size=3, seq_length=5, save=saves, load=saves)
+        self.seen: list[Any] = []
+        self.loaded = 0
+        self.train_step: Any = lambda f, data, model, optimizer, scheduler, config, schedule, iteration=None: (
+            {"lm loss": torch.tensor(2.0)}, 0, False, False, 0, 1.0, 0, 0,
+        )  # fmt: skip
+        self.load_checkpoint: Any = lambda model, optimizer, scheduler, **_: (self.loaded, 0)
+        self.save_checkpoint: Any = lambda iteration, *_, **__: (saves / f"iter_{iteration:07d}").mkdir(parents=True)
+
+    def get_args(self) -> Any:
+        return self.args
+
+    def get_num_microbatches(self) -> int:
+        return 4
+
+
+def step(training: Training, model: nn.Module, optimizer: Any) -> tuple[Any, ...]:
+    """As the loop of Megatron-LM calls it."""
+    found: tuple[Any, ...] = training.train_step(None, None, [model], optimizer, None, None, None, iteration=0)
+    return found
+
+
+def test_megatrons_steps_are_counted_saved_and_resumed(tmp_path: Path) -> None:
+    """Tokens of all data-parallel ranks; its functions come back; a removed checkpoint's state goes with it."""
+    model, training = nn.Linear(2, 2), Training(tmp_path / "saves")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = training.train_step
+    with OuterPretrain(training=training, learning_rate=lambda _: 0.25) as hook:
+        assert step(training, model, optimizer)[3] is False
+        assert optimizer.param_groups[0]["lr"] == 0.25 and hook.outer is not None
+        counted: list[tuple[int, float]] = []
+        hook.outer.step = lambda *, tokens, loss: counted.append((tokens, float(loss)))  # type: ignore[method-assign]
+        step(training, model, optimizer)
+        assert counted == [(4 * 2 * 3 * 5, 2.0)]
+        training.save_checkpoint(7, [model], optimizer)
+        (tmp_path / "saves" / "iter_0000007").rmdir()
+        training.save_checkpoint(9, [model], optimizer)
+        assert [path.name for path in (tmp_path / "saves" / "dips").iterdir()] == ["iter_0000009"]
+    assert training.train_step is before
+    training.loaded = 9
+    with OuterPretrain(training=training) as hook:
+        assert training.load_checkpoint([model], optimizer, None) == (9, 0)
+        assert hook.outer is not None and hook.outer.inner_steps == 1, "of the checkpoint"
+
+
+def test_a_checkpoint_without_outer_state_is_pulled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its θ is not the run's; one that was not there at all is none, and a teacher's is none of ours."""
+    from dips.client import OuterLoop
+
+    pulls: list[bool] = []
+    monkeypatch.setattr(OuterLoop, "pull", lambda self: pulls.append(True))
+    model, training = nn.Linear(2, 2), Training(tmp_path / "saves")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with OuterPretrain(training=training) as hook:
+        training.load_checkpoint([model], None, None)
+        assert hook.outer is None
+        training.load_checkpoint([model], optimizer, None)
+        assert pulls == []
+    training.loaded = 3
+    with OuterPretrain(training=training):
+        training.load_checkpoint([model], optimizer, None)
+    assert pulls == [True]
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_loop_that_exits_leaves_the_run_only_if_it_trained(tmp_path: Path, stepped: bool) -> None:
+    """`sys.exit()` is how Megatron ends after --exit-interval, and how it gives up on a checkpoint."""
+    model, training = nn.Linear(2, 2), Training(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    closed: list[bool] = []
+    hook = OuterPretrain(training=training)
+
+    def pretrain() -> None:
+        with hook:
+            training.load_checkpoint([model], optimizer, None)
+            assert hook.outer is not None
+            hook.outer.close = lambda: closed.append(True)  # type: ignore[method-assign]
+            if stepped:
+                step(training, model, optimizer)
+            sys.exit()
+
+    with pytest.raises(SystemExit):
+        pretrain()
+    assert closed == [True] * stepped
+
+
+def test_another_module_is_refused_by_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="expected the functions of Megatron-LM, has no load_checkpoint"):
+        OuterPretrain(training=SimpleNamespace(__name__="mine", train_step=print)).__enter__()
+
+
+class TitanTrainer:
+    """What the hook meets in a torchtitan Trainer: five attributes and one method."""
+
+    def __init__(self) -> None:
+        self.model_parts = [nn.Linear(2, 2)]
+        self.parallel_dims = SimpleNamespace(dp_replicate=2, dp_shard=3, cp=1, pp_enabled=False)
+        self.metrics_processor = SimpleNamespace(log=lambda step, loss, *_: None)
+        self.checkpointer = SimpleNamespace(enable=True, states={}, load=lambda step=-1: step != -1)
+        self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), 1.0)]
+        self.dataloader: Any = None
+        self.ntokens_seen = 0
+
+    def train_step(self, batches: Any) -> None:
+        self.ntokens_seen += 7
+        self.metrics_processor.log(1, 3.5)
+
+    def should_continue_training(self) -> bool:
+        return True
+
+
+def test_torchtitans_steps_are_counted_and_its_checkpoints_carry_the_outer_state() -> None:
+    """7 tokens of each of 6 ranks; the state goes through the checkpointer's states and comes back after its load."""
+    trainer = TitanTrainer()
+    outer, counted = join_trainer(trainer, learning_rate=lambda _: 0.5), list[Any]()
+    trainer.train_step(None)
+    assert trainer.should_continue_training() and trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    held = trainer.checkpointer.states["dips"]
+    saved, own = held.state_dict(), outer.step
+    outer.step = lambda *, tokens, loss: (counted.append((tokens, loss)), own(tokens=tokens))  # type: ignore[method-assign]
+    trainer.train_step(None)
+    assert counted == [(7 * 6, 3.5)] and outer.inner_steps == 2
+    held.load_state_dict(saved)
+    assert trainer.checkpointer.load(3) and outer.inner_steps == 1
+    assert not trainer.checkpointer.load()
+
+
+def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, positions, and labels one token on; a loader that is loaded goes on in the middle of its range."""
+    np.save(tmp_path / "t.npy", np.arange(600, dtype=np.uint16))
+    np.save(tmp_path / "t.documents.npy", np.arange(0, 600, 50))
+    build_dataset(BuildPlan((parse_source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 2, 0))
+    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+
+    def join() -> Any:
+        trainer, loader = TitanTrainer(), LeasedLoader(tmp_path / "set", workers=0)
+        trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
+        join_trainer(trainer)
+        return loader
+
+    first, again = join(), join()
+    batches = iter(first)
+    inputs, labels = next(batches)
+    assert inputs["input"].shape == labels.shape == (2, 16)
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1]) and inputs["positions"][1].tolist() == list(range(16))
+    again.load_state_dict(first.state_dict())
+    assert torch.equal(next(iter(again))[1], next(batches)[1])
+
+
+def test_torchtitans_plain_experts_are_refused() -> None:
+    """A part of the experts as a plain tensor: each rank's would be taken for all of them."""
+    experts = nn.Module()
+    experts.num_experts = 8
+    experts.w1 = nn.Parameter(torch.zeros(4, 2, 2))
+    model = nn.ModuleDict({"experts": experts})
+    with pytest.raises(ConfigError, match=r"experts\.w1: this rank holds 4 of 8 experts as a plain tensor"):
+        check_experts(model)
