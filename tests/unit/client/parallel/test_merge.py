@@ -1,4 +1,4 @@
-"""What `overlap: full` writes: bit for bit the sum of three numbers, whatever blocks, layouts and types it is done in."""
+"""What `overlap: full` writes: bit for bit the sum of three numbers, whatever blocks and types it is done in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 def trained(
     kind: type[HostMemory], dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, HostMemory, list[torch.Tensor]]:
-    """A model that was pushed, trained on, and for which a version lies in host memory; and the sum that is expected."""
+    """A model that was pushed and trained on, its memory, which holds a version, and the sum that is expected."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 5)).to(dtype)
     collectives = JobCollectives()
@@ -34,7 +34,7 @@ def trained(
         for p in model.parameters():
             p.add_(torch.randn(p.shape, dtype=dtype) / 100)
         for piece in memory.pieces:
-            piece.array += torch.randn(piece.length).numpy() / 100
+            piece.array[:] += torch.randn(piece.length).numpy() / 100
     pulled = {(l, k): torch.from_numpy(a.copy()) for l, k, _, _, a in ((*p.range, p.array) for p in memory.pieces)}
     layers = layout.plan.manifest.layers
     by_name = {layers[l].parameters[k].name: values for (l, k), values in pulled.items()}
