@@ -23,11 +23,14 @@ LENGTH = struct.Struct(">I")
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
 }
+FIELDS = {kind: tuple(field.name for field in dataclasses.fields(cls)) for kind, cls in MESSAGES.items()}
 
 
 def encode_message(message: Message) -> bytes:
     """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
-    body: bytes = msgpack.packb({"kind": type(message).__name__, **dataclasses.asdict(message)})
+    kind = type(message).__name__
+    fields = {name: getattr(message, name) for name in FIELDS[kind]}  # asdict would copy all that they hold
+    body: bytes = msgpack.packb({"kind": kind, **fields}, default=dataclasses.asdict)
     if len(body) > MOST_BYTES:
         raise LocalProtocolError(
             f"{type(message).__name__} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dips.client.parallel.blocks import shaped_like, split_together
@@ -37,22 +39,23 @@ def write_merged(
 ) -> None:
     """Add a difference to what the tensor holds, in fp32; what is rounded away then goes to `remainder`."""
     parts = (copy.view, difference) if remainder is None else (copy.view, difference, remainder)
+    in_place = copy.view.dtype is torch.float32 and not device.accelerated
     for view, added, *rest in split_together(device.block_items, *parts):
-        if view.dtype is torch.float32 and not device.accelerated:
+        if in_place:
             view.add_(added)
         else:
-            block = shaped_like(device.scratch, view)
-            block.copy_(added, non_blocking=True)
-            _add_block(view, block)
-            for rounded in rest:
-                block.sub_(view)
-                rounded.copy_(block, non_blocking=True)
+            _add_by_scratch(device, view, added, rest)
         check.add_block(view)
 
 
-def _add_block(view: torch.Tensor, block: torch.Tensor) -> None:
+def _add_by_scratch(device: Device, view: torch.Tensor, added: torch.Tensor, rest: Sequence[torch.Tensor]) -> None:
+    block = shaped_like(device.scratch, view)
+    block.copy_(added, non_blocking=True)
     if view.dtype is torch.float32:
         view.add_(block)
     else:
         block.add_(view)
         view.copy_(block)
+    for rounded in rest:
+        block.sub_(view)
+        rounded.copy_(block, non_blocking=True)

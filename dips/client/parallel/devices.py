@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 FLOAT_BYTES = 4
-HOST_BLOCK_ITEMS = 1 << 16  # 256 KiB: a block that was written is still in the L2 cache when it is looked at
+HOST_BLOCK_ITEMS = 1 << 17  # 512 KiB: a block that was written is still in the L2 cache when it is looked at
 DEVICE_BLOCK_ITEMS = 1 << 22  # 16 MiB: a copy of it takes a thousand times what its launch does
 
 

@@ -7,7 +7,7 @@ accelerator's where it has a group of its own, else the host's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 
 from dips.client.parallel.blocks import shaped_like, split_rows
 from dips.client.parallel.devices import Device
+from dips.client.parallel.plan import Redistribution
 
 TRANSIT_ITEMS = 1 << 23  # 32 MiB for all peers and one direction
 LEAST_BLOCK_ITEMS = 1 << 14  # 64 KiB to one of them, in a job of any size
@@ -54,10 +55,15 @@ class PartExchange:
         self._on_device = ranks.can_exchange(device.where)
         self._transit: dict[tuple[str, int], torch.Tensor] = {}  # by direction and peer
 
-    @property
-    def allocated_numel(self) -> int:
-        """Elements of 4 B in host memory that are allocated."""
-        return 0 if self._on_device else sum(memory.numel() for memory in self._transit.values())
+    def most_numel(self, exchanges: Iterable[Redistribution]) -> int:
+        """Elements of 4 B in host memory that these may take, in all."""
+        largest: dict[tuple[str, int], int] = {}
+        for moves in exchanges:
+            for direction, parts in (("out", moves.sends), ("in", moves.receives)):
+                for peer, rects in parts.items():
+                    numel = min(self._block_items, sum(rect.rect.numel for rect in rects))
+                    largest[direction, peer] = max(largest.get((direction, peer), 0), numel)
+        return 0 if self._on_device else sum(largest.values())
 
     def move_parts(
         self, sends: Mapping[int, Sequence[SentPart]], receives: Mapping[int, Sequence[torch.Tensor]]

@@ -26,6 +26,7 @@ from dips.client.parallel.copies import read_tensor, write_merged, write_pulled
 from dips.client.parallel.devices import find_device
 from dips.client.parallel.exchange import PartExchange, RankExchange, SentPart
 from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
+from dips.client.parallel.host_sum import BYTES, HostSum
 from dips.client.parallel.kept_shard import KeptShard
 from dips.client.parallel.model_memory import ModelMemory
 from dips.client.parallel.plan import LocalRect, TransferPlan
@@ -38,6 +39,7 @@ from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 EncodeChunk = Callable[[Range, memoryview], Buffer]
+Layers = Sequence[int] | None  # of the manifest, by number; None: all
 
 
 class HostMemory:
@@ -76,8 +78,18 @@ class HostMemory:
 
     @property
     def allocated_numel(self) -> int:
-        """Elements of 4 B that are allocated."""
+        """Elements of 4 B that are allocated for pieces and shard."""
         return self._buffer.allocated_numel
+
+    def sum_host_bytes(self, keeps: bool) -> HostSum:
+        """All that this rank needs beside the model; `keeps`: merges will follow."""
+        copies = self._copies_of_layers(None)
+        return HostSum(
+            shard=BYTES * self.allocated_numel,
+            kept=BYTES * sum(copy.view.numel() for copy in copies) if keeps else 0,
+            rounded=BYTES * sum(copy.view.numel() for copy in copies if copy.rounds),
+            transit=BYTES * self._exchange.most_numel((*self._plan.gather, *self._plan.spread)),
+        )
 
     def find_replaced_parameter(self) -> str:
         """The first parameter that is another than was laid out, or lies here in other parts; "" if there is none.
@@ -107,9 +119,9 @@ class HostMemory:
         self._kept.move_copies(chain(*self._params, *self._masters))
 
     @torch.no_grad()
-    def find_not_finite(self) -> str:
+    def find_not_finite(self, layers: Layers = None) -> str:
         """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
-        held = [h for layer in self._held for h in layer if h is not None]
+        held = [h for layer in self._chosen(layers) for h in self._held[layer] if h is not None]
         views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
         return find_not_finite(views, self._device)
 
@@ -128,16 +140,19 @@ class HostMemory:
         )
         return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
 
-    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+    def named_views(self, layers: Layers = None) -> list[tuple[str, torch.Tensor]]:
         """The model's own memory that installs write."""
-        return [(copy.name, copy.view) for copy in chain(*self._params)]
+        return [(copy.name, copy.view) for layer in self._chosen(layers) for copy in self._params[layer]]
+
+    def _chosen(self, layers: Layers) -> Sequence[int]:
+        return self.layers if layers is None else layers
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze what this rank moves: afterwards the pieces hold it and the model may change."""
-        chosen = list(self.layers if layers is None else layers)
+        chosen = self._chosen(layers)
         with self._device.ordered_copies():
             for layer in chosen:
                 for source, target in self._plan.gather[layer].local:
@@ -157,25 +172,25 @@ class HostMemory:
                 )
 
     @torch.no_grad()
-    def keep_pushed_shard(self, layers: Iterable[int] | None = None) -> None:
+    def keep_pushed_shard(self, layers: Layers = None) -> None:
         """Keep this rank's whole shard as it is now, for a `merge_shard`; allocated once, in host memory."""
         self._kept.keep_copies(self._copies_of_layers(layers), self._copies_of_layers(None))
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
-    def subtract_in_place(self, layers: Iterable[int] | None = None) -> None:
+    def subtract_in_place(self, layers: Layers = None) -> None:
         """Begin the merge of what all ranks have pulled, as far as it needs no other rank and not the model.
 
         Reads and writes host memory only, so a thread may do it beside training.
         """
-        for layer in self.layers if layers is None else layers:
+        for layer in self._chosen(layers):
             if self._arrives_in_place(layer):
                 self._kept.subtract_kept(self._copies_of_layers([layer]))
 
     @torch.no_grad()
-    def scatter_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def scatter_pieces(self, layers: Layers = None) -> None:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
-        for layer in self.layers if layers is None else layers:
+        for layer in self._chosen(layers):
             moves = self._plan.spread[layer]
             # A copy where the shard takes the piece's own memory.
             sends = {
@@ -190,9 +205,9 @@ class HostMemory:
             )
 
     @torch.no_grad()
-    def install_shard(self, layers: Iterable[int] | None = None) -> None:
+    def install_shard(self, layers: Layers = None) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
-        chosen = list(self.layers if layers is None else layers)
+        chosen = self._chosen(layers)
         self._adapter.reshard()
         self._write_pulled(chain(*(self._params[layer] for layer in chosen)))
         self._adapter.reload_masters()
@@ -200,13 +215,13 @@ class HostMemory:
         self._remainders.keep_installed(chain(*(self._params[layer] for layer in chosen)))
 
     @torch.no_grad()
-    def merge_shard(self, layers: Iterable[int] | None = None) -> bool:
+    def merge_shard(self, layers: Layers = None) -> bool:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_local + (θ_shard − θ_kept).
 
         Returns False if nothing was kept, or if something here is not finite now: then the shard, which is as it was,
         must be installed on all ranks.
         """
-        chosen = list(self.layers if layers is None else layers)
+        chosen = self._chosen(layers)
         copies = self._copies_of_layers(chosen)
         if not self._kept.holds(copies):
             return False
@@ -242,9 +257,9 @@ class HostMemory:
                 write_pulled(self._device, copy)
             self._device.synchronize()
 
-    def _copies_of_layers(self, layers: Iterable[int] | None) -> list[ShardCopy]:
+    def _copies_of_layers(self, layers: Layers) -> list[ShardCopy]:
         """All copies of some layers, or of all of them: masters first."""
-        chosen = list(self.layers if layers is None else layers)
+        chosen = self._chosen(layers)
         return [*chain(*(self._masters[layer] for layer in chosen)), *chain(*(self._params[layer] for layer in chosen))]
 
     # ---- blocks and pieces in memory ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ Single-threaded: everything runs on the training's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dips.client.parallel.copies import write_merged, write_pulled
 from dips.client.parallel.exchange import RankExchange
 from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
-from dips.client.parallel.host import HostMemory
+from dips.client.parallel.host import HostMemory, Layers
 from dips.client.parallel.plan import TransferPlan
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, check_sharded, groups_gathered_with
 from dips.client.parallel.seam import Adapter, HeldParameter
@@ -63,12 +63,12 @@ class LazyMemory(HostMemory):
         for copy in chain(*self._params):
             self._copies_of.setdefault(copy.name, []).append(copy)
 
-    def gather_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
         self.finish_install()
         super().gather_pieces(layers)
 
-    def install_shard(self, layers: Iterable[int] | None = None) -> None:
+    def install_shard(self, layers: Layers = None) -> None:
         """Begin to copy the shard into the model: the next read of a parameter sees the new value.
 
         A merge that was begun and does not count, since another rank's is not finite, is replaced.
@@ -79,7 +79,7 @@ class LazyMemory(HostMemory):
         self._remainders.keep_installed(copies)
 
     @torch.no_grad()
-    def merge_shard(self, layers: Iterable[int] | None = None) -> bool:
+    def merge_shard(self, layers: Layers = None) -> bool:
         """Begin to add to the model what the shard differs in from what was kept; False, and nothing is begun, if what
         is added or added to is not finite."""
         copies = self._copies_of_layers(layers)

@@ -10,13 +10,13 @@ none have to be made from the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dips.client.parallel.exchange import RankExchange
-from dips.client.parallel.host import HostMemory
+from dips.client.parallel.host import HostMemory, Layers
 from dips.client.parallel.plan import LocalRect, TransferPlan
 from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.transport.shares import Piece
@@ -50,7 +50,7 @@ class StreamedMemory(HostMemory):
         """What this rank pulls of one layer, into the memory that all layers share."""
         return [piece for piece in self._buffer.pieces if piece.layer == layer]
 
-    def gather_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Stage what must be exchanged before a push."""
         numbers = [n for n in range(len(self._plan.pieces)) if n not in self._in_model]
         self._staged = {n: torch.empty(self._plan.pieces[n].length) for n in numbers}

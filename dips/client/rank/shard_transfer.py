@@ -17,6 +17,7 @@ import torch
 
 from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.parallel.checksum import wrap_sum
+from dips.client.parallel.host_sum import HostSum
 from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
@@ -96,6 +97,11 @@ class ShardTransfer:
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
         pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
+
+    def sum_host_bytes(self, keeps: bool) -> HostSum:
+        """What this rank needs of host memory beside the model."""
+        owed = 2 * sum(piece.array.nbytes for piece in self._memory.pieces) if self._feedback is not None else 0
+        return replace(self._memory.sum_host_bytes(keeps), owed=owed)
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
