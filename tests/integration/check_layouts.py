@@ -52,6 +52,7 @@ def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMe
 
 def pull(layout: ModelLayout, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
     """Fill this rank's pieces with a version and install it."""
+    dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
     for piece in memory.pieces:
         piece.array[:] = at(layout, piece, theta)
     memory.scatter_pieces()

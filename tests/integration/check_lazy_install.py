@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from check_layouts import SPREAD_ITEMS, at, on_this_rank
 from layouts import BLOCKS, VOCABULARY, laid, local, seeded
 from torch import nn
@@ -50,6 +51,7 @@ class Side:
     def land(self, theta: Theta, *, merge: bool = False) -> None:
         """A version lies whole in host memory, on all ranks."""
         self.memory.finish_install()
+        dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
         for piece in self.memory.pieces:
             piece.array[:] = at(self.layout, piece, theta)
         self.memory.scatter_pieces()

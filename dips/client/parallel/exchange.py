@@ -33,6 +33,8 @@ class RankExchange(Protocol):
 
     def all_gather(self, message: bytes) -> list[bytes]: ...
 
+    def all_min(self, numbers: Sequence[int]) -> list[int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class SentPart:

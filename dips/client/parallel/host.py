@@ -11,7 +11,9 @@ their own; beside the model at most one block is needed there. On a host that is
 the largest layer, and each layer is installed before the next is pulled (streaming.py). Where training should not wait
 for it, `install_shard` only begins, and the next forward does the rest (lazy.py).
 
-`gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward.
+`gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward. Ranks of one
+host that hold the same share the buffer (replicas.py): before anything is written into it, after an install, all ranks
+must have met once in a collective, so that none of them still reads.
 """
 
 from __future__ import annotations
@@ -59,7 +61,13 @@ class HostMemory:
         self._exchange, self._kept = PartExchange(exchange, self._device), KeptShard(self._device)
         self._held = self._sort_by_layer(held)
         written = [[[b.rect for b in h.writes] if h else [] for h in layer] for layer in self._held]
-        self._buffer = ShardBuffer(self._device, written, plan.pieces, one_layer=self.ONE_LAYER)
+        self._buffer = ShardBuffer(
+            self._device, exchange, written, plan.pieces, plan.replicas, one_layer=self.ONE_LAYER
+        )
+        shards, me = self._buffer.shards, exchange.rank
+        self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
+        self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
+        self._ranks = exchange
         self._bind_copies()
 
     @property
@@ -88,7 +96,7 @@ class HostMemory:
             shard=BYTES * self.allocated_numel,
             kept=BYTES * sum(copy.view.numel() for copy in copies) if keeps else 0,
             rounded=BYTES * sum(copy.view.numel() for copy in copies if copy.rounds),
-            transit=BYTES * self._exchange.most_numel((*self._plan.gather, *self._plan.spread)),
+            transit=BYTES * self._exchange.most_numel((*self._plan.gather, *self._spread)),
         )
 
     def find_replaced_parameter(self) -> str:
@@ -191,7 +199,7 @@ class HostMemory:
     def scatter_pieces(self, layers: Layers = None) -> None:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
         for layer in self._chosen(layers):
-            moves = self._plan.spread[layer]
+            moves = self._spread[layer]
             # A copy where the shard takes the piece's own memory.
             sends = {
                 peer: [SentPart(self._read_piece(layer, rect)) for rect in rects] for peer, rects in moves.sends.items()
@@ -203,6 +211,8 @@ class HostMemory:
                 sends,
                 {peer: [self._shard_tensor(layer, r) for r in rects] for peer, rects in moves.receives.items()},
             )
+        if self._buffer.shards.group_of:
+            self._ranks.all_min([0])  # what another rank receives into memory that is shared is there, too
 
     @torch.no_grad()
     def install_shard(self, layers: Layers = None) -> None:
@@ -284,8 +294,7 @@ class HostMemory:
 
     def _arrives_in_place(self, layer: int) -> bool:
         """What this rank pulls of a layer is all of its shard, and lies where the shard does."""
-        moves = self._plan.spread[layer]
-        return not moves.receives and all(self._is_in_place(layer, *pair) for pair in moves.local)
+        return self._complete[layer] and all(self._is_in_place(layer, *pair) for pair in self._spread[layer].local)
 
     def _read_piece(self, layer: int, part: LocalRect) -> torch.Tensor:
         """What was pulled; a copy of it if the shard takes its memory."""
