@@ -12,13 +12,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or the type of an accelerator: cuda, npu, xpu")
 
 
-def missing_device(name: str) -> str:
-    """Why nothing can run there; "" if it can."""
+def missing_device(name: str, processes: int = 1) -> str:
+    """Why so many processes of one host cannot run there, each on a device of its own; "" if they can."""
     if name == "cpu":
         return ""
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != name:
         return f"no accelerator of type {name} is here: torch {torch.__version__} finds {here.type if here else 'none'}"
+    if processes > torch.accelerator.device_count():
+        return f"{processes} ranks need as many devices of type {name}, here are {torch.accelerator.device_count()}"
     return ""
 
 

@@ -1,10 +1,11 @@
 """What an outer step costs in the ranks themselves: an install, a merge, their memory, and `step` when nothing is due.
 
 One cluster of two ranks under torchrun, FSDP2, `overlap: full`, with a master, a slave and an agent on loopback, all
-real processes. Its rounds end in merges; at the end the version that lies in host memory is installed whole, as often.
-Both are timed from the call in the transfer's own code to its return, on the slower of the two ranks. Peak host memory
-is VmHWM above what was resident before OuterLoop was made, beside the sum that it printed. The cost of `step` is that
-of calls in which nothing is asked or moved.
+real processes. Its rounds end in merges. Then, with nothing else going on, what lies in host memory is merged and
+installed in turn, timed from the call in the transfer's own code to its return, on the slower of the two ranks. Peak
+host memory is VmHWM above what was resident before OuterLoop was made, beside the sum that it printed. The cost of
+`step` is that of the calls in which nothing is asked or moved: in processor time, since on two cores other processes of
+the run preempt the rank.
 
 With --device cuda (or npu, xpu) the model lies on the accelerators, one for each rank.
 """
@@ -60,7 +61,7 @@ def fitting_parameters() -> int:
 def measure(bench: Bench) -> None:
     """One run."""
     device = bench.args.device
-    if lacks := missing_device(device):
+    if lacks := missing_device(device, RANKS):
         bench.note(f"nothing was measured: {lacks}")
         return
     parameters = bench.args.parameters or (QUICK_PARAMETERS if bench.quick else fitting_parameters())
@@ -81,14 +82,15 @@ def measure(bench: Bench) -> None:
 def _times(bench: Bench, found: list[dict[str, Any]], parameters: int) -> None:
     took = {
         what: median(max(one) for one in zip(*(rank[what] for rank in found), strict=True))
-        for what in ("install", "merge", "freeze", "subtract")
+        for what in ("install", "merge", "freeze", "keep", "subtract")
     }
     bench.row("install", took["install"], "s")
     bench.row(
         "merge", took["merge"], "s", against="1.3 installs", of=MOST_MERGE * took["install"], least=1.0, less=True
     )
     bench.row("beside training, before it: subtraction", took["subtract"], "s", against="install", of=took["install"])
-    bench.row("freeze and keep", took["freeze"], "s")
+    bench.row("freeze", took["freeze"], "s")
+    bench.row("keep", took["keep"], "s")
     bench.note(f"a merge of 10⁹ parameters on a rank would take {shown(took['merge'] * RANKS * 1e9 / parameters, 's')}")
 
 
@@ -105,7 +107,7 @@ def _memory(bench: Bench, found: list[dict[str, Any]]) -> None:
 def _steps(bench: Bench, found: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(found):
         bench.row(
-            f"step, nothing due, rank {number}",
+            f"step, nothing due, processor time, rank {number}",
             rank["step"],
             "s",
             against="promised",
@@ -113,6 +115,7 @@ def _steps(bench: Bench, found: list[dict[str, Any]]) -> None:
             least=1.0,
             less=True,
         )
+        bench.row(f"likewise, by the clock, rank {number}", rank["step_wall"], "s")
     calls, mean_s = found[0]["steps"], found[0]["step_mean"]
     bench.note(f"step: the median of {calls} calls that ask the agent nothing; their mean {shown(mean_s, 's')}")
 

@@ -27,6 +27,8 @@ from benchmarks.accelerator import take_device
 from benchmarks.outer_rank import BenchModel
 from benchmarks.timed_rank import Memory
 from dips.client import OuterLoop
+from dips.client.rank.shard_transfer import ShardTransfer
+from dips.ids import VersionId
 
 INSTALLS = 5
 
@@ -37,14 +39,13 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def time_calls(self, owner: Any, method: str, name: str, *, together: bool) -> None:
+    def time_calls(self, owner: Any, method: str, name: str) -> None:
         """Have each call of `owner.method` timed as `name`."""
         inner: Callable[..., Any] = getattr(owner, method)
         times = self.seconds.setdefault(name, [])
 
         def timed(*args: Any, **keys: Any) -> Any:
-            if together:
-                dist.barrier()
+            dist.barrier()
             begun = time.perf_counter()
             result = inner(*args, **keys)
             times.append(time.perf_counter() - begun)
@@ -53,20 +54,41 @@ class Stopwatch:
         setattr(owner, method, timed)
 
 
-def train_rounds(outer: OuterLoop, part: nn.Module, rounds: int) -> list[float]:
-    """Train until so many versions were merged; return the seconds of the calls of `step` that asked nothing."""
-    quiet, first = [], outer.version.version
+def time_both(transfer: ShardTransfer, version: VersionId, watch: Stopwatch) -> None:
+    """Install and merge what lies in host memory, in turn, when nothing else goes on."""
+    memory = transfer._memory
+    watch.time_calls(transfer, "merge_version", "merge")
+    watch.time_calls(transfer, "install_version", "install")
+    watch.time_calls(memory, "subtract_in_place", "subtract")
+    watch.time_calls(memory, "gather_pieces", "freeze")
+    watch.time_calls(memory, "keep_pushed_shard", "keep")
+    for _ in range(INSTALLS + 1):
+        memory.gather_pieces()
+        memory.keep_pushed_shard()
+        memory.subtract_in_place()
+        if not transfer.merge_version(version):
+            raise RuntimeError("it was installed, not merged")
+        transfer.install_version(version)
+
+
+def train_rounds(outer: OuterLoop, part: nn.Module, rounds: int) -> tuple[list[float], list[float]]:
+    """Train until so many versions were merged; return the seconds of the calls of `step` that asked nothing, and those
+    of the processor in each."""
+    quiet: list[float] = []
+    spent: list[float] = []
+    first = outer.version.version
     while outer.version.version < first + rounds:
         with torch.no_grad():
             for parameter in part.parameters():
                 parameter.add_(1e-6)
         asks = outer._state.steps_until_poll <= 1
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), time.thread_time()
         outer.step(tokens=1, loss=1.0)
-        took = time.perf_counter() - begun
+        after, ended = time.thread_time(), time.perf_counter()
         if not asks:
-            quiet.append(took)
-    return quiet
+            quiet.append(ended - begun)
+            spent.append(after - before)
+    return quiet, spent
 
 
 def main(meeting: Path, plan: dict[str, Any]) -> None:
@@ -82,22 +104,15 @@ def main(meeting: Path, plan: dict[str, Any]) -> None:
     memory, watch = Memory(), Stopwatch()
     with OuterLoop(model) as outer:
         transfer = outer._shard_transfer
-        shard = transfer._memory
-        watch.time_calls(transfer, "merge_version", "merge", together=True)
-        watch.time_calls(transfer, "install_version", "install", together=True)
-        watch.time_calls(shard, "subtract_in_place", "subtract", together=False)
-        watch.time_calls(transfer, "begin_push", "freeze", together=True)
-        quiet = train_rounds(outer, model.layers[0], plan["rounds"])
+        quiet, spent = train_rounds(outer, model.layers[0], plan["rounds"])
         outer._outer_steps.settle_transfers()
-        del watch.seconds["install"][:]
-        for _ in range(INSTALLS):
-            transfer.install_version(outer.version)
+        time_both(transfer, outer.version, watch)
         beyond = memory.beyond()
-        seconds = {name: times[-plan["rounds"] :] for name, times in watch.seconds.items()}
+        seconds = {name: times[1:] for name, times in watch.seconds.items()}
         found = {
             **seconds, "peak": beyond["host"], "device": beyond["device"],
             "sum": transfer.sum_host_bytes(True).total_bytes,
-            "step": median(quiet), "step_mean": mean(quiet), "steps": len(quiet),
+            "step": median(spent), "step_wall": median(quiet), "step_mean": mean(spent), "steps": len(quiet),
         }  # fmt: skip
         (meeting / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

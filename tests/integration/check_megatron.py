@@ -1,6 +1,6 @@
 """Real Megatron-core on the ranks of one torchrun, in several layouts one after the other, against one known model.
 
-torchrun --nproc-per-node 4 check_megatron.py OUT     writes OUT.RANK as JSON
+torchrun --nproc-per-node 4 check_megatron.py OUT [--device cuda]     writes OUT.RANK as JSON
 
 Each layout receives the same full parameters and must hold on every rank exactly what Megatron's own way of cutting
 gives for that rank, push the same numbers back, and compute the loss that one rank computes with the whole model.
@@ -8,16 +8,15 @@ gives for that rank, push the same numbers back, and compute the loss that one r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import layouts
 import megatron_layouts as tiny
 import numpy as np
 import torch
-from check_layouts import on_this_rank, pull, whole_theta
+from check_layouts import on_this_rank, pull, read_words, whole_theta
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
@@ -67,7 +66,7 @@ def expected(way: Way, parts: list[nn.Module], theta: dict[str, np.ndarray]) -> 
             if words[:2] == ["decoder", "layers"]:
                 words[2] = str(int(words[2]) + (stage * way.pp + pp_rank) * each)
             name = TIED if path == "output_layer.weight" else ".".join(words)
-            full = torch.from_numpy(theta[name])
+            full = torch.from_numpy(theta[name]).to(parameter.device)
             if way.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
                 dim, stride = parameter.partition_dim, parameter.partition_stride
                 full = torch.cat([block.chunk(way.tp, dim)[tp_rank] for block in full.chunk(stride, dim)], dim)
@@ -77,8 +76,9 @@ def expected(way: Way, parts: list[nn.Module], theta: dict[str, np.ndarray]) -> 
 def loss_of(parts: list[nn.Module]) -> float:
     """The loss on one fixed batch, by Megatron's own schedule; NaN where this rank is not the last stage."""
     tokens = torch.randint(0, tiny.VOCABULARY, (2, tiny.LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    places = torch.arange(tiny.LENGTH)[None].expand(2, -1)
-    mask = torch.triu(torch.ones(1, 1, tiny.LENGTH, tiny.LENGTH), 1).bool()
+    tokens = tokens.to(layouts.device)
+    places = torch.arange(tiny.LENGTH, device=layouts.device)[None].expand(2, -1)
+    mask = torch.triu(torch.ones(1, 1, tiny.LENGTH, tiny.LENGTH, device=layouts.device), 1).bool()
 
     def forward(_: Any, model: nn.Module) -> Any:
         out = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:])
@@ -104,9 +104,10 @@ def step_without_moving(parts: list[nn.Module], optimizer: Any) -> None:
 
 
 def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
-    tiny.start(way.tp, way.pp, way.vpp)
+    tiny.start(way.tp, way.pp, way.vpp, layouts.device)
     torch.manual_seed(collectives.rank)  # every rank begins with numbers of its own: only a pull can make them right
     parts = tiny.chunks(tied=True, dtype=torch.bfloat16 if way.bf16 else torch.float32, vpp=way.vpp)
+    parts = [part.to(layouts.device) for part in parts]
     models, optimizer = tiny.wrapped(parts, way.distributed)
     layout = lay_out(models, collectives, optimizer, spread_items=64)
     memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
@@ -139,4 +140,5 @@ def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    on_this_rank(check, WAYS, Path(sys.argv[1]))
+    out, _, device = read_words()
+    on_this_rank(check, WAYS, out, device)

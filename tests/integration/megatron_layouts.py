@@ -41,14 +41,15 @@ def shim() -> None:
     _CpuAsCuda().__enter__()
 
 
-def start(tp: int = 1, pp: int = 1, vpp: int | None = None) -> None:
-    """Initialise Megatron's groups; torch.distributed is initialised by the caller."""
+def start(tp: int = 1, pp: int = 1, vpp: int | None = None, device: torch.device | None = None) -> None:
+    """Initialise Megatron's groups; torch.distributed is initialised by the caller. `device`: by default the CPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     parallel_state.initialize_model_parallel(tp, pp, vpp)
     random.initialize_rng_tracker(inference_rng_tracker=True)
-    shim()
+    if device is None or device.type == "cpu":
+        shim()
 
 
 def chunks(tied: bool, dtype: torch.dtype = torch.float32, vpp: int | None = None) -> list[nn.Module]:
