@@ -23,11 +23,12 @@ import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
 from benchmarks.accelerator import add_device, missing_device, take_device
-from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, exchange, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
 from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 
+exchange.TRANSIT_ITEMS = exchange.LEAST_BLOCK_ITEMS = 100  # so that what the ranks exchange takes several blocks
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
 
@@ -130,7 +131,8 @@ def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str
     """Check each case on one rank of the job, and write what was found to OUT.RANK."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if lacks := missing_device(device, ranks):
-        print(f"nothing was checked: {lacks}")
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"nothing was checked: {lacks}")
         return
     layouts.device = take_device(device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if device == "cpu" else None)
