@@ -70,7 +70,7 @@ def test_what_is_not_that_memory_is_not_mapped() -> None:
     assert node_memory._open_pages(b"", 64) is None and len(pages) == 64
 
 
-class ThreeRanks:
+class SharingRanks:
     """A job of three as its third rank sees it: the first two share, the second of them can map nothing."""
 
     rank, world_size = 2, 3
@@ -86,7 +86,7 @@ class ThreeRanks:
 def test_a_group_shares_if_all_of_it_can(mapped: bytes, sharing: set[int]) -> None:
     """And every rank of the job knows, since what it sends depends on it."""
     private = [msgpack.packb([[0, 1]]), msgpack.packb([[0, 2]])]
-    ranks = ThreeRanks(private, [b"offer", b""], [b"\1", mapped])
+    ranks = SharingRanks(private, [b"offer", b""], [b"\1", mapped])
     node = node_memory.share_memory(ranks, [(0, 1), (0, 1), (2,)], [], lambda _: 64)  # type: ignore[arg-type]
     assert set(node.shards.group_of) == sharing and node.pages is None
     assert [node.shards.shares(0, (0, k)) for k in range(4)] == [bool(sharing), False, False, bool(sharing)]

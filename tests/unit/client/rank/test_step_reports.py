@@ -12,7 +12,7 @@ from dips.client.rank.outer_state import OuterState
 from dips.client.rank.step_reports import MOST_WAITING, StepReports
 
 
-class Late:
+class LateLoss:
     """A loss on an accelerator."""
 
     def __init__(self, value: float) -> None:
@@ -31,7 +31,7 @@ class ReportAgent:
         self.heard.append(notice)
 
 
-class OneRank:
+class ReportRank:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
 
@@ -40,25 +40,25 @@ class OneRank:
 
 
 def make(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[StepReports, ReportAgent]:
-    monkeypatch.setattr(step_reports, "is_deferred", lambda loss: isinstance(loss, Late))
+    monkeypatch.setattr(step_reports, "is_deferred", lambda loss: isinstance(loss, LateLoss))
     monkeypatch.setattr(step_reports, "DeferredScalar", lambda loss: loss)
     agent = ReportAgent()
-    reports = StepReports(OuterState(1, 0.0), OneRank(rank), agent, pipelined=False)  # type: ignore[arg-type]
+    reports = StepReports(OuterState(1, 0.0), ReportRank(rank), agent, pipelined=False)  # type: ignore[arg-type]
     return reports, agent
 
 
 def test_a_loss_is_reported_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own step's tokens, in order, and nobody has waited."""
     reports, agent = make(monkeypatch)
-    losses = [Late(float(n)) for n in range(3)]
+    losses = [LateLoss(float(n)) for n in range(3)]
     for number, loss in enumerate(losses):
         reports.report_step(10 + number, loss)
     assert agent.heard == []
     losses[1].ready = True
-    reports.report_step(13, Late(3.0))
+    reports.report_step(13, LateLoss(3.0))
     assert agent.heard == [], "the first is still on its way"
     losses[0].ready = True
-    reports.report_step(14, Late(4.0))
+    reports.report_step(14, LateLoss(4.0))
     assert [(s.tokens, s.loss) for s in agent.heard] == [(10, 0.0), (11, 1.0)]
     assert not any(loss.waited for loss in losses)
 
@@ -66,7 +66,7 @@ def test_a_loss_is_reported_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_left_when_the_agent_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts are those of the script then; a NaN is told as such."""
     reports, agent = make(monkeypatch)
-    reports.report_step(10, Late(float("nan")))
+    reports.report_step(10, LateLoss(float("nan")))
     reports.flush_reports()
     reports.flush_reports()
     assert agent.heard == [Stepped(1, 10, None, finite=False)]
@@ -75,7 +75,7 @@ def test_nothing_is_left_when_the_agent_is_asked(monkeypatch: pytest.MonkeyPatch
 def test_a_float_comes_after_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that passes now one, now the other."""
     reports, agent = make(monkeypatch)
-    reports.report_step(10, Late(1.0))
+    reports.report_step(10, LateLoss(1.0))
     reports.report_step(11, 2.0)
     reports.report_step(12, None)
     assert [(s.tokens, s.loss) for s in agent.heard] == [(10, 1.0), (11, 2.0), (12, None)]
@@ -84,7 +84,7 @@ def test_a_float_comes_after_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch)
 def test_few_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that runs far ahead of its device waits for the oldest."""
     reports, agent = make(monkeypatch)
-    losses = [Late(float(n)) for n in range(MOST_WAITING + 3)]
+    losses = [LateLoss(float(n)) for n in range(MOST_WAITING + 3)]
     for loss in losses:
         reports.report_step(1, loss)
     assert len(agent.heard) == 3 and losses[2].waited and not losses[3].waited
@@ -93,7 +93,7 @@ def test_few_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_ranks_read_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's is shown."""
     reports, agent = make(monkeypatch, rank=1)
-    loss = Late(1.0)
+    loss = LateLoss(1.0)
     reports.report_step(10, loss)
     reports.flush_reports()
     assert agent.heard == [] and not loss.waited
