@@ -33,6 +33,7 @@ APART = (
     "against_one",
     "attach",
     "codec_losses",
+    "ranks",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them,
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
     parser.add_argument("--log", action="store_true", help=f"append a dated entry to {LOG.name}")
-    args = parser.parse_args(argv)
+    args, words = parser.parse_known_args(argv)  # --device, --parameters: of the benchmark that is named
     end_in_order()
     console, begun = Console(), time.monotonic()
     names = args.names or [name for name in NAMES if find_spec(f"benchmarks.{name}")]
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unwell: list[str] = []
     for number, name in enumerate(names, 1):
         console.print(f"[bold]({number} of {len(names)}) {name}[/bold]")
-        result, reason = run(name, args.quick)
+        result, reason = run(name, args.quick, words)
         if result is not None:
             results.append((name, result))
         if reason:
@@ -69,11 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if unwell else 0
 
 
-def run(name: str, quick: bool) -> tuple[dict[str, Any] | None, str]:
+def run(name: str, quick: bool, words: Sequence[str] = ()) -> tuple[dict[str, Any] | None, str]:
     """Run one benchmark with its table on this terminal; return its report, if it made one, and what is wrong."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *(["--quick"] if quick else [])]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{name}",
+            "--json",
+            str(file),
+            *(["--quick"] if quick else []),
+            *words,
+        ]
         process, limit_s = subprocess.Popen(command, cwd=ROOT), LIMITS_S.get(name, LIMIT_S)
         try:
             code = process.wait(limit_s)

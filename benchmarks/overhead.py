@@ -9,6 +9,8 @@ its inner steps are slowed by beside a transfer; by cause it is what the agent t
     none    stop, push, window, update, pull; held against the wire time
     full    train on meanwhile; held against the inner time. What is left are the freeze, the merge and looks
 
+With --device cuda (or npu, xpu) there is one cluster, of one rank, whose inner steps are real ones on the accelerator.
+
 Source: docs/architecture.md#speed.
 """
 
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.accelerator import add_device, missing_device
 from benchmarks.harness import Bench, main, shown
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
@@ -87,14 +90,15 @@ class Seen:
 
 def measure(bench: Bench) -> None:
     """Without overlap, then with it."""
-    lacks = missing()
+    device = bench.args.device
+    lacks = missing() or missing_device(device)
     if lacks is not None:
         bench.note(f"nothing was measured: {lacks}")
         return
     for overlap, setting in (QUICK_RUN if bench.quick else FULL_RUN).items():
         bench.say(f"overlap {overlap}: {setting}")
         bench.note(f"{overlap}: {len(CLUSTERS)} clusters of {setting.parameters:,} parameters; {setting}")
-        seen = lived(setting, overlap)
+        seen = lived(setting, overlap, device)
         most = {"none": MOST_NONE * setting.wire_s, "full": MOST_FULL * setting.inner_s}
         _standstill(bench, overlap, seen, most[overlap])
         _memory(bench, overlap, seen, BYTES_PER_PARAMETER * setting.parameters)
@@ -132,29 +136,30 @@ def _memory(bench: Bench, overlap: str, seen: Seen, model_bytes: int) -> None:
             bench.note(f"{overlap}: {kind} memory: no {kind} here")
 
 
-def lived(setting: Setting, overlap: str) -> Seen:
-    """Let four clusters take part in so many rounds."""
+def lived(setting: Setting, overlap: str, device: str) -> Seen:
+    """Let four clusters take part in so many rounds; on an accelerator one, which takes real inner steps."""
+    clusters = CLUSTERS if device == "cpu" else CLUSTERS[:1]
     with (
         tempfile.TemporaryDirectory(prefix="dips-bench-") as made,
-        network({SITE: None, **dict.fromkeys(CLUSTERS, setting.mbit)}) as hosts,
+        network({SITE: None, **dict.fromkeys(clusters, setting.mbit)}) as hosts,
     ):
         plans = {
             name: TimedPlan(
-                len(CLUSTERS), LAYERS, setting.parameters // LAYERS, STEP_S, warm=WARM, stretches=setting.rounds,
-                metrics=f"{hosts[name].ip}:{METRICS_PORT}",
+                len(clusters), LAYERS, setting.parameters // LAYERS, STEP_S, warm=WARM, stretches=setting.rounds,
+                metrics=f"{hosts[name].ip}:{METRICS_PORT}", device=device,
             )
-            for name in CLUSTERS
+            for name in clusters
         }  # fmt: skip
         keys = {"pace": {"steps": setting.inner_steps}, "overlap": overlap}
         manifest = equal_layers(setting.parameters, LAYERS)
         with TimedRun(Path(made) / "run", manifest, plans, keys, slaves=SLAVES, hosts=hosts) as run:
             run.finish(WITHIN_S)
-            rounds = [one for name in CLUSTERS for one in run.stretches(name)]
+            rounds = [one for name in clusters for one in run.stretches(name)]
             contributions = run.contributions()[WARM:][: setting.rounds]
-            beyond = [run.beyond(name) for name in CLUSTERS]
+            beyond = [run.beyond(name) for name in clusters]
     host, device = ([n for b in beyond if (n := b[of]) is not None] for of in ("host", "device"))
     return Seen(rounds, contributions, host, device)
 
 
 if __name__ == "__main__":
-    main("overhead", __doc__, measure)
+    main("overhead", __doc__, measure, add_device)

@@ -20,13 +20,16 @@ import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 
+from benchmarks.accelerator import take_device
 from benchmarks.outer_rank import BenchModel, meet
 from dips.client import OuterLoop
 
 WAKE_S = 0.5e-3  # before a step's end: a sleep ends late by some tenths of that
+MOST_BATCH, CALIBRATION_STEPS = 1 << 20, 20  # of real steps
 DRIFT_S = 1.0  # jitter is drawn anew after so much of training: drawn at each step it would be gone in the mean
 
 
@@ -42,6 +45,7 @@ class TimedPlan:
     warm: int = 0  # outer steps before the first stretch
     stretches: int = 0  # after so many it leaves; 0: at the end of the run
     metrics: str = ""  # host:port of the agent's
+    device: str = "cpu"  # on any other the steps are real, about as long as `step_s`, and nothing sleeps
 
 
 @dataclass(slots=True)
@@ -100,39 +104,83 @@ class Memory:
         return {"host": _status("VmHWM") - self._resident, "device": device}
 
 
-def inner_step(model: BenchModel, begun: float, length_s: float) -> None:
-    """Be over `length_s` after `begun`."""
-    with torch.no_grad():
+class SleptSteps:
+    """Inner steps that touch every parameter once and sleep until their length is over."""
+
+    def __init__(self, plan: TimedPlan, seed: str) -> None:
+        self._lengths = Lengths(plan, seed)
+
+    def take_step(self, model: BenchModel) -> float:
+        """Take one; return its length."""
+        length_s, begun = self._lengths.next_s(), time.perf_counter()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-6)
+        over = begun + length_s
+        time.sleep(max(0.0, over - time.perf_counter() - WAKE_S))
+        while time.perf_counter() < over:
+            pass
+        return length_s
+
+
+class RealSteps:
+    """Inner steps on an accelerator: forward, backward and AdamW of the layers as matrices, of a fitting batch.
+
+    Its length is the median of some steps before there is an outer loop.
+    """
+
+    def __init__(self, model: BenchModel, step_s: float) -> None:
+        first = next(model.parameters())
+        self._width = int(first.numel() ** 0.5)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        self._length_s = 0.0
+        self._batch = torch.randn(64, self._width, device=first.device)
+        while self._time_steps(model, 3) < step_s and self._batch.shape[0] < MOST_BATCH:
+            self._batch = self._batch.repeat(2, 1)
+        self._length_s = self._time_steps(model, CALIBRATION_STEPS)
+
+    def take_step(self, model: BenchModel) -> float:
+        """Take one; return the length that it has alone."""
+        x, square = self._batch, self._width**2
         for parameter in model.parameters():
-            parameter.add_(1e-6)
-    over = begun + length_s
-    time.sleep(max(0.0, over - time.perf_counter() - WAKE_S))
-    while time.perf_counter() < over:
-        pass
+            x = torch.tanh(x @ parameter[:square].view(self._width, self._width))
+        x.square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return self._length_s
+
+    def _time_steps(self, model: BenchModel, count: int) -> float:
+        took = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            self.take_step(model)
+            took.append(time.perf_counter() - begun)
+        return median(took)
 
 
-def warm_up(outer: OuterLoop, model: BenchModel, step_s: float) -> None:
+def warm_up(outer: OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> None:
     """Take one outer step, at once."""
     base = outer.version
     while outer.version == base:
-        inner_step(model, time.perf_counter(), step_s)
+        steps.take_step(model)
         outer.step(tokens=1)
         if not outer.moving and outer.version == base:
             outer.push()
 
 
 def main(name: str, meeting: Path, plan: TimedPlan) -> None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model = BenchModel(plan.layers, plan.numel).to(device)
-    memory, lengths = Memory(), Lengths(plan, name)
+    model = BenchModel(plan.layers, plan.numel).to(take_device(plan.device, 0))
+    steps: SleptSteps | RealSteps = SleptSteps(plan, name) if plan.device == "cpu" else RealSteps(model, plan.step_s)
+    memory = Memory()
     with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("w", buffering=1) as out:
         for number in range(plan.warm):
             meet(meeting, name, plan.clusters, number)
-            warm_up(outer, model, plan.step_s)
+            warm_up(outer, model, steps)
         meet(meeting, name, plan.clusters, plan.warm)
         before, number = spent(plan.metrics), 0
         while not outer.finished and (number < plan.stretches or not plan.stretches):
-            stretch = train(outer, model, lengths)
+            stretch = train(outer, model, steps)
             now = spent(plan.metrics)
             stretch.spent = {cause: seconds - before[cause] for cause, seconds in now.items()}
             before, number = now, number + 1
@@ -142,12 +190,12 @@ def main(name: str, meeting: Path, plan: TimedPlan) -> None:
             meet(meeting, name, plan.clusters, plan.warm + 1)
 
 
-def train(outer: OuterLoop, model: BenchModel, lengths: Lengths) -> Stretch:
+def train(outer: OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> Stretch:
     """Train until another version is installed."""
     stretch, base = Stretch(), outer.version
     while outer.version == base and not outer.finished:
-        length_s, moving, begun = lengths.next_s(), outer.moving, time.perf_counter()
-        inner_step(model, begun, length_s)
+        moving, begun = outer.moving, time.perf_counter()
+        length_s = steps.take_step(model)
         called = time.perf_counter()
         outer.step(tokens=1)
         stretch.calls.append(time.perf_counter() - called)

@@ -36,9 +36,9 @@ def build() -> Decoder:
 def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     """Train until the run is over; return the model and the loss of each inner step on this rank."""
     args = _arguments(words)
+    device = own_device()
     if "RANK" in os.environ:
         dist.init_process_group()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model, group = laid_out(build().to(device), args.layout, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = torch.Generator().manual_seed(args.seed * 1000 + group)
@@ -52,6 +52,14 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
             losses.append(loss.item())
             outer.step(tokens=SEQUENCES * LENGTH * groups(args.layout), loss=loss)  # 3
     return model, losses
+
+
+def own_device() -> torch.device:
+    """This rank's accelerator, made the current one: a mesh that is made before would have all ranks use the first."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def laid_out(model: Decoder, layout: str, device: torch.device) -> tuple[nn.Module, int]:

@@ -1,6 +1,6 @@
 """Every layout on the ranks of one torchrun: what is pushed is θ, and what is pulled lies on every rank, bit for bit.
 
-torchrun --nproc-per-node N check_layouts.py OUT KIND...     writes OUT.RANK as JSON
+torchrun --nproc-per-node N check_layouts.py OUT KIND... [--device cuda]     writes OUT.RANK as JSON
 
 Nothing here talks to a slave: `pieces` is what a rank would send, and what it would have received. Each rank compares
 its own part with full parameters that it made from the seed, so a shard that is wrong on one rank is seen there.
@@ -8,23 +8,27 @@ its own part with full parameters that it made from the seed, so a shard that is
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
-import sys
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import layouts
 import numpy as np
 import torch
 import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
-from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
+from benchmarks.accelerator import add_device, missing_device, take_device
+from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, exchange, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
 from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 
+exchange.TRANSIT_ITEMS = exchange.LEAST_BLOCK_ITEMS = 100  # so that what the ranks exchange takes several blocks
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
 
@@ -52,6 +56,7 @@ def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMe
 
 def pull(layout: ModelLayout, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
     """Fill this rank's pieces with a version and install it."""
+    dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
     for piece in memory.pieces:
         piece.array[:] = at(layout, piece, theta)
     memory.scatter_pieces()
@@ -96,7 +101,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
         n: theta + np.arange(theta.size, dtype=np.float32).reshape(theta.shape) for n, theta in reference.items()
     }
     pull(layout, memory, changed)
-    wrong_change = [n for n, p in inner.named_parameters() if not np.array_equal(full(p).numpy(), changed[n])]
+    wrong_change = [n for n, p in inner.named_parameters() if not np.array_equal(full(p).cpu().numpy(), changed[n])]
     memory.gather_pieces()
     again = whole_theta(collectives, layout, memory)
     wrong_change += [n for n, theta in changed.items() if not np.array_equal(again[n], theta.reshape(-1))]
@@ -122,9 +127,15 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     }
 
 
-def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str, Any], out: Path) -> None:
+def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str, Any], out: Path, device: str) -> None:
     """Check each case on one rank of the job, and write what was found to OUT.RANK."""
-    dist.init_process_group("gloo")
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if lacks := missing_device(device, ranks):
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"nothing was checked: {lacks}")
+        return
+    layouts.device = take_device(device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else None)
     torch.set_num_threads(1)
     collectives = JobCollectives()
     found = {name: check(case, collectives) for name, case in cases.items()}
@@ -133,5 +144,16 @@ def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str
     dist.destroy_process_group()
 
 
+def read_words() -> tuple[Path, list[str], str]:
+    """Of the command line: where to, what, and on which device."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("kinds", nargs="*")
+    add_device(parser)
+    args = parser.parse_args()
+    return args.out, args.kinds, args.device
+
+
 if __name__ == "__main__":
-    on_this_rank(check, {kind: kind for kind in sys.argv[2:]}, Path(sys.argv[1]))
+    out, kinds, device = read_words()
+    on_this_rank(check, {kind: kind for kind in kinds}, out, device)

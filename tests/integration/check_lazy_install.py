@@ -1,6 +1,6 @@
 """`install: lazy` beside `install: whole` on the ranks of one torchrun: the same, bit for bit, in every layout.
 
-torchrun --nproc-per-node N check_lazy_install.py OUT KIND...     writes OUT.RANK as JSON
+torchrun --nproc-per-node N check_lazy_install.py OUT KIND... [--device cuda]     writes OUT.RANK as JSON
 
 Two models of one seed go through the same pulls, forwards and steps of their optimizers; one is installed whole. Each
 rank compares logits and its own shards. Nothing here talks to a slave.
@@ -9,16 +9,16 @@ rank compares logits and its own shards. Nothing here talks to a slave.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import layouts
 import numpy as np
 import torch
-from check_layouts import SPREAD_ITEMS, at, on_this_rank
+import torch.distributed as dist
+from check_layouts import SPREAD_ITEMS, at, on_this_rank, read_words
 from layouts import BLOCKS, VOCABULARY, laid, local, seeded
 from torch import nn
 
@@ -40,7 +40,7 @@ class Side:
         self.model, _ = laid(kind, seeded(), collectives.world_size)
         if evaluated:  # before it is looked at
             with torch.no_grad():
-                self.model(TOKENS)
+                self.model(TOKENS.to(layouts.device))
         self.layout = lay_out(self.model, collectives, spread_items=SPREAD_ITEMS)
         self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, collectives)
         self.inner = self.model.module if kind == "ddp" else self.model
@@ -50,6 +50,7 @@ class Side:
     def land(self, theta: Theta, *, merge: bool = False) -> None:
         """A version lies whole in host memory, on all ranks."""
         self.memory.finish_install()
+        dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
         for piece in self.memory.pieces:
             piece.array[:] = at(self.layout, piece, theta)
         self.memory.scatter_pieces()
@@ -111,7 +112,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     """Take both through every way to come from a landed version to the next reader of a parameter."""
-    tokens = TOKENS
+    tokens = TOKENS.to(layouts.device)
     whole, lazy = Side(kind, collectives, HostMemory), Side(kind, collectives, LazyMemory)
     both = (whole, lazy)
     is_so: dict[str, bool] = {}
@@ -175,7 +176,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
             side.inner.used = BLOCKS
             side.optimizer.zero_grad()
             side.land(version(8))
-        x = torch.linspace(-1, 1, 2 * 11 * 24).reshape(2, 11, 24)
+        x = torch.linspace(-1, 1, 2 * 11 * 24).reshape(2, 11, 24).to(layouts.device)
         with torch.no_grad():
             same("one block by itself", *([side.inner.layers[1](x)] for side in both))
         last = [local(p) for p in lazy.inner.layers[2].parameters()]
@@ -200,4 +201,5 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    on_this_rank(check, {kind: kind for kind in sys.argv[2:]}, Path(sys.argv[1]))
+    out, kinds, device = read_words()
+    on_this_rank(check, {kind: kind for kind in kinds}, out, device)

@@ -1,7 +1,7 @@
 """Real Megatron-core on the ranks of one torchrun, in several layouts one after the other, against one known model.
 
-torchrun --nproc-per-node 4 check_megatron.py OUT dense       writes OUT.RANK as JSON
-torchrun --nproc-per-node 2 check_megatron.py OUT experts     likewise, of a mixture of experts
+torchrun --nproc-per-node 4 check_megatron.py OUT dense [--device cuda]       writes OUT.RANK as JSON
+torchrun --nproc-per-node 2 check_megatron.py OUT experts [--device cuda]     likewise, of a mixture of experts
 
 Each layout receives the same full parameters and must hold on every rank exactly what Megatron's own way of cutting
 gives for that rank, push the same numbers back, and compute the loss that one rank computes with the whole model.
@@ -9,16 +9,15 @@ gives for that rank, push the same numbers back, and compute the loss that one r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import layouts
 import megatron_layouts as tiny
 import numpy as np
 import torch
-from check_layouts import on_this_rank, pull, whole_theta
+from check_layouts import on_this_rank, pull, read_words, whole_theta
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
@@ -84,8 +83,8 @@ def expected(way: Way, parts: list[nn.Module], theta: dict[str, np.ndarray]) -> 
                 words[6] = str(int(words[6]) + mpu.get_expert_model_parallel_rank() * tiny.EXPERTS // way.ep)
                 tp, at = way.etp or way.tp, mpu.get_expert_tensor_parallel_rank()
             name = TIED if path == "output_layer.weight" else ".".join(words)
-            full = torch.from_numpy(theta[name])
-            if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
+            full = torch.from_numpy(theta[name]).to(parameter.device)
+            if way.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
                 dim, stride = parameter.partition_dim, parameter.partition_stride
                 full = torch.cat([block.chunk(tp, dim)[at] for block in full.chunk(stride, dim)], dim)
             yield parameter, full
@@ -93,14 +92,15 @@ def expected(way: Way, parts: list[nn.Module], theta: dict[str, np.ndarray]) -> 
             if path.endswith(".expert_bias"):
                 words = path.split(".")
                 words[2] = str(int(words[2]) + (stage * way.pp + pp_rank) * each)
-                yield buffer, torch.from_numpy(theta[".".join(words)])
+                yield buffer, torch.from_numpy(theta[".".join(words)]).to(buffer.device)
 
 
 def loss_of(parts: list[nn.Module]) -> float:
     """The loss on one fixed batch, by Megatron's own schedule; NaN where this rank is not the last stage."""
     tokens = torch.randint(0, tiny.VOCABULARY, (2, tiny.LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    places = torch.arange(tiny.LENGTH)[None].expand(2, -1)
-    mask = torch.triu(torch.ones(1, 1, tiny.LENGTH, tiny.LENGTH), 1).bool()
+    tokens = tokens.to(layouts.device)
+    places = torch.arange(tiny.LENGTH, device=layouts.device)[None].expand(2, -1)
+    mask = torch.triu(torch.ones(1, 1, tiny.LENGTH, tiny.LENGTH, device=layouts.device), 1).bool()
 
     def forward(_: Any, model: nn.Module) -> Any:
         out = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:])
@@ -126,11 +126,12 @@ def step_without_moving(parts: list[nn.Module], optimizer: Any) -> None:
 
 
 def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
-    tiny.start(way.tp, way.pp, way.vpp, way.ep, way.etp)
+    tiny.start(way.tp, way.pp, way.vpp, way.ep, way.etp, layouts.device)
     torch.manual_seed(collectives.rank)  # every rank begins with numbers of its own: only a pull can make them right
     parts = tiny.chunks(
         tied=True, dtype=torch.bfloat16 if way.bf16 else torch.float32, vpp=way.vpp, experts=way.experts
     )
+    parts = [part.to(layouts.device) for part in parts]
     models, optimizer = tiny.wrapped(parts, way.distributed)
     layout = lay_out(models, collectives, optimizer, spread_items=64, share_buffers=SHARED if way.experts else ())
     memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
@@ -164,4 +165,5 @@ def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    on_this_rank(check, {"dense": DENSE, "experts": EXPERTS}[sys.argv[2]], Path(sys.argv[1]))
+    out, (kind,), device = read_words()
+    on_this_rank(check, {"dense": DENSE, "experts": EXPERTS}[kind], out, device)

@@ -87,23 +87,27 @@ def tensor_parallel(model: Llama, mesh: Any) -> Llama:
     return parallelize_module(model, mesh, ends)
 
 
+device = torch.device("cpu")  # of models and meshes; check_layouts.py sets it by --device
+
+
 def laid(kind: str, model: Llama, world: int) -> tuple[nn.Module, Any]:
     """The model in the layout `kind` on all ranks, and the mesh over which its data is split (None: not at all)."""
+    model = model.to(device)
     match kind:
         case "plain":
             return model, None
         case "ddp":
-            return nn.parallel.DistributedDataParallel(model), init_device_mesh("cpu", (world,))
+            return nn.parallel.DistributedDataParallel(model), init_device_mesh(device.type, (world,))
         case "fsdp":
-            mesh = init_device_mesh("cpu", (world,))
+            mesh = init_device_mesh(device.type, (world,))
             return fsdp(model, mesh), mesh
         case "hsdp":
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
             return fsdp(model, mesh), mesh
         case "tp":
-            return tensor_parallel(model, init_device_mesh("cpu", (world,))), None
+            return tensor_parallel(model, init_device_mesh(device.type, (world,))), None
         case "tp_fsdp":
-            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            mesh = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
             return fsdp(tensor_parallel(model, mesh["tp"]), mesh["dp"]), mesh["dp"]
     raise ValueError(kind)
 

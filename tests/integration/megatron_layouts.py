@@ -44,8 +44,15 @@ def shim() -> None:
     _CpuAsCuda().__enter__()
 
 
-def start(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None) -> None:
-    """Initialise Megatron's groups; torch.distributed is initialised by the caller."""
+def start(
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Initialise Megatron's groups; torch.distributed is initialised by the caller. `device`: by default the CPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -53,7 +60,8 @@ def start(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: in
         tp, pp, vpp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
     random.initialize_rng_tracker(inference_rng_tracker=True)
-    shim()
+    if device is None or device.type == "cpu":
+        shim()
 
 
 def chunks(

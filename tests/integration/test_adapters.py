@@ -80,6 +80,12 @@ def test_host_memory_is_the_ranks_shard(four: list[dict[str, Any]], kind: str) -
     assert all(of[kind]["host"] <= 1.02 * of[kind]["held"] for of in four)
 
 
+@pytest.mark.parametrize(("kind", "sharers"), [("plain", 4), ("ddp", 4), ("hsdp", 2), ("fsdp", 1)])
+def test_ranks_of_a_host_that_hold_the_same_share_one_copy(four: list[dict[str, Any]], kind: str, sharers: int) -> None:
+    """A rank's part of it is 4 B a parameter, divided by how many they are."""
+    assert all(of[kind]["host"] <= 1.02 * of[kind]["held"] / sharers for of in four)
+
+
 def test_the_manifest_is_of_the_model_not_of_its_layout(four: list[dict[str, Any]]) -> None:
     """Six layouts, one digest."""
     assert len({of[kind]["digest"] for of in four for kind in LAYOUTS}) == 1

@@ -23,6 +23,7 @@ LENGTH = struct.Struct(">I")
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
 }
+FIELDS = {kind: tuple(field.name for field in dataclasses.fields(cls)) for kind, cls in MESSAGES.items()}
 
 
 def encode_message(message: Message) -> bytes:

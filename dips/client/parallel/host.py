@@ -11,38 +11,37 @@ their own; beside the model at most one block is needed there. On a host that is
 the largest layer, and each layer is installed before the next is pulled (streaming.py). Where training should not wait
 for it, `install_shard` only begins, and the next forward does the rest (lazy.py).
 
-`gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward.
+`gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward. Ranks of one
+host that hold the same share the buffer (replicas.py): before anything is written into it, after an install, all ranks
+must have met once in a collective, so that none of them still reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 
 from dips.client.parallel.checksum import sum_bits
-from dips.client.parallel.devices import Device
-from dips.client.parallel.finiteness import find_not_finite
-from dips.client.parallel.kept_shard import KeptShard, ShardCopy
-from dips.client.parallel.memory_map import map_memory
+from dips.client.parallel.copies import read_tensor, write_merged, write_pulled
+from dips.client.parallel.devices import find_device
+from dips.client.parallel.exchange import PartExchange, RankExchange, SentPart
+from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
+from dips.client.parallel.host_sum import BYTES, HostSum
+from dips.client.parallel.kept_shard import KeptShard
 from dips.client.parallel.model_memory import ModelMemory
-from dips.client.parallel.plan import LocalRect, Redistribution, TransferPlan
+from dips.client.parallel.plan import LocalRect, TransferPlan
 from dips.client.parallel.remainders import Remainders
 from dips.client.parallel.seam import Adapter, HeldParameter
-from dips.client.parallel.shard_copies import ShardBlocks, part_of
+from dips.client.parallel.shard_buffer import ShardBuffer
+from dips.client.parallel.shard_copies import ShardBlocks, ShardCopy, part_of
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 EncodeChunk = Callable[[Range, memoryview], Buffer]
-
-
-class RankExchange(Protocol):
-    """Moves tensors between ranks; JobCollectives does."""
-
-    def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None: ...
+Layers = Sequence[int] | None  # of the manifest, by number; None: all
 
 
 class HostMemory:
@@ -57,18 +56,25 @@ class HostMemory:
         self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
     ) -> None:
         """`held` is what `adapter` described when the plan was made."""
-        self._adapter, self._plan, self._exchange = adapter, plan, exchange
+        self._adapter, self._plan = adapter, plan
         self._model_memory, self._remainders = ModelMemory(adapter, held), Remainders()
-        self._device = Device([b.view for h in held for b in (*h.reads, *h.writes)])
-        self._kept = KeptShard(self._device)
+        self._device = find_device([b.view for h in held for b in (*h.reads, *h.writes)])
+        self._exchange, self._kept = PartExchange(exchange, self._device), KeptShard(self._device)
         self._held = self._sort_by_layer(held)
-        self._allocate_layers()
+        written = [[[b.rect for b in h.writes] if h else [] for h in layer] for layer in self._held]
+        self._buffer = ShardBuffer(
+            self._device, exchange, written, plan.pieces, plan.replicas, one_layer=self.ONE_LAYER
+        )
+        shards, me = self._buffer.shards, exchange.rank
+        self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
+        self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
+        self._ranks = exchange
         self._bind_copies()
 
     @property
     def pieces(self) -> list[Piece]:
         """What this rank pulls and pushes; valid from `gather_pieces` on, or from a pull to `scatter_pieces`."""
-        return self._pieces
+        return self._buffer.pieces
 
     @property
     def layers(self) -> range:
@@ -81,8 +87,18 @@ class HostMemory:
 
     @property
     def allocated_numel(self) -> int:
-        """Elements of 4 B that are allocated."""
-        return self._host.numel()
+        """Elements of 4 B that are allocated for pieces and shard."""
+        return self._buffer.allocated_numel
+
+    def sum_host_bytes(self, keeps: bool) -> HostSum:
+        """All that this rank needs beside the model; `keeps`: merges will follow."""
+        copies = self._copies_of_layers(None)
+        return HostSum(
+            shard=BYTES * self.allocated_numel,
+            kept=BYTES * sum(copy.view.numel() for copy in copies) if keeps else 0,
+            rounded=BYTES * sum(copy.view.numel() for copy in copies if copy.rounds),
+            transit=BYTES * self._exchange.most_numel((*self._plan.gather, *self._spread)),
+        )
 
     def find_replaced_parameter(self) -> str:
         """The first parameter that is another than was laid out, or lies here in other parts; "" if there is none.
@@ -106,17 +122,17 @@ class HostMemory:
 
     def _bind_copies(self) -> None:
         """Find what an install copies to; the model's tensors are where `_held` says."""
-        self._blocks = ShardBlocks(self._held, self._block_at, self._host)
-        self._params = [list(self._blocks.parameter_copies(layer)) for layer in self.layers]
+        self._blocks = ShardBlocks(self._held, self._buffer)
+        self._params = self._blocks.parameter_copies()
         self._masters = [list(self._blocks.master_copies(layer)) for layer in self.layers]
         self._kept.move_copies(chain(*self._params, *self._masters))
 
     @torch.no_grad()
-    def find_not_finite(self) -> str:
+    def find_not_finite(self, layers: Layers = None) -> str:
         """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
-        held = [h for layer in self._held for h in layer if h is not None]
+        held = [h for layer in self._chosen(layers) for h in self._held[layer] if h is not None]
         views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
-        return find_not_finite(views)
+        return find_not_finite(views, self._device)
 
     @property
     def remainders(self) -> Remainders:
@@ -138,72 +154,108 @@ class HostMemory:
         """Parameters that an install which goes on beside training has not come to yet (lazy.py)."""
         return ()
 
-    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+    def named_views(self, layers: Layers = None) -> list[tuple[str, torch.Tensor]]:
         """The model's own memory that installs write."""
-        return [(copy.name, copy.view) for copy in chain(*self._params)]
+        return [(copy.name, copy.view) for layer in self._chosen(layers) for copy in self._params[layer]]
+
+    def _chosen(self, layers: Layers) -> Sequence[int]:
+        return self.layers if layers is None else layers
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_pieces(self) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze what this rank moves: afterwards the pieces hold it and the model may change."""
+        chosen = self._chosen(layers)
         with self._device.ordered_copies():
-            for layer, moves in enumerate(self._plan.gather):
-                sends = {
-                    p: self._pack_views([self._read_rect(layer, r) for r in rects]) for p, rects in moves.sends.items()
-                }
-                for source, target in moves.local:
+            for layer in chosen:
+                for source, target in self._plan.gather[layer].local:
                     if (frozen := self._frozen_tensor(target)) is not None:
-                        frozen.copy_(self._read_rect(layer, source), non_blocking=True)
-                self._device.synchronize()
-                self._add_remainders(layer, moves, sends)
-                self._exchange_layer(moves, sends, lambda _, rect: self._frozen_tensor(rect), layer)
+                        read_tensor(self._device, self._read_rect(layer, source), frozen)
+            self._device.synchronize()
+            for layer in chosen:
+                self._add_remainders(layer)
+                moves = self._plan.gather[layer]
+                sends = {
+                    peer: [SentPart(self._read_rect(layer, r), self._remainder_of(layer, r)) for r in rects]
+                    for peer, rects in moves.sends.items()
+                }
+                receives = {peer: [self._frozen_tensor(r) for r in rects] for peer, rects in moves.receives.items()}
+                self._exchange.move_parts(
+                    sends, {peer: [view for view in views if view is not None] for peer, views in receives.items()}
+                )
 
     @torch.no_grad()
-    def keep_pushed_shard(self) -> None:
+    def keep_pushed_shard(self, layers: Layers = None) -> None:
         """Keep this rank's whole shard as it is now, for a `merge_shard`; allocated once, in host memory."""
-        self._kept.keep_copies(chain(*self._params, *self._masters))
+        self._kept.keep_copies(self._copies_of_layers(layers), self._copies_of_layers(None))
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
+    def subtract_in_place(self, layers: Layers = None) -> None:
+        """Begin the merge of what all ranks have pulled, as far as it needs no other rank and not the model.
+
+        Reads and writes host memory only, so a thread may do it beside training.
+        """
+        for layer in self._chosen(layers):
+            if self._arrives_in_place(layer):
+                self._kept.subtract_kept(self._copies_of_layers([layer]))
+
     @torch.no_grad()
-    def scatter_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def scatter_pieces(self, layers: Layers = None) -> None:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
-        for layer in self.layers if layers is None else layers:
-            moves = self._plan.spread[layer]
+        for layer in self._chosen(layers):
+            moves = self._spread[layer]
+            # A copy where the shard takes the piece's own memory.
             sends = {
-                peer: self._pack_views([self._piece_tensor(rect) for rect in rects])
-                for peer, rects in moves.sends.items()
+                peer: [SentPart(self._read_piece(layer, rect)) for rect in rects] for peer, rects in moves.sends.items()
             }
-            moved = [(self._piece_tensor(s).clone(), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
+            moved = [(self._read_piece(layer, s), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
             for values, target in moved:
                 self._shard_tensor(layer, target).copy_(values)
-            self._exchange_layer(moves, sends, self._shard_tensor, layer)
+            self._exchange.move_parts(
+                sends,
+                {peer: [self._shard_tensor(layer, r) for r in rects] for peer, rects in moves.receives.items()},
+            )
+        if self._buffer.shards.group_of:
+            self._ranks.all_min([0])  # what another rank receives into memory that is shared is there, too
 
     @torch.no_grad()
-    def install_shard(self) -> None:
+    def install_shard(self, layers: Layers = None) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
+        chosen = self._chosen(layers)
         self._adapter.reshard()
-        self._copy_shards(self._params)
+        self._write_pulled(chain(*(self._params[layer] for layer in chosen)))
         self._adapter.reload_masters()
-        self._copy_shards(self._masters)
-        self._remainders.keep_installed(chain(*self._params))
+        self._write_pulled(chain(*(self._masters[layer] for layer in chosen)))
+        self._remainders.keep_installed(chain(*(self._params[layer] for layer in chosen)))
 
     @torch.no_grad()
-    def is_merge_finite(self) -> bool:
-        """Whether `merge_shard` would leave finite parameters: this rank's θ_local and θ_kept are finite."""
-        return self._kept.is_finite()
+    def merge_shard(self, layers: Layers = None) -> bool:
+        """Add to the model what the shard differs in from what was kept: θ_local ← θ_local + (θ_shard − θ_kept).
 
-    @torch.no_grad()
-    def merge_shard(self) -> None:
-        """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
+        Returns False if nothing was kept, or if something here is not finite now: then the shard, which is as it was,
+        must be installed on all ranks.
+        """
+        chosen = self._chosen(layers)
+        copies = self._copies_of_layers(chosen)
+        if not self._kept.holds(copies):
+            return False
         self._adapter.reshard()
-        masters = [(copy, copy.view + self._kept.pulled_difference(copy)) for copy in chain(*self._masters)]
-        for copy in chain(*self._params):
-            self._remainders.write_merged(copy, copy.view + self._kept.pulled_difference(copy))
-        self._adapter.reload_masters()
-        for copy, master in masters:
-            copy.view.copy_(master)
+        self._kept.subtract_kept(copies)
+        check = FiniteCheck(self._device)
+        with self._device.ordered_copies():
+            for copy in copies:
+                self._merge_copy(copy, check)
+            self._device.synchronize()
+        if not any(self._masters):  # known masters were merged, exactly; others are made from the parameters
+            self._adapter.reload_masters()
+        self._kept.drop_copies(copies)
+        return check.is_finite
+
+    def _merge_copy(self, copy: ShardCopy, check: FiniteCheck) -> None:
+        remainder = self._remainders.room_for(copy)
+        write_merged(self._device, copy, self._kept.difference(copy), remainder, check)
 
     def sync_masters(self) -> None:
         """All layers were installed, one after the other."""
@@ -215,24 +267,18 @@ class HostMemory:
     def on_inner_step(self) -> None:
         """An inner step was taken."""
 
-    def _copy_shards(self, layers: Iterable[Iterable[ShardCopy]]) -> None:
+    def _write_pulled(self, copies: Iterable[ShardCopy]) -> None:
         with self._device.ordered_copies():
-            for copies in layers:
-                for copy in copies:
-                    copy.view.copy_(copy.host, non_blocking=True)
+            for copy in copies:
+                write_pulled(self._device, copy)
             self._device.synchronize()
 
-    # ---- blocks and pieces in memory ---------------------------------------------------------------------------------
+    def _copies_of_layers(self, layers: Layers) -> list[ShardCopy]:
+        """All copies of some layers, or of all of them: masters first."""
+        chosen = self._chosen(layers)
+        return [*chain(*(self._masters[layer] for layer in chosen)), *chain(*(self._params[layer] for layer in chosen))]
 
-    def _allocate_layers(self) -> None:
-        written = [[[b.rect for b in held.writes] if held else [] for held in layer] for layer in self._held]
-        places = map_memory(written, self._plan.pieces, one_layer=self.ONE_LAYER)
-        self._block_at = places.block_at
-        self._host = self._device.allocate_host(places.size)
-        self._memory = [
-            self._host[places.piece_at[n] : places.piece_at[n] + p.length] for n, p in enumerate(self._plan.pieces)
-        ]
-        self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
+    # ---- blocks and pieces in memory ---------------------------------------------------------------------------------
 
     def _read_rect(self, layer: int, rect: LocalRect) -> torch.Tensor:
         held = self._held[layer][rect.param]
@@ -240,59 +286,35 @@ class HostMemory:
         block = held.reads[rect.index]
         return part_of(block.view, block.rect, rect.rect)
 
-    def _piece_tensor(self, rect: LocalRect) -> torch.Tensor:
-        piece, memory, part = self._plan.pieces[rect.index], self._memory[rect.index], rect.rect
-        at = memory.storage_offset() + part.first - piece.offset
-        return memory.as_strided((part.rows, part.cols), (part.width, 1), at)
-
     def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
         """Where `gather_pieces` copies a rectangle of a piece to; None if it is read from the model as it travels."""
-        return self._piece_tensor(rect)
+        return self._buffer.piece_part(rect)
 
     def _shard_tensor(self, layer: int, rect: LocalRect) -> torch.Tensor:
         block, host = self._blocks.host_block(layer, rect.param, rect.index)
         return part_of(host, block.rect, rect.rect)
 
     def _is_in_place(self, layer: int, source: LocalRect, target: LocalRect) -> bool:
-        piece, shard = self._piece_tensor(source), self._shard_tensor(layer, target)
+        piece, shard = self._buffer.piece_part(source), self._shard_tensor(layer, target)
         return piece.data_ptr() == shard.data_ptr() and piece.is_contiguous() and shard.is_contiguous()
 
-    def _add_remainders(self, layer: int, moves: Redistribution, sends: dict[int, torch.Tensor]) -> None:
+    def _arrives_in_place(self, layer: int) -> bool:
+        """What this rank pulls of a layer is all of its shard, and lies where the shard does."""
+        return self._complete[layer] and all(self._is_in_place(layer, *pair) for pair in self._spread[layer].local)
+
+    def _read_piece(self, layer: int, part: LocalRect) -> torch.Tensor:
+        """What was pulled; a copy of it if the shard takes its memory."""
+        piece = self._buffer.piece_part(part)
+        return piece if self._buffer.is_in_block(part.index) else piece.clone()
+
+    def _remainder_of(self, layer: int, rect: LocalRect) -> torch.Tensor | None:
+        return self._remainders.part_for(layer, rect, self._blocks)
+
+    def _add_remainders(self, layer: int) -> None:
         """To what was read from the model: what the last install had to round away (remainders.py)."""
-        for peer, rects in moves.sends.items():
-            parts = _split_packed(sends[peer], [self._read_rect(layer, rect) for rect in rects])
-            for part, rect in zip(parts, rects, strict=True):
-                self._remainders.add_to(part, layer, rect, self._blocks)
-        for source, target in moves.local:
-            if (frozen := self._frozen_tensor(target)) is not None:
-                self._remainders.add_to(frozen, layer, source, self._blocks)
-
-    # ---- between the ranks of the cluster ----------------------------------------------------------------------------
-
-    def _pack_views(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        packed = self._device.allocate_host(sum(view.numel() for view in views))
-        for part, view in zip(_split_packed(packed, views), views, strict=True):
-            part.copy_(view, non_blocking=True)
-        return packed
-
-    def _exchange_layer(
-        self,
-        moves: Redistribution,
-        sends: dict[int, torch.Tensor],
-        place: Callable[[int, LocalRect], torch.Tensor | None],
-        layer: int,
-    ) -> None:
-        """Exchange one layer with the other ranks; `place` names the memory of each rectangle that arrives."""
-        found = {peer: [place(layer, rect) for rect in rects] for peer, rects in moves.receives.items()}
-        targets = {peer: [view for view in views if view is not None] for peer, views in found.items()}
-        assert all(len(targets[peer]) == len(views) for peer, views in found.items()), "what is received has a place"
-        receives = {peer: torch.empty(sum(v.numel() for v in views)) for peer, views in targets.items()}
-        self._exchange.exchange_tensors(sends, receives)
-        for peer, views in targets.items():
-            for part, view in zip(_split_packed(receives[peer], views), views, strict=True):
-                view.copy_(part)
-
-
-def _split_packed(packed: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    parts = packed.split([view.numel() for view in views])
-    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+        if not self._remainders.any:
+            return
+        for source, target in self._plan.gather[layer].local:
+            frozen, remainder = self._frozen_tensor(target), self._remainder_of(layer, source)
+            if frozen is not None and remainder is not None:
+                frozen.add_(remainder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from dips.client.parallel.model_memory import merge_tied
 from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
 from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
+from dips.client.parallel.replicas import find_replicas
 from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_in_memory
 from dips.client.parallel.shared_buffers import check_found
 from dips.client.parallel.tensors import TorchAdapter, plain_name
@@ -68,7 +69,7 @@ def lay_out(
     assert adapter is not None
     plan = make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items, share_buffers)
     check_found(plan.manifest, share_buffers)
-    return ModelLayout(adapter, held, plan)
+    return ModelLayout(adapter, held, replace(plan, replicas=find_replicas(ranks)))
 
 
 def choose_adapter(

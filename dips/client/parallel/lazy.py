@@ -27,11 +27,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.host import HostMemory, RankExchange
-from dips.client.parallel.kept_shard import ShardCopy
+from dips.client.parallel.copies import write_merged, write_pulled
+from dips.client.parallel.exchange import RankExchange
+from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
+from dips.client.parallel.host import HostMemory, Layers
 from dips.client.parallel.plan import TransferPlan
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, check_sharded, groups_gathered_with
 from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.shard_copies import ShardCopy
 from dips.client.parallel.torch_types import is_dtensor
 from dips.errors import LocalProtocolError
 
@@ -49,7 +52,7 @@ class LazyMemory(HostMemory):
         self._group_by_state = {group.state: group for group in read_groups if group.state is not None}
         self._parameters = {name: p for group in read_groups for name, p in group.reads.items()}
         self._pending: dict[str, torch.Event | None] = {}  # to be installed; the event of its copies if enqueued
-        self._write_copy: Callable[[ShardCopy], None] = _write_pulled
+        self._write_copy: Callable[[ShardCopy], None] = self._write_pulled_copy
         self._forward_seen = False  # of any group, since the install began
         self._handles: list[RemovableHandle] = []
 
@@ -65,19 +68,34 @@ class LazyMemory(HostMemory):
         """What no forward has come to."""
         return self._pending
 
-    def gather_pieces(self) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
         self.finish_install()
-        super().gather_pieces()
+        super().gather_pieces(layers)
 
-    def install_shard(self) -> None:
-        """Begin to copy the shard into the model: the next read of a parameter sees the new value."""
-        self._begin_install(_write_pulled)
-        self._remainders.keep_installed(chain(*self._params))
+    def install_shard(self, layers: Layers = None) -> None:
+        """Begin to copy the shard into the model: the next read of a parameter sees the new value.
 
-    def merge_shard(self) -> None:
-        """Begin to add to the model what the shard differs in from what was kept."""
-        self._begin_install(self._write_merged)
+        A merge that was begun and does not count, since another rank's is not finite, is replaced.
+        """
+        self._forget_pending()
+        copies = self._copies_of_layers(layers)
+        self._begin_install(self._write_pulled_copy, copies)
+        self._remainders.keep_installed(copies)
+
+    @torch.no_grad()
+    def merge_shard(self, layers: Layers = None) -> bool:
+        """Begin to add to the model what the shard differs in from what was kept; False, and nothing is begun, if what
+        is added or added to is not finite."""
+        copies = self._copies_of_layers(layers)
+        if not self._kept.holds(copies):
+            return False
+        self._kept.subtract_kept(copies)
+        added = [(copy.name, view) for copy in copies for view in (copy.view, self._kept.difference(copy))]
+        if find_not_finite(added, self._device):
+            return False
+        self._begin_install(self._write_merged_copy, copies)
+        return True
 
     def finish_install(self) -> None:
         """Install what is pending, remove the hooks; the host memory is free again."""
@@ -112,21 +130,21 @@ class LazyMemory(HostMemory):
     # ---- from the begin of an install to its end -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _begin_install(self, write: Callable[[ShardCopy], None]) -> None:
+    def _begin_install(self, write: Callable[[ShardCopy], None], copies: Sequence[ShardCopy]) -> None:
         assert not self._handles, "an install ends before the next transfer"
         self._check_not_torn()
         self._adapter.reshard()
         self._write_copy, self._forward_seen = write, False
-        self._pending = dict.fromkeys(self._parameters)
+        names = {copy.name for copy in copies}
+        self._pending = dict.fromkeys(name for name in self._parameters if name in names)
         self._register_hooks()
         if not self._device.accelerated:
             return
         with self._device.background_copies():
             for group in self._groups:
-                names = [name for name in group.reads if self._pending[name] is None]
-                self._write_parameters(names)
-                event = self._device.record_event()
-                self._pending |= dict.fromkeys(names, event)
+                reads = [name for name in group.reads if name in self._pending and self._pending[name] is None]
+                self._write_parameters(reads)
+                self._pending |= dict.fromkeys(reads, self._device.record_event())
 
     def _before_forward(self, group: ReadGroup) -> None:
         """A module of this group is about to be called."""
@@ -156,8 +174,18 @@ class LazyMemory(HostMemory):
                 self._write_copy(copy)
         self.torn = False
 
-    def _write_merged(self, copy: ShardCopy) -> None:
-        self._remainders.write_merged(copy, copy.view + self._kept.difference_on_device(copy))
+    def _write_pulled_copy(self, copy: ShardCopy) -> None:
+        write_pulled(self._device, copy)
+
+    def _write_merged_copy(self, copy: ShardCopy) -> None:
+        remainder = self._remainders.room_for(copy)
+        write_merged(self._device, copy, self._kept.difference(copy), remainder, FiniteCheck(self._device))
+        self._kept.drop_copies([copy])
+
+    def _forget_pending(self) -> None:
+        self._device.synchronize()
+        self._pending = {}
+        self._remove_hooks()
 
     def _check_not_torn(self) -> None:
         if self.torn:
@@ -196,13 +224,6 @@ class LazyMemory(HostMemory):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _write_pulled(copy: ShardCopy) -> None:
-    device, dtype = copy.view.device, copy.view.dtype
-    # Cast on the device: a cast in host memory would block this thread.
-    source = copy.host if dtype == copy.host.dtype else copy.host.to(device, non_blocking=True)
-    copy.view.copy_(source, non_blocking=True)
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ class MemoryMap:
 
     piece_at: dict[int, int] = field(default_factory=dict)  # by number of the piece in the plan
     block_at: dict[tuple[int, int, int], int] = field(default_factory=dict)  # by layer, parameter, block
+    in_block: set[int] = field(default_factory=set)  # pieces that share the memory of the one block that holds them
     size: int = 0
 
 
@@ -52,6 +53,7 @@ def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mappin
         block = find_block(blocks[piece.param], piece)
         if piece.param not in shared and block is not None:
             found.piece_at[number] = found.block_at[layer, piece.param, block[0]] + block[1]
+            found.in_block.add(number)
     pieces_end = blocks_end = at
     for number, piece in pieces.items():
         if piece.param in shared:

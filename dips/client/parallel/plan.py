@@ -68,6 +68,7 @@ class TransferPlan:
     pieces: tuple[Range, ...]  # what it moves to and from the slaves
     gather: tuple[Redistribution, ...]  # by layer, before a push: from blocks that are read to pieces
     spread: tuple[Redistribution, ...]  # by layer, after a pull: from pieces to blocks that are written
+    replicas: tuple[tuple[int, ...], ...] = ()  # of each rank: those on its host that write the same, itself included
 
 
 def make_plan(

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
-from dips.client.parallel.kept_shard import ShardCopy
+from dips.client.parallel.blocks import split_together
+from dips.client.parallel.devices import HOST_BLOCK_ITEMS
 from dips.client.parallel.plan import LocalRect
-from dips.client.parallel.shard_copies import ShardBlocks, part_of
+from dips.client.parallel.shard_copies import ShardBlocks, ShardCopy, part_of
 
 
 class Remainders:
@@ -26,28 +27,34 @@ class Remainders:
         """`host` of each was written into its tensor."""
         for copy in copies:
             if copy.rounds:
-                torch.sub(copy.host, copy.host.to(copy.view.dtype).float(), out=self._allocate(copy))
+                for host, rounded in split_together(HOST_BLOCK_ITEMS, copy.host, self._allocate(copy)):
+                    torch.sub(host, host.to(copy.view.dtype).float(), out=rounded)
             else:
                 self._of.pop(copy.key, None)  # its masters, made since the last install, hold all of it now
 
-    def write_merged(self, copy: ShardCopy, merged: torch.Tensor) -> None:
-        """Write fp32 values into a copy's tensor, and keep what that rounds away."""
-        copy.view.copy_(merged)
+    def room_for(self, copy: ShardCopy) -> torch.Tensor | None:
+        """Where what a merge rounds away goes; None if it rounds nothing."""
         if copy.rounds:
-            self._allocate(copy).copy_(merged - copy.view.float())
-        else:
-            self._of.pop(copy.key, None)
+            return self._allocate(copy)
+        self._of.pop(copy.key, None)
+        return None
 
-    def add_to(self, target: torch.Tensor, layer: int, source: LocalRect, blocks: ShardBlocks) -> None:
-        """Add the remainder of a part of the model to `target`, which was read from it."""
-        if (remainder := self.read_part(layer, source, blocks)) is not None:
-            target.add_(remainder)
+    @property
+    def any(self) -> bool:
+        """Something was rounded away."""
+        return bool(self._of)
 
-    def read_part(self, layer: int, source: LocalRect, blocks: ShardBlocks) -> torch.Tensor | None:
-        """The remainder of a part of the model, [rows, cols]; None if nothing of it was rounded away."""
+    @property
+    def allocated_numel(self) -> int:
+        """Elements of 4 B that are allocated."""
+        return sum(remainder.numel() for remainder in self._of.values())
+
+    def part_for(self, layer: int, source: LocalRect, blocks: ShardBlocks) -> torch.Tensor | None:
+        """What to add to a part of the model that was read; None if that was not rounded."""
         key = layer, source.param, source.index
-        remainder = self._of.get(key)
-        return None if remainder is None else part_of(remainder, blocks.host_block(*key)[0].rect, source.rect)
+        if (remainder := self._of.get(key)) is None:
+            return None
+        return part_of(remainder, blocks.host_block(*key)[0].rect, source.rect)
 
     def take_state(self) -> torch.Tensor | None:
         """All of them one behind the other, for a checkpoint; None if nothing rounds."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dips.client.parallel.kept_shard import ShardCopy
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import HeldParameter, TensorBlock
+from dips.client.parallel.shard_buffer import ShardBuffer
 
 LayerHeld = Sequence[HeldParameter | None]  # of one layer, by the manifest's order; None: nothing of it is here
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCopy:
+    """One copy from host memory to a tensor of the framework."""
+
+    name: str  # of the parameter
+    view: torch.Tensor  # the framework's
+    host: torch.Tensor
+    rounds: bool = False  # the tensor has fewer bits than what is pulled, and is what is pushed
+    key: tuple[int, int, int] = (-1, -1, -1)  # layer, parameter, block; of a parameter's own memory
 
 
 @dataclass(frozen=True)
@@ -19,23 +30,25 @@ class ShardBlocks:
     """The blocks of a rank's shard, and where each lies in host memory."""
 
     held: Sequence[LayerHeld]
-    block_at: Mapping[tuple[int, int, int], int]
-    host: torch.Tensor
+    buffer: ShardBuffer
 
     def host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
         """A block that is written, and its host memory of the same shape."""
         held = self.held[layer][param]
         assert held is not None
-        block, at = held.writes[index], self.block_at[layer, param, index]
-        return block, self.host[at : at + block.rect.numel].view(block.rect.rows, block.rect.cols)
+        block = held.writes[index]
+        memory = self.buffer.block_memory((layer, param, index), block.rect.numel)
+        return block, memory.view(block.rect.rows, block.rect.cols)
 
-    def parameter_copies(self, layer: int) -> Iterator[ShardCopy]:
-        """To the parameters of one layer, in a fixed order."""
-        for l, k, b in self.block_at:
+    def parameter_copies(self) -> list[list[ShardCopy]]:
+        """To the parameters of each layer, in a fixed order."""
+        found: list[list[ShardCopy]] = [[] for _ in self.held]
+        for l, k, b in self.buffer.blocks:
             held = self.held[l][k]
-            if l == layer and held is not None:
+            if held is not None:
                 block, host = self.host_block(l, k, b)
-                yield ShardCopy(held.name, block.view, host, rounds=_rounds(held, block), key=(l, k, b))
+                found[l].append(ShardCopy(held.name, block.view, host, rounds=_rounds(held, block), key=(l, k, b)))
+        return found
 
     def master_copies(self, layer: int) -> Iterator[ShardCopy]:
         """To the optimizer's masters of one layer."""

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from dips.client.parallel.host import HostMemory, RankExchange
+from dips.client.parallel.exchange import RankExchange
+from dips.client.parallel.host import HostMemory, Layers
 from dips.client.parallel.plan import LocalRect, TransferPlan
 from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.transport.shares import Piece
@@ -48,13 +49,13 @@ class StreamedMemory(HostMemory):
 
     def pieces_of_layer(self, layer: int) -> list[Piece]:
         """What this rank pulls of one layer, into the memory that all layers share."""
-        return [piece for piece in self._pieces if piece.layer == layer]
+        return [piece for piece in self._buffer.pieces if piece.layer == layer]
 
-    def gather_pieces(self) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Stage what must be exchanged before a push."""
         numbers = [n for n in range(len(self._plan.pieces)) if n not in self._in_model]
         self._staged = {n: torch.empty(self._plan.pieces[n].length) for n in numbers}
-        super().gather_pieces()
+        super().gather_pieces(layers)
 
     def release_staged(self) -> None:
         """Free what was staged: the push is over."""
@@ -65,7 +66,7 @@ class StreamedMemory(HostMemory):
         """Scatter and install one layer that was pulled on all ranks; collective."""
         self.scatter_pieces((layer,))
         self._adapter.reshard()
-        self._copy_shards((self._params[layer], self._masters[layer]))
+        self._write_pulled((*self._params[layer], *self._masters[layer]))
         self._remainders.keep_installed(self._params[layer])
 
     def _bind_copies(self) -> None:
@@ -101,5 +102,5 @@ class StreamedMemory(HostMemory):
         if number not in self._in_model:
             return self._staged[number][cut]  # with its remainders: `gather_pieces`
         elements = self._in_model[number][cut].to("cpu", torch.float32)
-        remainder = self._remainders.read_part(*self._read_at[number], self._blocks)
+        remainder = self._remainders.part_for(*self._read_at[number], self._blocks)
         return elements if remainder is None else elements + remainder.reshape(-1)[cut]

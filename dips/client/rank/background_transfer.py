@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.transfer_types import TransferStats
 from dips.errors import DipsError, LocalProtocolError, Unavailable
 
 
@@ -91,13 +90,15 @@ class ThreadedTransfer(BackgroundTransfer):
         collectives: JobCollectives,
         report_progress: Callable[[], str],
         on_end: Callable[[], None] = do_nothing,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         """`report_progress` returns why to give up, or ""; `on_end` is called once, when the transfer is over.
 
-        total  bytes over all ranks; asked when it is over
+        total   bytes over all ranks; asked when it is over
+        finish  what is left to do, in a thread, when all ranks have moved all of theirs; on all ranks or on none
         """
         self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
-        self._report_progress, self._on_end = report_progress, on_end
+        self._report_progress, self._on_end, self._finish = report_progress, on_end, finish
 
     def wait(self, poll_s: float) -> TransferResult:
         while (result := self._agree_on_result(poll_s)) is None:
@@ -123,6 +124,10 @@ class ThreadedTransfer(BackgroundTransfer):
             return None
         if failed:
             thread.cancel()
+        elif self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._thread = TransferThread(lambda _: finish())
+            return None
         self._on_end()
         return TransferResult(not failed, thread.reason if failed else "", self._total())
 
@@ -130,7 +135,7 @@ class ThreadedTransfer(BackgroundTransfer):
 class TransferThread:
     """One rank's transfer in a thread; an unforeseen error is raised after the ranks have agreed to give up."""
 
-    def __init__(self, work: Callable[[threading.Event], TransferStats] | None) -> None:
+    def __init__(self, work: Callable[[threading.Event], object] | None) -> None:
         """`work` takes the event that cancels it; None: this rank moves nothing."""
         self.error: BaseException | None = None
         self._cancel = threading.Event()
@@ -166,7 +171,7 @@ class TransferThread:
             raise own
         self.error = own  # TransferCancelled, raised by this call, is no reason
 
-    def _run_work(self, work: Callable[[threading.Event], TransferStats]) -> None:
+    def _run_work(self, work: Callable[[threading.Event], object]) -> None:
         try:
             work(self._cancel)
         except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the training thread)

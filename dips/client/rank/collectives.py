@@ -78,13 +78,26 @@ class JobCollectives:
     def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """Send each tensor of `sends` to its rank, and fill those of `receives` from theirs; return when all is done.
 
-        Every send has a receive of the same number of elements; ranks with neither need not call this.
+        Every send has a receive of the same number of elements; ranks with neither need not call this. Tensors are all
+        on the host, or all on a device that `can_exchange` accepts.
         """
-        work = [dist.irecv(tensor, rank, group=self._group) for rank, tensor in sorted(receives.items())]
-        work += [dist.isend(tensor, rank, group=self._group) for rank, tensor in sorted(sends.items())]
-        for one in work:
-            assert one is not None, "every rank of the job is in its group"
+        moved = {tensor.device.type for tensor in (*sends.values(), *receives.values())}
+        group = self._group if moved <= {"cpu"} else dist.group.WORLD
+        work = [dist.P2POp(dist.irecv, tensor, rank, group=group) for rank, tensor in sorted(receives.items())]
+        work += [dist.P2POp(dist.isend, tensor, rank, group=group) for rank, tensor in sorted(sends.items())]
+        for one in dist.batch_isend_irecv(work) if work else ():
             one.wait()
+
+    def can_exchange(self, device: torch.device) -> bool:
+        """Whether the job's own process group moves tensors on every rank's device: then none go by the host."""
+        if self._group is None:
+            return False
+        pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+        able = any(pair[0] == device.type != "cpu" and pair[-1] != "gloo" for pair in pairs)
+        if not self.all_min([int(able)])[0]:
+            return False
+        dist.all_reduce(torch.zeros(1, device=device))  # the first use of a group must be by all of its ranks
+        return True
 
     def all_min(self, numbers: Sequence[int]) -> list[int]:
         """The smallest over all ranks of each number."""

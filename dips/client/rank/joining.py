@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from dips.client.ipc import address
 from dips.client.ipc.messages import Attach, Attached, ManifestSent
 from dips.client.ipc.packed_manifest import pack_manifest
 from dips.client.ipc.process import process_name
+from dips.client.parallel.host_sum import HostSum
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.lone_agent import ALONE, CLUSTER_FILE, WARNING, LoneAgent, is_alone, lone_config
@@ -55,6 +57,14 @@ def warn_of_coarse(name: str) -> None:
         "give the optimizer that has masters, OuterLoop(model, optimizer=optimizer)",
         stacklevel=3,
     )
+
+
+def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> None:
+    """Print what the rank that needs most needs of host memory, once for the job; collective."""
+    most = -collectives.all_min([-needed.total_bytes])[0]
+    if collectives.rank == 0 and not alone:
+        others = f"; the rank that needs most: {most / 1e6:.1f} MB" if most > needed.total_bytes else ""
+        sys.stderr.write(f"OuterLoop: host memory beside the model, rank 0: {needed.describe_sum()}{others}\n")
 
 
 def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:

@@ -26,7 +26,7 @@ from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
 from dips.client.rank.inner_optimizers import InnerOptimizers
-from dips.client.rank.joining import attach_trainer, find_agent, find_config, warn_of_coarse, watch_run
+from dips.client.rank.joining import attach_trainer, find_agent, find_config, tell_memory, warn_of_coarse, watch_run
 from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
@@ -85,6 +85,7 @@ class OuterLoop:
         self._shard_transfer = ShardTransfer(
             memory, self._collectives, self._config.stall_s, *codecs, optimizer_steps=lambda: self._optimizers.steps
         )
+        tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
@@ -213,6 +214,7 @@ class OuterLoop:
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
         self._check_usable()
+        self._step_reports.flush_reports()
         if not self._state.finished:
             self._outer_steps.settle_transfers()
             self._poll_outer_step(demanded=True)
@@ -250,6 +252,7 @@ class OuterLoop:
             )
         while not self._state.finished and not self._closed:
             self._check_usable()
+            self._step_reports.flush_reports()
             self._collectives.barrier("OuterLoop.ranges")
             number = self._data_ranges.next_range()
             self._tell_news()
@@ -281,6 +284,7 @@ class OuterLoop:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
             self._step_checks.compare_ranks()
+        self._step_reports.flush_reports()
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
         self._tell_news()
@@ -300,6 +304,7 @@ class OuterLoop:
         it: a resume then loses the merge.
         """
         self._check_usable()
+        self._step_reports.flush_reports()
         self._collectives.barrier("OuterLoop.state_dict")
         self._shard_transfer.finish_install()
         if self._config.on_divergence is not DivergencePolicy.RESET:
@@ -344,6 +349,7 @@ class OuterLoop:
         if self._closed:
             return
         self._check_usable()
+        self._step_reports.flush_reports()
         self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
         self._shard_transfer.finish_install()

@@ -148,7 +148,8 @@ class OuterSteps:
         return OpenTransfer(order, self._shard_transfer.begin_push(self._request_for(order), keep=self._overlaps))
 
     def _begin_pull(self, order: PullNow) -> OpenTransfer:
-        return OpenTransfer(order, self._shard_transfer.begin_pull(self._request_for(order)))
+        request = replace(self._request_for(order), merge=order.merge)
+        return OpenTransfer(order, self._shard_transfer.begin_pull(request))
 
     def _train_on(self, answer: TrainOn) -> None:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps

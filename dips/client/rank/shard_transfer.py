@@ -17,6 +17,7 @@ import torch
 
 from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.parallel.checksum import wrap_sum
+from dips.client.parallel.host_sum import HostSum
 from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
@@ -52,6 +53,7 @@ class TransferRequest:
     base: TransferIdentity
     report_progress: ReportProgress
     accepted: int = 0  # seq of this incarnation's last push whose Outcome was accepted: settles the error feedback
+    merge: bool = False  # a `merge_version` follows a pull: what was kept is subtracted beside training
 
 
 class MovedBytes:
@@ -97,6 +99,11 @@ class ShardTransfer:
         pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
+    def sum_host_bytes(self, keeps: bool) -> HostSum:
+        """What this rank needs of host memory beside the model."""
+        owed = 2 * sum(piece.array.nbytes for piece in self._memory.pieces) if self._feedback is not None else 0
+        return replace(self._memory.sum_host_bytes(keeps), owed=owed)
+
     # ---- push --------------------------------------------------------------------------------------------------------
 
     def begin_push(self, request: TransferRequest, keep: bool = False) -> BackgroundTransfer:
@@ -105,6 +112,7 @@ class ShardTransfer:
         keep    keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
         Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
+        self._memory.finish_install()
         self._check_parameters()
         if reason := self._find_not_finite():
             return EndedTransfer(TransferResult(False, reason, 0, diverged=True))
@@ -171,7 +179,8 @@ class ShardTransfer:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
         move = partial(transfer.pull_pieces, held=held)
-        return self._begin_move(move, self._memory.pieces, self._total["pull", "fp32"], request)
+        finish = self._memory.subtract_in_place if request.merge else None
+        return self._begin_move(move, self._memory.pieces, self._total["pull", "fp32"], request, finish=finish)
 
     def install_version(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
@@ -193,10 +202,8 @@ class ShardTransfer:
         would never be finite again: the version is installed as it is, on all ranks, and this returns False.
         """
         self._begin_install(version)
-        (finite,) = self._collectives.all_min([int(self._memory.is_merge_finite())])
-        if finite:
-            self._memory.merge_shard()
-        else:
+        (finite,) = self._collectives.all_min([int(self._memory.merge_shard())])
+        if not finite:
             self._memory.install_shard()
         self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
         return bool(finite)
@@ -273,8 +280,12 @@ class ShardTransfer:
         total: int,
         request: TransferRequest,
         on_end: Callable[[], None] = do_nothing,
+        finish: Callable[[], None] | None = None,
     ) -> BackgroundTransfer:
-        """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over."""
+        """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over.
+
+        finish  done in a thread, once every rank has moved all
+        """
         grant, base = request.grant, request.base
         moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))
 
@@ -293,7 +304,7 @@ class ShardTransfer:
 
         thread = TransferThread(run_move if pieces else None)
         return ThreadedTransfer(
-            thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end
+            thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
         )
 
 

@@ -1,14 +1,31 @@
-"""What rank 0 reports to the agent of each inner step: tokens and loss."""
+"""What rank 0 reports to the agent of each inner step: tokens and loss.
+
+A loss that an accelerator still computes is not waited for: its step is reported, in order, at a later step, when it
+has arrived. Nothing is left unreported when the agent is asked something that its counts decide.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 from dips.client.ipc.messages import LossReported, Stepped
+from dips.client.parallel.devices import DeferredScalar, is_deferred
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.losses import LossChannel, finite_or_none
 from dips.client.rank.outer_state import OuterState
+from dips.protocol.data import BegunRange
+
+MOST_WAITING = 32  # inner steps whose loss is on its way; the agent sees a trainer's progress so many steps late
+
+
+class _Taken(NamedTuple):
+    """An inner step, as it was when it was taken."""
+
+    tokens: int
+    left: tuple[int, ...] | None  # of the data ranges, as in Stepped
+    begun: BegunRange | None
 
 
 class StepReports:
@@ -19,17 +36,26 @@ class StepReports:
     ) -> None:
         self._state, self._agent_client, self._is_first = state, agent_client, collectives.rank == 0
         self._losses = LossChannel(collectives) if pipelined else None
+        self._waiting: deque[tuple[_Taken, DeferredScalar]] = deque()
 
     def report_step(self, tokens: int, loss: Any) -> None:
-        """Report one inner step; not collective."""
-        # A loss that is not needed is not read: that may wait for an accelerator.
-        shown = finite_or_none(loss) if self._is_first or self._losses else None
-        finite = loss is None or shown is not None
-        if self._losses:
-            self._losses.add_loss(shown, finite)
-        if self._is_first:
-            state = self._state
-            self._agent_client.notify_agent(Stepped(state.attempt, int(tokens), shown, finite, state.left, state.begun))
+        """Report one inner step, at once or when its loss is known; not collective."""
+        if not self._is_first and self._losses is None:  # nobody needs it
+            return
+        step = _Taken(int(tokens), self._state.left, self._state.begun)
+        if is_deferred(loss):
+            self._waiting.append((step, DeferredScalar(loss)))
+        elif self._waiting:
+            self.flush_reports()
+        while self._waiting and (self._waiting[0][1].ready or len(self._waiting) > MOST_WAITING):
+            self._report_oldest()
+        if not is_deferred(loss):
+            self._report_loss(step, loss)
+
+    def flush_reports(self) -> None:
+        """Report every step until now; waits for their losses."""
+        while self._waiting:
+            self._report_oldest()
 
     def report_pipeline_losses(self) -> None:
         """In a pipeline, report the losses that another rank has computed since the last call; collective."""
@@ -38,3 +64,17 @@ class StepReports:
         gathered = self._losses.gather_losses()
         if gathered is not None:
             self._agent_client.notify_agent(LossReported(self._state.attempt, *gathered))
+
+    def _report_oldest(self) -> None:
+        step, loss = self._waiting.popleft()
+        self._report_loss(step, loss.read())
+
+    def _report_loss(self, step: _Taken, loss: Any) -> None:
+        shown = finite_or_none(loss)
+        finite = loss is None or shown is not None
+        if self._losses:
+            self._losses.add_loss(shown, finite)
+        if self._is_first:
+            self._agent_client.notify_agent(
+                Stepped(self._state.attempt, step.tokens, shown, finite, step.left, step.begun)
+            )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 AGENT, RANK, PARALLEL = "dips/client/agent", "dips/client/rank", "dips/client/parallel"
+MERGE = "tests/unit/client/parallel/test_merge.py"
+REPLICAS = "tests/unit/client/parallel/test_replicas.py"
+REPORTS = "tests/unit/client/rank/test_step_reports.py"
 MOVED = "tests/unit/client/parallel/test_moved_memory.py"
 TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
 RESTARTS = "tests/unit/client/agent/test_restarts.py"
@@ -71,7 +74,6 @@ MUTANTS = (
         "(())",
         "tests/unit/client/agent/test_divergence.py",
     ),
-    Mutant("what 16 bits round away is lost", PARALLEL, "target.add_(remainder)", "pass", MOVED),
     # ---- data ranges
     Mutant("a part that is settled is trained again", AGENT, "self.begun[begun.number] = begun", "pass", PARTS),
     Mutant("what is left of a range is used up", AGENT, "kept = {*left}", "kept = set[int]()", PARTS),
@@ -83,6 +85,13 @@ MUTANTS = (
         PARTS,
     ),
     Mutant("the end of the data hides what is left", AGENT, "    if s.ranges.served:\n", "    if False:\n", PARTS),
+    Mutant("what 16 bits round away is lost", PARALLEL, "frozen.add_(remainder)", "frozen.add_(0)", MOVED),
+    Mutant("a merge that is not finite counts", PARALLEL, "return check.is_finite", "return True", MERGE),
+    Mutant("a merge is done twice", PARALLEL, "self._kept.drop_copies(copies)", "pass", MERGE),
+    Mutant("a merge rounds twice", PARALLEL, "block.add_(view)", "block.copy_(block.to(view.dtype)).add_(view)", MERGE),
+    Mutant("each rank of a group is sent its own", PARALLEL, " and target == group[0]", "", REPLICAS),
+    Mutant("memory is mapped without its token", PARALLEL, " == token:", " is not None:", REPLICAS),
+    Mutant("losses wait for ever", RANK, " or len(self._waiting) > MOST_WAITING", "", REPORTS),
     Mutant(
         "masters that were made since are not found",
         PARALLEL,

@@ -160,7 +160,7 @@ def test_a_read_group_waits_for_its_own_copies_and_for_no_later_ones(monkeypatch
     """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
     model, queue = LazyModel(), Queue()
     memory = laid(model)
-    monkeypatch.setattr(lazy, "_write_pulled", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
+    monkeypatch.setattr(lazy, "write_pulled", lambda _, one: queue.asked.append(lambda: one.view.copy_(one.host)))
     monkeypatch.setattr(memory, "_device", queue)
     land(memory, 0.5)
     assert len(queue.asked) == 2 + 3 * 4 and at(model, 0.5) == set()

@@ -1,0 +1,85 @@
+"""Host memory that several processes of one host map: a file without a name, found through the one that made it.
+
+The first rank of a group makes it and tells the others its process and descriptor; they open it in /proc and compare a
+random token at its end, so neither another process of that number nor another host of that name is mistaken for it.
+The kernel frees it with the last of them. Where one of a group cannot open it (containers of their own), each of the
+group has memory for itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import msgpack
+
+from dips.client.parallel.exchange import RankExchange
+from dips.client.parallel.replicas import Group, Place, SharedShards
+
+TOKEN_BYTES = 16
+NAME = "dips-shard"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """What all ranks have agreed on, and this rank's mapping; `pages` None: it shares nothing."""
+
+    shards: SharedShards
+    pages: mmap.mmap | None
+
+
+def share_memory(
+    ranks: RankExchange,
+    groups: Sequence[Group],
+    private: Collection[Place],
+    count_bytes: Callable[[Collection[Place]], int],
+) -> NodeMemory:
+    """Map one memory in each group of several ranks; collective.
+
+    private      parameters that this rank cannot have in shared memory
+    count_bytes  what the group's shard takes without those of all its ranks
+    """
+    if all(len(group) == 1 for group in groups):
+        return NodeMemory(SharedShards(), None)
+    told = [msgpack.unpackb(words) for words in ranks.all_gather(msgpack.packb(sorted(private)))]
+    excluded = {group: {(l, k) for rank in group for l, k in told[rank]} for group in groups if len(group) > 1}
+    mine = groups[ranks.rank]
+    nbytes = count_bytes(excluded[mine]) if mine in excluded else 0
+    made = _make_pages(nbytes) if nbytes and ranks.rank == mine[0] else None
+    offers = ranks.all_gather(b"" if made is None else msgpack.packb(made[1:]))
+    pages = made[0] if made is not None else _open_pages(offers[mine[0]], nbytes)
+    mapped = [bool(answer) for answer in ranks.all_gather(b"\1" if pages is not None else b"")]
+    if made is not None:
+        os.close(made[2])  # every rank that can has mapped it
+    shared = {group: places for group, places in excluded.items() if all(mapped[rank] for rank in group)}
+    group_of = {rank: group for group in shared for rank in group}
+    return NodeMemory(SharedShards(group_of, shared), pages if ranks.rank in group_of else None)
+
+
+def _make_pages(nbytes: int) -> tuple[mmap.mmap, int, int, bytes]:
+    """The mapping, this process, the descriptor and the token."""
+    descriptor, token = os.memfd_create(NAME), secrets.token_bytes(TOKEN_BYTES)
+    os.ftruncate(descriptor, nbytes + TOKEN_BYTES)
+    os.pwrite(descriptor, token, nbytes)
+    return mmap.mmap(descriptor, nbytes), os.getpid(), descriptor, token
+
+
+def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
+    """The memory that was offered; None if it cannot be opened here, or is another."""
+    if not offer or not nbytes:
+        return None
+    pid, number, token = msgpack.unpackb(offer)
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        same = os.fstat(descriptor).st_size == nbytes + TOKEN_BYTES
+        if same and os.pread(descriptor, TOKEN_BYTES, nbytes) == token:
+            return mmap.mmap(descriptor, nbytes)
+        return None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,99 @@
+"""What the agent hears of inner steps whose losses arrive late: all of them, in order, none waited for in `step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dips.client.ipc.messages import Stepped
+from dips.client.rank import step_reports
+from dips.client.rank.outer_state import OuterState
+from dips.client.rank.step_reports import MOST_WAITING, StepReports
+
+
+class LateLoss:
+    """A loss on an accelerator."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.ready, self.waited = value, False, False
+
+    def read(self) -> float:
+        self.waited |= not self.ready
+        return self.value
+
+
+class ReportAgent:
+    def __init__(self) -> None:
+        self.heard: list[Stepped] = []
+
+    def notify_agent(self, notice: Any) -> None:
+        self.heard.append(notice)
+
+
+class ReportRank:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+def make(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[StepReports, ReportAgent]:
+    monkeypatch.setattr(step_reports, "is_deferred", lambda loss: isinstance(loss, LateLoss))
+    monkeypatch.setattr(step_reports, "DeferredScalar", lambda loss: loss)
+    agent = ReportAgent()
+    reports = StepReports(OuterState(1, 0.0), ReportRank(rank), agent, pipelined=False)  # type: ignore[arg-type]
+    return reports, agent
+
+
+def test_a_loss_is_reported_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own step's tokens, in order, and nobody has waited."""
+    reports, agent = make(monkeypatch)
+    losses = [LateLoss(float(n)) for n in range(3)]
+    for number, loss in enumerate(losses):
+        reports.report_step(10 + number, loss)
+    assert agent.heard == []
+    losses[1].ready = True
+    reports.report_step(13, LateLoss(3.0))
+    assert agent.heard == [], "the first is still on its way"
+    losses[0].ready = True
+    reports.report_step(14, LateLoss(4.0))
+    assert [(s.tokens, s.loss) for s in agent.heard] == [(10, 0.0), (11, 1.0)]
+    assert not any(loss.waited for loss in losses)
+
+
+def test_nothing_is_left_when_the_agent_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counts are those of the script then; a NaN is told as such."""
+    reports, agent = make(monkeypatch)
+    reports.report_step(10, LateLoss(float("nan")))
+    reports.flush_reports()
+    reports.flush_reports()
+    assert agent.heard == [Stepped(1, 10, None, finite=False)]
+
+
+def test_a_float_comes_after_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that passes now one, now the other."""
+    reports, agent = make(monkeypatch)
+    reports.report_step(10, LateLoss(1.0))
+    reports.report_step(11, 2.0)
+    reports.report_step(12, None)
+    assert [(s.tokens, s.loss) for s in agent.heard] == [(10, 1.0), (11, 2.0), (12, None)]
+
+
+def test_few_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs far ahead of its device waits for the oldest."""
+    reports, agent = make(monkeypatch)
+    losses = [LateLoss(float(n)) for n in range(MOST_WAITING + 3)]
+    for loss in losses:
+        reports.report_step(1, loss)
+    assert len(agent.heard) == 3 and losses[2].waited and not losses[3].waited
+
+
+def test_other_ranks_read_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's is shown."""
+    reports, agent = make(monkeypatch, rank=1)
+    loss = LateLoss(1.0)
+    reports.report_step(10, loss)
+    reports.flush_reports()
+    assert agent.heard == [] and not loss.waited
