@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,17 +169,19 @@ def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
 
     def join() -> Any:
+        torch.manual_seed(0)  # a checkpoint is of the model that holds it
         trainer, loader = TitanTrainer(), LeasedLoader(tmp_path / "set", workers=0)
         trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
-        join_trainer(trainer)
-        return loader
+        return loader, join_trainer(trainer)
 
-    first, again = join(), join()
+    (first, outer), (again, resumed) = join(), join()
     batches = iter(first)
     inputs, labels = next(batches)
     assert inputs["input"].shape == labels.shape == (2, 16)
     assert torch.equal(inputs["input"][:, 1:], labels[:, :-1]) and inputs["positions"][1].tolist() == list(range(16))
+    outer.step(tokens=32)
     again.load_state_dict(first.state_dict())
+    resumed.load_state_dict(json.loads(json.dumps(outer.state_dict())))
     assert torch.equal(next(iter(again))[1], next(batches)[1])
 
 

@@ -90,7 +90,7 @@ def test_a_rate_that_cannot_follow_is_told() -> None:
     outer = outer_at(0.5, tokens=0)
     outer.lr_scale = 0.5
     _, scheduler, optimizer, told = taken_over(outer, lr_scheduler_type="linear")
-    assert "shared.stop.tokens" in told and optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+    assert "stop.tokens" in told and optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
     assert step(scheduler, optimizer) == pytest.approx(0.9)
     assert "inverse_sqrt counts steps" in taken_over(outer_at(0.5), lr_scheduler_type="inverse_sqrt")[3]
     for own in (lambda o: LambdaLR(o, lambda s: 1.0), lambda o: StepLR(o, 3)):

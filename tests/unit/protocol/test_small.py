@@ -125,7 +125,7 @@ def test_a_range_that_is_settled_in_part_is_known_to_the_next() -> None:
     taken, _ = book.lease_ranges("b", 1, 1, 3)
     assert taken == (1, 2) and book.begun_of(taken) == (BegunRange(1, 5, 9), BegunRange(2, 1, 4))
     book.settle_ranges("b", 1, taken)
-    assert book.begun == {} and book.used_up
+    assert book.begun == {} and book.is_settled(1)
 
 
 def test_manifest_groups_by_block_and_survives_json() -> None:
