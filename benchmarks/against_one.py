@@ -46,7 +46,7 @@ OUTER = {"lr": 0.7, "momentum": 0.7, "clip": {"relative": 2.0}}
 VALIDATION_ROWS = 512
 GPT_ROWS, HF_ROWS = 8, 8  # of a rank in an inner step
 STEPS, H = 1500, 20  # inner steps of each cluster, if they are together; of them before a push
-INNER_LR = 1.5e-3
+GPT_LR, HF_LR = 3e-3, 1.5e-3
 RANGE_STEPS = 10  # of both clusters
 
 
@@ -164,7 +164,7 @@ def _own_gpt(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(ranks: int, share: int, number: int) -> Job:
         words = [str(text), "--sequences", str(share * GPT_ROWS), "--seed", str(10 * seed + number)]
-        return Job(ranks, [*words, "--lr", str(INNER_LR)])
+        return Job(ranks, [*words, "--lr", str(GPT_LR)])
 
     jobs = {"one": job(0, 3, 1)} if alone else {"west": job(2, 1, 2), "east": job(0, 1, 3)}
     tokens = 3 * GPT_ROWS * steps * int(load_example("own_gpt").LENGTH)
@@ -177,7 +177,7 @@ def _trainer(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(number: int) -> Job:
         words = ["--text", str(text), "--text-rows", str(2 * HF_ROWS * steps), "--rows", str(rows)]
-        return Job(0, [*words, "--warmup", "20", "--lr", str(INNER_LR), "--seed", str(10 * seed + number)])
+        return Job(0, [*words, "--warmup", "20", "--lr", str(HF_LR), "--seed", str(10 * seed + number)])
 
     jobs = {"one": job(1)} if alone else {"west": job(2), "east": job(3)}
     tokens = 2 * HF_ROWS * steps * int(load_example("hf_trainer").LENGTH)
