@@ -4,7 +4,8 @@
 
 With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
 it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
-its end each rank writes to OUT.RANK how many steps it took, and how many of them while something was out.
+its end each rank writes to OUT.RANK how many steps it took, how many of them while something was out, and the numbers
+that its elements are: as many as fragments were frozen at different steps.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """Those that the elements on this rank are."""
+    return sorted({float(value) for p in model.parameters() for value in local(p).detach().reshape(-1)})
 
 
 def main(out: Path, step_s: float, delta: float) -> None:
@@ -43,13 +50,13 @@ def main(out: Path, step_s: float, delta: float) -> None:
             outer.step(tokens=8, loss=1.0)
             beside += moving
             versions.add(str(outer.version))
-            number = one_number(model)
-            if outer.finished and number is not None:
+            if outer.finished:
                 break  # the last version replaces what was trained after its last push
+            number = one_number(model)
             assert number is None or number == steps * delta, (
                 f"{number} after {steps} steps, {before} → {outer.version}"
             )
-    found = {"steps": steps, "beside": beside, "versions": sorted(versions), "end": one_number(model)}
+    found = {"steps": steps, "beside": beside, "versions": sorted(versions), "ends": numbers(model)}
     out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,6 +37,7 @@ from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 EncodeChunk = Callable[[Range, memoryview], Buffer]
+Layers = Sequence[int] | None  # of the manifest, by number; None: all
 
 
 class RankExchange(Protocol):
@@ -111,9 +112,9 @@ class HostMemory:
         self._kept.move_copies(chain(*self._params, *self._masters))
 
     @torch.no_grad()
-    def find_not_finite(self) -> str:
+    def find_not_finite(self, layers: Layers = None) -> str:
         """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
-        held = [h for layer in self._held for h in layer if h is not None]
+        held = [h for layer in self._chosen(layers) for h in self._held[layer] if h is not None]
         views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
         return find_not_finite(views)
 
@@ -132,17 +133,38 @@ class HostMemory:
         )
         return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
 
-    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+    def named_views(self, layers: Layers = None) -> list[tuple[str, torch.Tensor]]:
         """The model's own memory that installs write."""
-        return [(copy.name, copy.view) for copy in chain(*self._params)]
+        return [(copy.name, copy.view) for copy in self._copies_to(self._params, layers)]
+
+    def find_pieces(self, layers: Layers) -> list[int]:
+        """The numbers of the pieces of these layers."""
+        chosen = set(self._chosen(layers))
+        return [number for number, piece in enumerate(self._pieces) if piece.layer in chosen]
+
+    @property
+    def merge_alpha(self) -> float:
+        """How far a merge follows what was pulled: 1 is all the way."""
+        return self._kept.alpha
+
+    @merge_alpha.setter
+    def merge_alpha(self, alpha: float) -> None:
+        self._kept.alpha = alpha
+
+    def _chosen(self, layers: Layers) -> Sequence[int]:
+        return self.layers if layers is None else layers
+
+    def _copies_to(self, copies: Sequence[Sequence[ShardCopy]], layers: Layers) -> list[ShardCopy]:
+        return [copy for layer in self._chosen(layers) for copy in copies[layer]]
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_pieces(self) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze what this rank moves: afterwards the pieces hold it and the model may change."""
         with self._device.ordered_copies():
-            for layer, moves in enumerate(self._plan.gather):
+            for layer in self._chosen(layers):
+                moves = self._plan.gather[layer]
                 sends = {
                     p: self._pack_views([self._read_rect(layer, r) for r in rects]) for p, rects in moves.sends.items()
                 }
@@ -154,16 +176,17 @@ class HostMemory:
                 self._exchange_layer(moves, sends, lambda _, rect: self._frozen_tensor(rect), layer)
 
     @torch.no_grad()
-    def keep_pushed_shard(self) -> None:
-        """Keep this rank's whole shard as it is now, for a `merge_shard`; allocated once, in host memory."""
-        self._kept.keep_copies(chain(*self._params, *self._masters))
+    def keep_pushed_shard(self, layers: Layers = None) -> None:
+        """Keep this rank's shard of `layers` as it is now, for a `merge_shard`; allocated once, in host memory."""
+        self._kept.allocate_copies(chain(*self._params, *self._masters))
+        self._kept.keep_copies([*self._copies_to(self._params, layers), *self._copies_to(self._masters, layers)])
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def scatter_pieces(self, layers: Iterable[int] | None = None) -> None:
+    def scatter_pieces(self, layers: Layers = None) -> None:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
-        for layer in self.layers if layers is None else layers:
+        for layer in self._chosen(layers):
             moves = self._plan.spread[layer]
             sends = {
                 peer: self._pack_views([self._piece_tensor(rect) for rect in rects])
@@ -184,16 +207,21 @@ class HostMemory:
         self._remainders.keep_installed(chain(*self._params))
 
     @torch.no_grad()
-    def is_merge_finite(self) -> bool:
+    def is_merge_finite(self, layers: Layers = None) -> bool:
         """Whether `merge_shard` would leave finite parameters: this rank's θ_local and θ_kept are finite."""
-        return self._kept.is_finite()
+        return self._kept.is_finite([*self._copies_to(self._params, layers), *self._copies_to(self._masters, layers)])
 
     @torch.no_grad()
-    def merge_shard(self) -> None:
+    def merge_shard(self, layers: Layers = None) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
         self._adapter.reshard()
-        masters = [(copy, copy.view + self._kept.pulled_difference(copy)) for copy in chain(*self._masters)]
-        for copy in chain(*self._params):
+        masters = [
+            (copy, copy.view + self._kept.pulled_difference(copy)) for copy in self._copies_to(self._masters, layers)
+        ]
+        if self._adapter.remakes_masters:  # of other layers, too: they are what they were
+            others = set(self.layers).difference(self._chosen(layers))
+            masters += [(copy, copy.view.clone()) for copy in self._copies_to(self._masters, sorted(others))]
+        for copy in self._copies_to(self._params, layers):
             self._remainders.write_merged(copy, copy.view + self._kept.pulled_difference(copy))
         self._adapter.reload_masters()
         for copy, master in masters:

@@ -25,15 +25,19 @@ class KeptShard:
     """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self.alpha = device, 1.0
         self._kept: dict[ShardCopy, torch.Tensor] = {}
+
+    def allocate_copies(self, copies: Iterable[ShardCopy]) -> None:
+        """Have memory for all of `copies`."""
+        if not self._kept:
+            self._kept = {copy: self._device.allocate_host(copy.view.numel()) for copy in copies}
 
     def keep_copies(self, copies: Iterable[ShardCopy]) -> None:
         """Copy what the tensors of `copies` hold now."""
-        if not self._kept:
-            self._kept = {copy: self._device.allocate_host(copy.view.numel()) for copy in copies}
         with self._device.ordered_copies():
-            for copy, kept in self._kept.items():
+            for copy in copies:
+                kept = self._kept[copy]
                 kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
             self._device.synchronize()
 
@@ -42,19 +46,21 @@ class KeptShard:
         moved = list(copies)
         self._kept = dict(zip(moved, self._kept.values(), strict=True)) if len(moved) == len(self._kept) else {}
 
-    def is_finite(self) -> bool:
+    def is_finite(self, copies: Iterable[ShardCopy]) -> bool:
         """Whether neither the tensors nor what was kept of them hold a NaN or an infinity."""
         return bool(self._kept) and all(
-            bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(kept).all())
-            for copy, kept in self._kept.items()
+            bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(self._kept[copy]).all()) for copy in copies
         )
 
     def pulled_difference(self, copy: ShardCopy) -> torch.Tensor:
-        """What was pulled less what was kept, on the device of the framework's tensor."""
+        """`alpha` times what was pulled less what was kept, on the device of the framework's tensor."""
         kept = self._kept[copy].view(copy.view.shape)
-        return (copy.host - kept).to(copy.view.device)
+        return self._weigh(copy.host - kept).to(copy.view.device)
 
     def difference_on_device(self, copy: ShardCopy) -> torch.Tensor:
         """As `pulled_difference`, subtracted on the device so that the calling thread does not wait for the copies."""
         kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
-        return copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)
+        return self._weigh(copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True))
+
+    def _weigh(self, difference: torch.Tensor) -> torch.Tensor:
+        return difference if self.alpha == 1.0 else difference.mul_(self.alpha)

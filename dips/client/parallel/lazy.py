@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.host import HostMemory, RankExchange
+from dips.client.parallel.host import HostMemory, Layers, RankExchange
 from dips.client.parallel.kept_shard import ShardCopy
 from dips.client.parallel.plan import TransferPlan
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, check_sharded, groups_gathered_with
@@ -60,18 +60,19 @@ class LazyMemory(HostMemory):
         for copy in chain(*self._params):
             self._copies_of.setdefault(copy.name, []).append(copy)
 
-    def gather_pieces(self) -> None:
+    def gather_pieces(self, layers: Layers = None) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
         self.finish_install()
-        super().gather_pieces()
+        super().gather_pieces(layers)
 
     def install_shard(self) -> None:
         """Begin to copy the shard into the model: the next read of a parameter sees the new value."""
         self._begin_install(_write_pulled)
         self._remainders.keep_installed(chain(*self._params))
 
-    def merge_shard(self) -> None:
-        """Begin to add to the model what the shard differs in from what was kept."""
+    def merge_shard(self, layers: Layers = None) -> None:
+        """Begin to add to the model what the shard differs in from what was kept: all of it, as in streaming.py."""
+        assert layers is None
         self._begin_install(self._write_merged)
 
     def finish_install(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dips.client.parallel.host import HostMemory, RankExchange
+from dips.client.parallel.host import HostMemory, Layers, RankExchange
 from dips.client.parallel.plan import LocalRect, TransferPlan
 from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.transport.shares import Piece
@@ -49,8 +49,9 @@ class StreamedMemory(HostMemory):
         """What this rank pulls of one layer, into the memory that all layers share."""
         return [piece for piece in self._pieces if piece.layer == layer]
 
-    def gather_pieces(self) -> None:
-        """Stage what must be exchanged before a push."""
+    def gather_pieces(self, layers: Layers = None) -> None:
+        """Stage what must be exchanged before a push: of all layers, since only `install: whole` has fragments."""
+        assert layers is None
         numbers = [n for n in range(len(self._plan.pieces)) if n not in self._in_model]
         self._staged = {n: torch.empty(self._plan.pieces[n].length) for n in numbers}
         super().gather_pieces()
