@@ -57,3 +57,30 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
     frozen = {pushed + fragment * (STEPS // (2 * fragments)) for fragment in range(fragments)}
     assert ends == {step * DELTA for step in frozen}, "the last version is what all accepted pushes hold, on every rank"
     assert all(pushed <= f["steps"] <= pushed + 60 for f in found)
+
+
+@pytest.mark.timeout(90)
+def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path) -> None:
+    """The first fragment of the first push has left when the rank dies: the push is dropped, the next attempt pulls."""
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
+    outer = {"lr": 1.0, "momentum": 0.0, "clip": {}}
+    out = tmp_path / "found"
+    crash_at = STEPS + STEPS // 6  # the push begins after STEPS, its second of three fragments so much later
+    command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), str(crash_at)]
+    shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"rule": "none"}}
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        cluster = run.start_cluster("a", command, steps=STEPS, overlap="full", fragments=3, max_restarts=1)
+        run.wait(cluster, 60)
+        with run.ledger() as ledger:
+            folds = [fold for r in ledger.read_history(1000) if r.version is not None for fold in r.folds]
+        timeline = run.timeline("a").read_text()
+    marks = [json.loads(line) for line in timeline.splitlines()]
+    begun = [mark["t"] for mark in marks if mark["kind"] == "push_begin"]
+    starts = [mark["t"] for mark in marks if mark["kind"] == "trainer_start"]
+    assert len(starts) == 2 and begun[0] < starts[1] < begun[1], "it died beside its push"
+    found = json.loads((tmp_path / "found.0").read_text())
+    pushed = sum(fold.inner_steps for fold in folds)
+    assert len(folds) == 3
+    assert set(found["ends"]) == {(pushed + n * (STEPS // 6)) * DELTA for n in range(3)}, "nothing of it was folded"

@@ -1,6 +1,6 @@
 """A training script whose every inner step adds one number to every element, while pushes and pulls move beside it.
 
-    train_overlap.py OUT STEP_S DELTA
+    train_overlap.py OUT STEP_S DELTA [CRASH_AT]        the first start of it dies after so many steps
 
 With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
 it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
@@ -30,7 +30,7 @@ def numbers(model: nn.Module) -> list[float]:
     return sorted({float(value) for p in model.parameters() for value in local(p).detach().reshape(-1)})
 
 
-def main(out: Path, step_s: float, delta: float) -> None:
+def main(out: Path, step_s: float, delta: float, crash_at: int = 0) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = ConstantModel()
     if "RANK" in os.environ:
@@ -45,6 +45,8 @@ def main(out: Path, step_s: float, delta: float) -> None:
                 for parameter in model.parameters():
                     local(parameter).add_(delta)
             steps += 1
+            if steps == crash_at and os.environ["DIPS_ATTEMPT"] == "1":
+                os._exit(9)
             time.sleep(step_s)
             moving, before = outer.moving, outer.version
             outer.step(tokens=8, loss=1.0)
@@ -63,4 +65,4 @@ def main(out: Path, step_s: float, delta: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))
