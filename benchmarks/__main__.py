@@ -31,6 +31,7 @@ APART = (
     "checkpoint",
     "admission",
     "attach",
+    "fragments",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them

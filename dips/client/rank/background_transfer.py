@@ -121,7 +121,8 @@ class ThreadedTransfer(BackgroundTransfer):
         thread.join(wait_s)
         thread.mark_failed(self._report_progress())
         # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
-        own = [self._seq, -self._seq, int(thread.error is None), int(thread.done), self._own_count()]
+        done = thread.done  # first: a thread that fails after a look at its error is not done by then
+        own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
         smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
         if not all_well or smallest_seq != -minus_largest_seq:
             self._end_transfer()
