@@ -79,15 +79,16 @@ class Feedback:
 
         numbers  the pieces that are frozen now, others of the same push later or before; None: all
         """
-        if self._contained and seq != self._seq:
-            self._clear_owed()
-        if seq != self._seq:
+        if seq != self._seq:  # the first that is frozen of it
+            if self._contained:
+                self._clear_owed()
             self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for number in range(len(self._host)) if numbers is None else numbers:
+                host, base, owed = self._host[number], self._base[number], self._owed[number]
                 if self._codec.lossy:
-                    self._host[number] -= self._base[number]
-                self._host[number] += self._owed[number]
+                    host -= base
+                host += owed
 
     def encode_chunk(self, chunk: Range, view: memoryview) -> Buffer:
         """Encode one chunk of the frozen push, identically if it is asked for again. Runs on the transfer's thread."""

@@ -96,7 +96,7 @@ def test_any_flipped_bit_is_refused(bit):
         (with_bytes(4, b"\1"), "format"),
         (pack_header(GOOD)[:56] + bytes(8), "header_checksum"),
         (with_bytes(5, b"\0"), "kind"),
-        (with_bytes(5, b"\x08"), "kind"),
+        (with_bytes(5, b"\x09"), "kind"),
         (with_bytes(6, b"\1"), "type"),
         (with_bytes(7, b"\1"), "type"),
         (with_bytes(8, bytes(4)), "run"),
