@@ -32,6 +32,7 @@ APART = (
     "admission",
     "attach",
     "ranks",
+    "fragments",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them

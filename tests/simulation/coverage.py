@@ -62,6 +62,7 @@ POINTS: dict[str, str] = {
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "fragments": "a version was merged whose fragments were pulled an inner step apart, as those of its push were",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
@@ -191,6 +192,8 @@ class Coverage(Observer):
             self.met("unmerged")
         elif agent.trainer is not None and agent.trainer.in_hand.works:
             self.met("overlap")
+            if agent.site.fragments > 1:
+                self.met("fragments")
 
     def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"

@@ -193,6 +193,7 @@ class PushNow:
     seq: int
     grant: Grant
     accepted: int = 0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
+    interval: int = 0  # inner steps between two fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ class PullNow:
     progress: float
     accepted: int = 0  # as in PushNow
     merge: bool = False
+    interval: int = 0  # inner steps between two fragments of a merge
 
 
 @dataclass(frozen=True, slots=True)
