@@ -78,7 +78,7 @@ def test_what_is_replicated_travels_once_and_is_spread(four: list[dict[str, Any]
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_host_memory_is_the_ranks_shard(four: list[dict[str, Any]], kind: str) -> None:
     """4 B a parameter of the shard, also where pieces and shard are cut differently; or of its largest layer."""
-    assert all(of[kind]["host of one layer"] < 0.4 * of[kind]["host"] for of in four)
+    assert all(of[kind]["host of one layer"] < 0.4 * of[kind]["held"] for of in four)
     assert all(of[kind]["host"] <= 1.02 * of[kind]["held"] for of in four)
 
 
