@@ -34,6 +34,7 @@ APART = (
     "attach",
     "codec_losses",
     "ranks",
+    "fragments",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them,

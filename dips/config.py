@@ -43,6 +43,7 @@ MIB = 1 << 20
 MOST_LANES = 16
 MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
+MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
 TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
@@ -278,6 +279,11 @@ class ClusterFile(Section):
     master: str  # host:port
     pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
     overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
+    # is divided by this. Needs overlap: full and install: whole.
+    fragments: Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)] = 1
+    # How far a merge follows the pulled version: θ ← θ_local + α (θ_new − θ_pushed). Streaming DiLoCo's is 1 − α.
+    merge_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
@@ -366,6 +372,13 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(
             f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"
         )
+    if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
+        raise ConfigError(
+            f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "
+            f"{config.overlap} and install: {config.install}: fragments are moved and merged beside training"
+        )
+    if config.merge_alpha != 1.0 and config.overlap != "full":
+        raise ConfigError(f"{path}: merge_alpha: {config.merge_alpha:g} needs overlap: full: nothing else merges")
     return config
 
 

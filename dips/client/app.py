@@ -131,6 +131,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
         restart_window_s=config.restart_window_s,
         take_over=take_over,
         on_divergence=config.on_divergence,
+        fragments=config.fragments,
     )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())

@@ -117,7 +117,16 @@ class SimAgent:
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
         heartbeat_s, ranges = world.options.timing.heartbeat_s, settings.ranges_at_once
-        timing = AgentSettings(identity, heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS, ranges, take_over=replaces)
+        timing = AgentSettings(
+            identity,
+            heartbeat_s,
+            RETRY_S,
+            site.overlap,
+            MAX_RESTARTS,
+            ranges,
+            take_over=replaces,
+            fragments=site.fragments,
+        )
         self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped

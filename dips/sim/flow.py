@@ -109,10 +109,18 @@ class SimFlow:
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
-    def begin_stream(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
+    def begin_stream(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...], ready: int) -> None:
         """A rank begins a stream on a connection of its own."""
         self._ends[peer] = end
-        self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, self._heap.now))
+        self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, self._heap.now, ready))
+        self._run_turn()
+
+    def take_ready(self, peer: bytes, stream: int, ready: int) -> None:
+        """A rank offers more of its push."""
+        try:
+            self._do_moves(self.receiver.on_ready(0, peer, stream, ready))
+        except BadFrame as bad:
+            self._frame_refused(bad.reason)
         self._run_turn()
 
     def drop_connection(self, peer: bytes) -> None:

@@ -66,13 +66,19 @@ class PullStream(SimStream):
         self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
 
     def _is_owed(self) -> bool:
-        return True  # all that is missing was asked for
+        return any(self.moving.is_open(chunk.layer) for chunk in self._missing)  # that was asked for
+
+    def on_opened(self) -> None:
+        """Ask for more."""
+        if self._welcomed and not self.over:
+            self._last_message_at = self.net.heap.now
+            self._send_want(tuple(c for c in self._missing if c.layer % self.moving.fragments == self.moving.open - 1))
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
         welcome = decode_welcome(body)
         self._spelling = spelling_of(welcome.dtype, welcome.depth)
-        self._send_want(tuple(self._missing))
+        self._send_want(tuple(chunk for chunk in self._missing if self.moving.is_open(chunk.layer)))
         self._end_if_whole()
 
     def _send_want(self, chunks: tuple[Range, ...]) -> None:

@@ -41,8 +41,23 @@ class PushStream(SimStream):
         super().__init__(net, moving, push, address, "", rank, ranks)
         self.spell, self.ended, self._dtype = spell, ended, codecs.codec_named(grant.codec).dtype
 
+    def on_opened(self) -> None:
+        """Tell the slave that it may ask for more, once it knows the stream."""
+        if self._welcomed and not self.over and self._ready > self._told_ready:
+            self._told_ready = ready = self._ready
+            self._send_message(f"ready {self.label}", lambda: self._tell_ready(ready))
+
+    def _tell_ready(self, ready: int) -> None:
+        flow = self.net.flows.flow_of(self.address.name)
+        if flow is None or flow is not self._flow:
+            self._on_break(self.epoch)
+        else:
+            flow.take_ready(self._peer, self._stream, ready)
+
     def _on_message(self, kind: Kind, body: bytes) -> None:
-        if kind is Kind.WANT:
+        if kind is Kind.WELCOME:
+            self.on_opened()
+        elif kind is Kind.WANT:
             for chunk in decode_want(body):
                 self._send_chunk(chunk)
         elif kind is Kind.DONE:

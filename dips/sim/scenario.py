@@ -18,6 +18,7 @@ class ClusterShape:
     slowness: float = 1.0  # times that everything takes longer on its link
     aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
     overlap: bool = False  # it trains on while its push, window and pull go on
+    fragments: int = 1  # in which it moves what overlaps, an inner step or more apart
     restarts: int = 0  # torchrun --max-restarts: so often are its ranks started again before its agent learns of it
 
 

@@ -17,4 +17,5 @@ class Site:
     aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
     overlap: bool = False  # it trains on while its push, window and pull go on
     restarts: int = 0  # torchrun --max-restarts
+    fragments: int = 1  # in which it moves what overlaps
     diverged: int = 0  # pushes to come whose content is bad

@@ -36,14 +36,26 @@ class Meter:
 class SimTransfer:
     """One transfer under way: its owner may end it, stand still, or lose ranks of it."""
 
-    def __init__(self, cluster: str, meter: Meter, gate: Gate) -> None:
+    def __init__(self, cluster: str, meter: Meter, gate: Gate, fragments: int = 1) -> None:
         self.cluster, self.meter, self.gate = cluster, meter, gate
+        self.fragments, self.open = fragments, 1  # the layers of the first `open` fragments may move
+        self.streams: list[SimStream] = []
         self._over = False
         self._gone: list[int] = []
 
     def cancel(self) -> None:
         """Nothing more is sent or received; what is on its way arrives."""
         self._over = True
+
+    def open_next(self) -> None:
+        """The layers of one fragment more may move."""
+        self.open += 1
+        for stream in self.streams:
+            stream.on_opened()
+
+    def is_open(self, layer: int) -> bool:
+        """Layers are dealt to fragments in turn."""
+        return layer % self.fragments < self.open
 
     def lose_rank(self, rank: int) -> None:
         """A rank died; the others do not know it yet."""
@@ -71,7 +83,9 @@ class SimStream(ABC):
     ) -> None:
         self.net, self.moving, self.address, self.rank = net, moving, address, rank
         self.label = f"{self.kind} {name} rank {rank} at {address.name}"
-        self.pieces = net.rank_pieces(address.layers, rank, ranks)
+        pieces = net.rank_pieces(address.layers, rank, ranks)
+        self.pieces = tuple(sorted(pieces, key=lambda piece: piece.layer % moving.fragments))
+        moving.streams.append(self)
         self.epoch = 0
         self.over = False
         self._transfer, self._version, self._held = name, version, held
@@ -80,7 +94,7 @@ class SimStream(ABC):
         self._flow: SimFlow | None = None
         self._last_message_at = 0.0
         self._free_at = 0.0  # when the last chunk on its way has arrived, if they travel one behind the other
-        self._welcomed = False
+        self._welcomed, self._told_ready = False, 0
         self._timer: Timer | None = None
 
     def begin_epoch(self) -> None:
@@ -106,6 +120,13 @@ class SimStream(ABC):
             self._give_up()
         else:
             self._on_break(self.epoch)
+
+    def on_opened(self) -> None:
+        """More layers may move."""
+
+    @property
+    def _ready(self) -> int:
+        return sum(self.moving.is_open(piece.layer) for piece in self.pieces)
 
     @abstractmethod
     def _on_message(self, kind: Kind, body: bytes) -> None:
@@ -135,8 +156,8 @@ class SimStream(ABC):
             self._version,
             held=self._held,
         )
-        self._peer, self._stream = self.net.new_connection(), name.stream_id
-        flow.begin_stream(self._peer, self, name, self.pieces)
+        self._peer, self._stream, self._told_ready = self.net.new_connection(), name.stream_id, self._ready
+        flow.begin_stream(self._peer, self, name, self.pieces, self._told_ready)
 
     def _chunk_delay(self) -> float:
         """Until a chunk that leaves now has arrived."""

@@ -161,6 +161,8 @@ class SimTrainer:
         self.world.take_inner_step(self.theta, site.rng)
         left, begun = (self._feed.left, self._feed.begun) if self._feed else (None, None)
         self._send_message(Stepped(self.attempt, work.tokens, 1.0, True, left, begun))
+        if self.out is not None:
+            self.out.on_inner_step()
         self._look_in -= 1
         if self._look_in <= 0:
             question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
@@ -223,6 +225,7 @@ class SimTrainer:
 
     def _finish_transfer(self, out: SimBackgroundTransfer) -> Story:
         """Stand still until it is over, and say what came of it."""
+        out.open_all()
         while not out.over:
             yield out.next_change(POLL_S, f"{self.site.name} polls")
             self._is_over(out)
@@ -280,7 +283,8 @@ class SimTrainer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
         self.agent.record_push(push)
         spell = self._freeze_push(push, verdict)
-        start = partial(self.world.data.begin_push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
+        site, gate = self.site, self.agent.gate
+        start = partial(self.world.data.begin_push, push, verdict.grant, spell, site.ranks, gate, site.fragments)
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _begin_pull(self, verdict: PullNow) -> SimBackgroundTransfer:
@@ -294,6 +298,7 @@ class SimTrainer:
             self.site.ranks,
             self.agent.gate,
             self._ranks.held_version(),
+            self.site.fragments if verdict.merge else 1,
         )
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 

@@ -36,10 +36,17 @@ class DataNetwork(DataLinks):
         self.meters: dict[str, list[Meter]] = {}  # of each cluster, its transfers in order
 
     def begin_push(
-        self, push: PushId, grant: Grant, spell: Spell, ranks: int, gate: Gate, done: Callable[[bool], None]
+        self,
+        push: PushId,
+        grant: Grant,
+        spell: Spell,
+        ranks: int,
+        gate: Gate,
+        fragments: int,
+        done: Callable[[bool], None],
     ) -> SimTransfer:
         """Move all ranks' pieces to all slaves; `done` is called with whether every stream received DONE."""
-        moving = self._new_transfer(push.cluster, gate)
+        moving = self._new_transfer(push.cluster, gate, fragments)
         ended: list[bool] = []
 
         def one_ended(ok: bool) -> None:
@@ -64,10 +71,11 @@ class DataNetwork(DataLinks):
         ranks: int,
         gate: Gate,
         held: HeldVersion | None,
+        fragments: int,
         done: Callable[[list[Pulled]], None],
     ) -> SimTransfer:
         """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
-        moving = self._new_transfer(pull.cluster, gate)
+        moving = self._new_transfer(pull.cluster, gate, fragments)
         landed = [Pulled(rank) for rank in range(ranks)]
         left = [ranks * len(grant.slaves)]
 
@@ -82,7 +90,7 @@ class DataNetwork(DataLinks):
                 PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended, held).begin_epoch()
         return moving
 
-    def _new_transfer(self, cluster: str, gate: Gate) -> SimTransfer:
+    def _new_transfer(self, cluster: str, gate: Gate, fragments: int) -> SimTransfer:
         meter = Meter(self.heap.now, 0, self.layout.nbytes)
         self.meters.setdefault(cluster, []).append(meter)
-        return SimTransfer(cluster, meter, gate)
+        return SimTransfer(cluster, meter, gate, fragments)

@@ -22,12 +22,25 @@ class SimBackgroundTransfer:
         self.over = False
         self.result: Any = None
         self._changed = ChangeSignal(heap)
+        self._steps = 0  # inner steps taken beside it
         self.moving = start(self._on_end)
         self.meter = self.moving.meter
 
     def _on_end(self, result: object) -> None:
         self.over, self.result = True, result
         self._changed.wake_waiters()
+
+    def on_inner_step(self) -> None:
+        """Open the fragments that are due."""
+        self._steps += 1
+        moving, interval = self.moving, max(1, self.verdict.interval)  # simulated rounds are short
+        while not self.over and moving.open < moving.fragments and self._steps >= moving.open * interval:
+            moving.open_next()
+
+    def open_all(self) -> None:
+        """Training is paused: nothing is gained by staggering."""
+        while not self.over and self.moving.open < self.moving.fragments:
+            self.moving.open_next()
 
     def halt_transfer(self) -> None:
         """It leads nowhere: nothing more is sent or received."""

@@ -85,7 +85,9 @@ class World:
     def _make_site(self, number: int) -> Site:
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
-        return Site(name, shape.ranks, shape.step_s, rng, shape.aligned_steps, shape.overlap, shape.restarts)
+        fragments = min(shape.fragments, self.scenario.layers)
+        ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments
+        return Site(name, shape.ranks, shape.step_s, rng, *ways)
 
     def _run_row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
         return RunRow(

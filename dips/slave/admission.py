@@ -28,7 +28,14 @@ class Admission:
             self._sender.close_all(f"slave {self._slave} has incarnation {sinc} now")
 
     def on_hello(
-        self, lane: int, peer: bytes, stream: int, name: StreamName, pieces: tuple[Range, ...], now: float
+        self,
+        lane: int,
+        peer: bytes,
+        stream: int,
+        name: StreamName,
+        pieces: tuple[Range, ...],
+        now: float,
+        ready: int | None = None,
     ) -> list[Move]:
         """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number."""
         if name.stream_id != stream or name.run != self._run:
@@ -37,7 +44,7 @@ class Admission:
         if refusal is not None:
             return [error_message(lane, peer, name.stream_id, *refusal)]
         if name.kind == "push":
-            return self._receiver.on_hello(lane, peer, name, pieces, now)
+            return self._receiver.on_hello(lane, peer, name, pieces, now, ready)
         return self._sender.on_hello(lane, peer, name, pieces, now)
 
     def _find_misdirected(self, name: StreamName) -> tuple[str, str] | None:

@@ -38,7 +38,7 @@ from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
-from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
+from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
@@ -228,6 +228,8 @@ class ZmqFlow:
             self._on_hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
             self._send(lane, self._sender.on_want(lane, peer, header.stream, decode_want(body), self._clock()))
+        elif header.kind is Kind.READY:
+            self._do_moves(self._receiver.on_ready(lane, peer, header.stream, decode_ready(body)))
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.on_done(lane, peer, header.stream)
@@ -242,8 +244,8 @@ class ZmqFlow:
                 self._sender.on_not_sent(job)
 
     def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
-        name, pieces = decode_hello(body)
-        moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock())
+        name, pieces, ready = decode_hello(body)
+        moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock(), ready)
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
             self._counters.add_refused("hello")
         self._do_moves(moves)

@@ -46,6 +46,7 @@ class InStream:
     epoch: int
     stream: int
     peer: bytes
+    ready: int  # so many of its pieces may be asked for
 
     def is_slow(self, now: float) -> bool:
         """It was asked, and nothing comes."""

@@ -88,10 +88,19 @@ class Receiver:
         for turns in self._turns:
             turns.line_up(lambda stream: stream.push.places[stream.rank])
 
-    def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
+    def on_hello(
+        self,
+        lane: int,
+        peer: bytes,
+        name: StreamName,
+        pieces: tuple[Range, ...],
+        now: float,
+        ready: int | None = None,
+    ) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
 
-        Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
+        ready       so many of `pieces` may be asked for now; None: all
+        Repetition  a HELLO at or below the stream's epoch is refused and changes nothing
         """
         assert self._layout is not None, "set_layers() comes before any HELLO"
         misfit = self._layout.describe_misfit(pieces)
@@ -104,6 +113,7 @@ class Receiver:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
             pieces = push.codec.encoded_ranges(pieces)
             stream = self._admit_stream(push, lane, peer, name, pieces, now)
+            self._raise_ready(stream, len(pieces) if ready is None else ready)
             gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
@@ -120,7 +130,7 @@ class Receiver:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
             intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are believed
-            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer)
+            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer, 0)
             push.streams[name.rank, lane] = stream
             self._ranges += len(pieces)
             push.moved_at = now
@@ -143,16 +153,37 @@ class Receiver:
             for lane, turns in enumerate(self._turns):
                 stream = push.streams[rank, lane]
                 chunk_bytes = push.codec.chunk_bytes(self._chunk_bytes)
-                stream.intake = Intake(stream.pieces, chunk_bytes, self._pool, now, self._link_of(push.push.cluster))
+                link = self._link_of(push.push.cluster)
+                stream.intake = Intake(stream.pieces, chunk_bytes, self._pool, now, link, stream.ready)
                 if stream.intake.complete:
                     moves.append(stream.done_message())
-                else:
+                elif not stream.intake.idle:
                     turns.enter_line(stream)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
             self._line_up()
         return moves + self._freeze_if_whole(push)
+
+    def on_ready(self, lane: int, peer: bytes, stream_id: int, ready: int) -> list[Move]:
+        """The first `ready` ranges of a stream may be asked for; raise BadFrame if it is unknown or names fewer.
+
+        Repetition: a number that is not above the last changes nothing.
+        """
+        with self._lock:
+            stream = self._streams.get((lane, peer, stream_id))
+            if stream is None:
+                raise BadFrame("stream", f"no stream {stream_id:016x} on this connection")
+            if ready > len(stream.pieces):
+                raise BadFrame("message", f"{ready} ranges are ready, the HELLO named {len(stream.pieces)}")
+            self._raise_ready(stream, ready)
+            return [Wake(lane)]
+
+    def _raise_ready(self, stream: InStream, ready: int) -> None:
+        stream.ready = max(stream.ready, ready)
+        stream.intake.release_pieces(stream.ready)  # before all ranks are here it has none
+        if stream.push.phase is PushPhase.MOVING and not stream.intake.idle:
+            self._turns[stream.lane].enter_line(stream)
 
     def _link_of(self, cluster: str) -> LinkRate:
         while len(self._links) >= MOST_LINKS and cluster not in self._links:
@@ -235,10 +266,12 @@ class Receiver:
     def _after_chunk(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
+        if stream.intake.idle:  # who has nothing to bring now must not hold a turn
+            self._turns[stream.lane].leave_line(stream)
+            lanes = lanes | {stream.lane}
+        wakes = [Wake(lane) for lane in sorted(lanes)]
         if not stream.intake.complete:
-            return [Wake(lane) for lane in sorted(lanes)]
-        self._turns[stream.lane].leave_line(stream)
-        wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
+            return list(wakes)
         return [stream.done_message(), *wakes, *self._freeze_if_whole(stream.push)]
 
     def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:

@@ -4,6 +4,8 @@ The same for both directions: a slave takes a push in from a rank, a rank takes 
 not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
 breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
 
+Chunks of ranges that are not ready at their sender are not asked for, and count as left.
+
 Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, chunks are
 asked for in smaller pieces, and one small piece alone while nobody knows how fast it is.
 """
@@ -35,15 +37,26 @@ class Intake:
     """The chunks of one stream; it survives the stream's connections."""
 
     def __init__(
-        self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float, link: LinkRate | None = None
+        self,
+        pieces: Iterable[Range],
+        chunk_bytes: int,
+        pool: Transit,
+        now: float,
+        link: LinkRate | None = None,
+        ready: int | None = None,
     ) -> None:
-        self._missing = deque(split_chunks(pieces, chunk_bytes))
+        """`ready`: so many of `pieces` may be asked for, the others after `release_pieces`; None: all."""
+        given = list(pieces)
+        self._ready = len(given) if ready is None else ready
+        self._withheld = deque(list(split_chunks([piece], chunk_bytes)) for piece in given[self._ready :])
+        self._missing = deque(split_chunks(given[: self._ready], chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
         self._claimed = 0  # chunks being checked and copied
         self._pool = pool
         self.credit = Credit()
-        self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
+        # Bytes not here:
+        self.left = sum(chunk.nbytes for chunks in (self._missing, *self._withheld) for chunk in chunks)
         self.total = self.left
         self.last_byte_at = now  # the last byte, or the first WANT after silence
         self._link = link or LinkRate()
@@ -62,6 +75,17 @@ class Intake:
     def busy(self) -> bool:
         """Something was asked and is not in its place yet."""
         return bool(self._asked) or self._claimed > 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing may be asked, and nothing is under way: it is complete, or the rest is not ready."""
+        return not self._missing and not self.busy
+
+    def release_pieces(self, ready: int) -> None:
+        """The first `ready` pieces may be asked for; a number that is not above the last changes nothing."""
+        while self._ready < ready and self._withheld:
+            self._missing.extend(self._withheld.popleft())
+            self._ready += 1
 
     @property
     def hungry(self) -> bool:

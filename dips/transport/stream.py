@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,9 +81,13 @@ class Stream:
         stall_s: float,
         rng: random.Random,
         keys: tuple[KeyPair, str] | None = None,
+        ready: Callable[[], int] | None = None,
     ) -> None:
-        """`keys` are ours and the lane's public one; None: plain."""
-        self._keys = keys
+        """
+        keys   ours and the lane's public one; None: plain
+        ready  how many of `pieces` may be asked of us now; None: all
+        """
+        self._keys, self._ready, self._told_ready = keys, ready, 0
         self.address = address
         self._name_as(name)
         self.why = "it was not tried yet"  # of the last broken connection
@@ -202,7 +206,14 @@ class Stream:
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._socket.connect(f"tcp://{self.address}")
         self._moved_at = now
-        self.send_message(Kind.HELLO, streams.encode_hello(self.name, self._pieces))
+        self._told_ready = len(self._pieces) if self._ready is None else self._ready()
+        self.send_message(Kind.HELLO, streams.encode_hello(self.name, self._pieces, self._told_ready))
+
+    def tell_ready(self) -> None:
+        """Tell the slave of more that may be asked for, if there is more and it knows the stream."""
+        if self._ready is not None and self.welcomed and (ready := self._ready()) > self._told_ready:
+            self._told_ready = ready
+            self.send_message(Kind.READY, streams.encode_ready(ready))
 
     def flush_outbox(self) -> None:
         """Hand over what the connection takes now."""

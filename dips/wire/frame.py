@@ -18,7 +18,7 @@ from dips.errors import CorruptFrame
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
-FORMAT = 2
+FORMAT = 3  # 2 had no READY
 ITEM_BYTES = 4  # of one fp32 element
 BLOCK = 256  # int8 elements that share one fp32 step
 INT4_BLOCK = 128  # int4 elements likewise: fewer, since a step is coarser; BLOCK is a multiple of it
@@ -64,6 +64,7 @@ class Kind(IntEnum):
     DONE = 5
     ERROR = 6
     PROBE = 7  # outside any transfer: a measure of the way, and its answer
+    READY = 8  # more of a push may be asked for
 
 
 class Dtype(IntEnum):
@@ -160,7 +161,7 @@ def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> 
         raise BadFrame("header_checksum", "the header's checksum does not match the header")
     known = _KINDS.get(kind)
     if known is None:
-        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.PROBE}, got {kind}")
+        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {max(Kind)}, got {kind}")
     if _CODEC.get(dtype) != codec or (dtype and known is not Kind.CHUNK):
         raise BadFrame("type", f"a {known.name} of dtype {dtype}, codec {codec} is not known")
     if reserved:

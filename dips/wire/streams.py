@@ -1,4 +1,4 @@
-"""The messages of a stream, in msgpack: HELLO, WELCOME, WANT, DONE, ERROR; and the stream's name. PROBE stands alone.
+"""The messages of a stream, in msgpack: HELLO, WELCOME, WANT, READY, DONE, ERROR; and its name. PROBE stands alone.
 
 A stream is one rank's share of one push or pull at one slave's lane in one incarnation of both; a broken one is taken
 up by
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import xxhash
@@ -89,9 +89,18 @@ class ErrorMessage:
     message: str
 
 
-def encode_hello(name: StreamName, pieces: Sequence[Range]) -> bytes:
-    """Spell a HELLO; raise LocalProtocolError if the ranges do not fit into one."""
-    body = _pack_body([*(getattr(name, f.name) for f in fields(name)), _flatten_ranges(pieces)])
+class Hello(NamedTuple):
+    """What a rank holds or wants at a lane; of a push the first `ready` ranges may be asked for, the rest later."""
+
+    name: StreamName
+    pieces: tuple[Range, ...]
+    ready: int  # READY raises it
+
+
+def encode_hello(name: StreamName, pieces: Sequence[Range], ready: int | None = None) -> bytes:
+    """Spell a HELLO; `ready` is by default all. Raise LocalProtocolError if the ranges do not fit into one."""
+    first = len(pieces) if ready is None else ready
+    body = _pack_body([*(getattr(name, f.name) for f in fields(name)), first, _flatten_ranges(pieces)])
     if len(body) > MESSAGE_LIMIT:
         raise LocalProtocolError(
             f"a HELLO of {len(pieces)} ranges has {len(body)} bytes, at most {MESSAGE_LIMIT} are allowed: "
@@ -100,15 +109,28 @@ def encode_hello(name: StreamName, pieces: Sequence[Range]) -> bytes:
     return body
 
 
-def decode_hello(body: Buffer) -> tuple[StreamName, tuple[Range, ...]]:
+def decode_hello(body: Buffer) -> Hello:
     """Read a HELLO."""
-    values = _check_list(body, len(_NAME_TYPES) + 1)
+    values = _check_list(body, len(_NAME_TYPES) + 2)
     for value, kind in zip(values, _NAME_TYPES, strict=False):
         _check_number(value) if kind is int else _check_text(value, NAME_LIMIT)
-    name = StreamName(*values[:-1])
+    name = StreamName(*values[:-2])
     if name.kind not in ("push", "pull"):
         raise BadFrame("message", f"expected a push or a pull, got {name.kind!r}")
-    return name, _check_ranges(values[-1])
+    pieces, ready = _check_ranges(values[-1]), _check_number(values[-2])
+    if ready > len(pieces):
+        raise BadFrame("message", f"expected at most {len(pieces)} ranges that are ready, got {ready}")
+    return Hello(name, pieces, ready)
+
+
+def encode_ready(ready: int) -> bytes:
+    """Spell a READY: so many of the ranges that HELLO named may be asked for now, from the first on."""
+    return _pack_body(ready)
+
+
+def decode_ready(body: Buffer) -> int:
+    """Read a READY."""
+    return _check_number(_unpack_body(body))
 
 
 def encode_welcome(welcome: Welcome) -> bytes:

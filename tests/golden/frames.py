@@ -31,6 +31,7 @@ def make() -> dict[str, bytes]:
     frames["WELCOME"] = make_message(Kind.WELCOME, RUN, STREAM, streams.encode_welcome(Welcome(4096, 1 << 20)))
     frames["WANT"] = make_message(Kind.WANT, RUN, STREAM, streams.encode_want(RANGES))
     frames["DONE"] = make_message(Kind.DONE, RUN, STREAM, streams.encode_done(4096))
+    frames["READY"] = make_message(Kind.READY, RUN, STREAM, streams.encode_ready(1))
     lines = [f"{name}: {header.hex()} {body.hex()}\n" for name, (header, body) in frames.items()]
     return {FILE: "".join(lines).encode()}
 

@@ -34,7 +34,7 @@ def test_the_frames_are_read() -> None:
         assert (read.kind, read.stream, read.layer, read.param, read.offset) == (Kind.CHUNK, frames.STREAM, 5, 2, 64)
         assert read.dtype is Dtype[codec.upper()]
         assert np.abs(codecs.codec_named(codec).decode(body, 6) - frames.VALUES).max() <= error
-    assert streams.decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES)
+    assert streams.decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES, len(frames.RANGES))
     assert streams.decode_want(found["WANT"][1]) == frames.RANGES
     assert streams.decode_welcome(found["WELCOME"][1]) == streams.Welcome(4096, 1 << 20)
     for name in ("HELLO", "WELCOME", "WANT", "DONE"):

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 import zmq
 
+from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer import (
     Piece,
     PullTransfer,
@@ -784,6 +785,69 @@ def test_a_port_in_use_is_named():
     """Two slaves cannot share a lane's port, and the second says so."""
     with running_flow() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
         ZmqFlow(RUN, "s1", slave.flow.lane_addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
+
+
+STALL_S, FRAGMENTS = 0.5, ((1,), (2,), (0,))  # a loaded machine is silent for less
+
+
+def open_slowly(gate: FragmentGate, pause_s: float = 1.2 * STALL_S) -> None:
+    """One fragment after the other, with more than the slave's stall_s in between."""
+    while gate.open < gate.count:
+        time.sleep(pause_s)
+        gate.open_next()
+
+
+@pytest.mark.parametrize(("lanes", "codec"), [(1, "fp32"), (2, "int8")])
+def test_a_push_in_fragments_is_staged_though_its_ranks_are_silent_for_long(lanes, codec):
+    """What is not offered is not asked for and not owed: no stall, no second connection, the same bytes."""
+    with running_flow(lanes=lanes, stall_s=STALL_S) as slave:
+        theta, values, push_id = model(1), model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, 2, codec=codec, theta=None if codec == "fp32" else theta)
+        hands, grant = shares(values, 2), slave.grant(2, codec=codec)
+        gates = [FragmentGate(FRAGMENTS, hand) for hand in hands]
+        moves = [lambda r=r: push_pieces(grant, base(1, r), hands[r], gate=gates[r]) for r in range(2)]
+        *stats, _, _ = together(*moves, *(lambda g=g: open_slowly(g) for g in gates))
+        slave.heard.wait("staged", push_id)
+        pieces = [piece for hand in hands for piece in hand]
+        assert same(buffers, values if codec == "fp32" else decoded(codec, theta, pieces))
+        assert [s.connections for s in stats] == [lanes] * 2 and not slave.flow.refused_frames
+        assert all(s.seconds > 2 * STALL_S for s in stats)
+
+
+@pytest.mark.parametrize("after", [3_000, 600_000])
+def test_a_cut_push_in_fragments_is_resumed(after):
+    """The next HELLO offers what was open by then."""
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
+        values, push_id = model(3), PushId("fast", 1, 1)
+        buffers, hands = slave.open_push(push_id, 1), shares(values, 1)
+        gate, grant = FragmentGate(FRAGMENTS, hands[0]), slave.grant(1, [cut.address])
+        stats, _ = together(lambda: push_pieces(grant, base(1), hands[0], gate=gate), lambda: open_slowly(gate, 0.05))
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values) and stats.connections == cut.connections > 1
+
+
+def test_a_pull_in_fragments_counts_what_has_arrived():
+    """Each is whole before the next is asked for, on every rank; idle streams neither stall nor hold others up."""
+    with running_flow(lanes=2, stall_s=STALL_S) as slave:
+        source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
+        slave.flow.open_pull(pull_id, V, source)
+        (hand,) = shares(target, 1)
+        gate, seen = FragmentGate(FRAGMENTS, hand), []
+
+        def open_and_look() -> None:
+            for opened in range(1, gate.count + 1):
+                time.sleep(1.2 * STALL_S)
+                seen.append((gate.arrived, [bool(np.isfinite(target[i]).all()) for i in LAYERS]))
+                if opened < gate.count:
+                    gate.open_next()
+
+        stats, _ = together(
+            lambda: pull_pieces(slave.grant(1), base(1), hand, stall_s=STALL_S, gate=gate), open_and_look
+        )
+        assert same(source, target) and stats.connections == 2
+        assert seen == [(1, [False, True, False]), (2, [False, True, True]), (3, [True, True, True])]
+        slave.flow.close_pull(pull_id)
+        slave.heard.wait("released", pull_id)
 
 
 # ---- pulls --------------------------------------------------------------------------------------------------------

@@ -14,15 +14,23 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as constant
 
 HERE = Path(__file__).parent
-VERSIONS = 8
+VERSIONS, STEPS = 8, 12
 DELTA = 2.0**-10  # sums of it are exact in fp32
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_path: Path, ranks: int) -> None:
-    """One cluster, lr 1, no momentum: θ is the sum of all inner steps on every rank at every step; tokens add up."""
+@pytest.mark.parametrize(
+    ("ranks", "fragments"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (2, 3)],
+)
+def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
+    tmp_path: Path, ranks: int, fragments: int
+) -> None:
+    """One cluster, lr 1, no momentum: θ is the sum of all inner steps on every rank at every step; tokens add up.
+
+    Each fragment is frozen at its own step: in the last version it is as much older or newer.
+    """
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     shared = {
         "stop": {"versions": VERSIONS},
@@ -34,7 +42,8 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_pat
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()
-        cluster = run.start_cluster("a", [*command, str(out), "0.02", str(DELTA)], steps=10, overlap="full")
+        words = [*command, str(out), "0.02", str(DELTA)]
+        cluster = run.start_cluster("a", words, steps=STEPS, overlap="full", fragments=fragments)
         run.wait(cluster, 150)
         with run.ledger() as ledger:
             rounds = [r for r in ledger.read_history(1000) if r.version is not None]
@@ -44,6 +53,34 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_pat
     assert all(f["beside"] > VERSIONS for f in found), f"nothing was trained while something moved: {found}"
     pushed = sum(fold.inner_steps for r in rounds for fold in r.folds)
     assert sum(fold.tokens for r in rounds for fold in r.folds) == 8 * pushed
-    ends = {f["end"] for f in found if f["end"] is not None}
-    assert ends == {pushed * DELTA}, "the last version is what all accepted pushes hold, on every rank"
+    ends = {end for f in found for end in f["ends"]}
+    frozen = {pushed + fragment * (STEPS // (2 * fragments)) for fragment in range(fragments)}
+    assert ends == {step * DELTA for step in frozen}, "the last version is what all accepted pushes hold, on every rank"
     assert all(pushed <= f["steps"] <= pushed + 60 for f in found)
+
+
+@pytest.mark.timeout(90)
+def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path) -> None:
+    """The first fragment of the first push has left when the rank dies: the push is dropped, the next attempt pulls."""
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
+    outer = {"lr": 1.0, "momentum": 0.0, "clip": {}}
+    out = tmp_path / "found"
+    crash_at = STEPS + STEPS // 6  # the push begins after STEPS, its second of three fragments so much later
+    command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), str(crash_at)]
+    shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"rule": "none"}}
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        cluster = run.start_cluster("a", command, steps=STEPS, overlap="full", fragments=3, max_restarts=1)
+        run.wait(cluster, 60)
+        with run.ledger() as ledger:
+            folds = [fold for r in ledger.read_history(1000) if r.version is not None for fold in r.folds]
+        timeline = run.timeline("a").read_text()
+    marks = [json.loads(line) for line in timeline.splitlines()]
+    begun = [mark["t"] for mark in marks if mark["kind"] == "push_begin"]
+    starts = [mark["t"] for mark in marks if mark["kind"] == "trainer_start"]
+    assert len(starts) == 2 and begun[0] < starts[1] < begun[1], "it died beside its push"
+    found = json.loads((tmp_path / "found.0").read_text())
+    pushed = sum(fold.inner_steps for fold in folds)
+    assert len(folds) == 3
+    assert set(found["ends"]) == {(pushed + n * (STEPS // 6)) * DELTA for n in range(3)}, "nothing of it was folded"

@@ -32,18 +32,21 @@ def marks(timeline: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("overlap", ["none", "full"])
-def test_a_nan_heals(tmp_path: Path, overlap: str) -> None:
-    """One NaN in one of two ranks' gradients in the second round: nothing of it travels, the head replaces the model
-    and AdamW begins anew, so by the third round all is finite, and the loss falls on."""
+@pytest.mark.parametrize(
+    ("overlap", "steps", "spoilt", "fragments"), [("none", H, H + 2, 1), ("full", H, H + 2, 1), ("full", 8, 9, 2)]
+)
+def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, fragments: int) -> None:
+    """One NaN in one of two ranks' gradients, in the second round or after the first fragment of the first push has
+    left: nothing of it travels, the head replaces the model and AdamW begins anew, so by the third round all is finite,
+    and the loss falls on."""
     tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
     shared = {"stop": {"versions": 8}, "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}}, "penalty": {"rule": "none"}}
-    out, spoilt = tmp_path / "found", H + 2
+    out = tmp_path / "found"
     command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
         run.start_master()
         run.start_slaves()
-        run.wait(run.start_cluster("a", command, steps=H, overlap=overlap), 90)
+        run.wait(run.start_cluster("a", command, steps=steps, overlap=overlap, fragments=fragments), 90)
         with run.ledger() as ledger:
             rounds = ledger.read_history(1000)
     assert len([r for r in rounds if r.version]) == 8

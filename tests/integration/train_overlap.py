@@ -1,10 +1,11 @@
 """A training script whose every inner step adds one number to every element, while pushes and pulls move beside it.
 
-    train_overlap.py OUT STEP_S DELTA
+    train_overlap.py OUT STEP_S DELTA [CRASH_AT]        the first start of it dies after so many steps
 
 With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
 it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
-its end each rank writes to OUT.RANK how many steps it took, and how many of them while something was out.
+its end each rank writes to OUT.RANK how many steps it took, how many of them while something was out, and the numbers
+that its elements are: as many as fragments were frozen at different steps.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
 
 
-def main(out: Path, step_s: float, delta: float) -> None:
+def numbers(model: nn.Module) -> list[float]:
+    """Those that the elements on this rank are."""
+    return sorted({float(value) for p in model.parameters() for value in local(p).detach().reshape(-1)})
+
+
+def main(out: Path, step_s: float, delta: float, crash_at: int = 0) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = ConstantModel()
     if "RANK" in os.environ:
@@ -38,22 +45,24 @@ def main(out: Path, step_s: float, delta: float) -> None:
                 for parameter in model.parameters():
                     local(parameter).add_(delta)
             steps += 1
+            if steps == crash_at and os.environ["DIPS_ATTEMPT"] == "1":
+                os._exit(9)
             time.sleep(step_s)
             moving, before = outer.moving, outer.version
             outer.step(tokens=8, loss=1.0)
             beside += moving
             versions.add(str(outer.version))
-            number = one_number(model)
-            if outer.finished and number is not None:
+            if outer.finished:
                 break  # the last version replaces what was trained after its last push
+            number = one_number(model)
             assert number is None or number == steps * delta, (
                 f"{number} after {steps} steps, {before} → {outer.version}"
             )
-    found = {"steps": steps, "beside": beside, "versions": sorted(versions), "end": one_number(model)}
+    found = {"steps": steps, "beside": beside, "versions": sorted(versions), "ends": numbers(model)}
     out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

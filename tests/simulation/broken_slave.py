@@ -101,11 +101,11 @@ def accept_old_stream() -> list[Patch]:
     honest_hello, honest_claim = Receiver.on_hello, Receiver.claim_chunk
     kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
 
-    def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
+    def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float, *ready: int) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
         if push is not None and push.targets and self._layout is not None:
             kept[id(self), name.stream_id] = (self._layout, push.targets, push.codec)
-        return honest_hello(self, lane, peer, name, pieces, now)
+        return honest_hello(self, lane, peer, name, pieces, now, *ready)
 
     def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
         try:

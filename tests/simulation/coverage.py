@@ -64,6 +64,7 @@ POINTS: dict[str, str] = {
     "quarantine": "a diverged push was gated",
     "extended": "a run was extended before its end",
     "resumed": "a finished run was extended, and its clusters came back",
+    "fragments": "a version was merged whose fragments were pulled an inner step apart, as those of its push were",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
@@ -193,6 +194,8 @@ class Coverage(Observer):
             self.met("unmerged")
         elif agent.trainer is not None and agent.trainer.in_hand.works:
             self.met("overlap")
+            if agent.site.fragments > 1:
+                self.met("fragments")
 
     def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"

@@ -27,7 +27,7 @@ def scenario_of(seed: int) -> Scenario:
     ranks = [rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)]
     shapes = tuple(ClusterShape(n, 0.12 + 0.3 * rng.random()) for n in ranks)
     return Scenario(
-        clusters=_ways(chance.generator_for("ways"), shapes),
+        clusters=_cut(chance.generator_for("fragments"), _ways(chance.generator_for("ways"), shapes)),
         slaves=slaves,
         layers=layers,
         ranges_at_once=chance.generator_for("ranges").choice((2, 6, 6)),
@@ -55,6 +55,12 @@ def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, 
     """How each cluster runs: half of the seeds have clusters of each kind, mostly beside others."""
     aligns, overlaps = rng.random() < 0.6, rng.random() < 0.5
     return tuple(_way(rng, shape, aligns, overlaps) for shape in shapes)
+
+
+def _cut(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:
+    """Half of the clusters that overlap move in fragments."""
+    drawn = [rng.choice((1, 1, 2, 3)) for _ in shapes]
+    return tuple(replace(s, fragments=n if s.overlap else 1) for s, n in zip(shapes, drawn, strict=True))
 
 
 def _way(rng: Random, shape: ClusterShape, aligns: bool, overlaps: bool) -> ClusterShape:

@@ -38,6 +38,8 @@ def long_scenario(seed: int) -> Scenario:
         ClusterShape(rng.randint(1, 2), TIMES * GUARD_S * (1.0 + 0.3 * rng.random()), overlap=rng.random() < 0.5)
         for _ in range(rng.randint(2, 3))
     )
+    if seed // 2 % 2:  # who overlaps moves in fragments, an inner step apart: links are idle for longer than the guards
+        shapes = tuple(replace(shape, fragments=3 if shape.overlap else 1) for shape in shapes)
     options = replace(drawn.options, timing=timing, stop=replace(drawn.options.stop, versions=0))
     chunk_s = 0.8 * GUARD_S
     return replace(

@@ -165,6 +165,24 @@ def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> Non
     assert load_cluster(write(tmp_path / "cluster.yaml", lazy)).install == "lazy"
 
 
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"fragments": 4}, "fragments: 4 needs overlap: full and install: whole, got overlap: none"),
+        ({"fragments": 4, "overlap": "full", "install": "lazy"}, "needs overlap: full and install: whole, .* lazy"),
+        ({"merge_alpha": 0.5}, "merge_alpha: 0.5 needs overlap: full"),
+        ({"merge_alpha": 0.0, "overlap": "full"}, "merge_alpha: .*greater than 0"),
+        ({"fragments": 0}, "fragments: .*greater than or equal to 1"),
+    ],
+)
+def test_fragments_and_alpha_need_a_merge(tmp_path: Path, keys: dict[str, object], why: str) -> None:
+    """Where nothing is merged beside training they would do nothing, or stagger what training waits for."""
+    with pytest.raises(ConfigError, match=why):
+        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, **keys}))
+    good = {**CLUSTER, "fragments": 4, "merge_alpha": 0.5, "overlap": "full"}
+    assert load_cluster(write(tmp_path / "cluster.yaml", good)).fragments == 4
+
+
 def test_the_former_name_of_a_lazy_install_is_refused(tmp_path: Path) -> None:
     """A cluster file from before the rename is not guessed at: the message names the old value and the new one."""
     with pytest.raises(ConfigError, match=r"cluster\.yaml: install: .*`install: forward`.*write `install: lazy`"):

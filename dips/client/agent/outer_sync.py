@@ -111,10 +111,21 @@ def _find_verdict(s: AgentState) -> Answer:
         return sync.verdict
     if sync.phase is SyncPhase.PUSHING and sync.grant:
         pushes.freeze_push(s)
-        return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq)
+        return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, _fragment_interval(s))
     if sync.phase is SyncPhase.PULLING and sync.grant:
-        return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result)
+        interval = _fragment_interval(s) if sync.merge else 0
+        return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result, interval)
     return AskAgain(sync.reason, s.pace.steps_until_ask)
+
+
+def _fragment_interval(s: AgentState) -> int:
+    """Inner steps between two fragments; 0: all move at once, or the pace is not known yet.
+
+    Those of a push take half of the time between two pushes, those of its pull the other half, so that there are as
+    many rounds as without fragments.
+    """
+    fragments = s.settings.fragments
+    return s.pace.round_steps // (2 * fragments) if fragments > 1 else 0
 
 
 def on_sync_reply(s: AgentState, result: Result) -> None:

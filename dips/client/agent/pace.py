@@ -50,6 +50,13 @@ class Pace:
         return self._step_s
 
     @property
+    def round_steps(self) -> int:
+        """Inner steps between two pushes, as far as that is known; 0: it is not."""
+        if self._seconds is not None:
+            return int(self._seconds / self.step_s) if self.step_s > 0 else 0
+        return self._steps or self._aligned or 0
+
+    @property
     def steps_until_ask(self) -> int:
         """Inner steps after which a trainer that trains on while it waits should ask again.
 

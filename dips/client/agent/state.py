@@ -53,6 +53,7 @@ class AgentSettings:
     restart_window_s: float = inf
     take_over: bool = False  # fence an incarnation of another agent, if one lives
     on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
+    fragments: int = 1  # in which the ranks stagger what they move beside training
 
     @property
     def patience_s(self) -> float:
@@ -132,7 +133,8 @@ class OuterSync:
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps what was trained since the push was frozen
     moved: tuple[int, int] = (0, 0)  # of the present or last transfer: bytes, in all
-    moving_since: float = 0.0
+    moved_at: float = 0.0  # when that was told
+    moving_s: float = 0.0  # in which it moved
     bytes_per_s: float = 0.0  # its mean rate
     moving_at_heartbeat: PushId | PullId | None = None  # what was moving when the last heartbeat left
     halt: str = ""  # why the ranks should end the present transfer

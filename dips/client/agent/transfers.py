@@ -10,13 +10,17 @@ from dips.ids import PullId, PushId
 
 def begin_transfer(s: AgentState) -> None:
     """The ranks are about to move bytes."""
-    s.sync.moved, s.sync.halt, s.sync.moving_since = (0, 0), "", s.now
+    s.sync.moved, s.sync.halt = (0, 0), ""
+    s.sync.moved_at, s.sync.moving_s = s.now, 0.0
 
 
 def record_moved(s: AgentState, nbytes: int, total: int) -> None:
     """So much of it has moved, over all ranks."""
-    s.sync.moved = (nbytes, total)
-    s.sync.bytes_per_s = nbytes / max(s.now - s.sync.moving_since, 1e-3)
+    sync = s.sync
+    if s.settings.fragments == 1 or nbytes > sync.moved[0]:  # between two fragments the link is idle, not slow
+        sync.moving_s += s.now - sync.moved_at
+    sync.moved, sync.moved_at = (nbytes, total), s.now
+    sync.bytes_per_s = nbytes / max(sync.moving_s, 1e-3)
 
 
 def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:

@@ -211,6 +211,7 @@ class PushNow:
     seq: int
     grant: Grant
     accepted: int = 0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
+    interval: int = 0  # inner steps between two fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,7 @@ class PullNow:
     accepted: int = 0  # as in PushNow
     merge: bool = False
     result: PushResult | None = None  # of the newest push that was settled
+    interval: int = 0  # inner steps between two fragments of a merge
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,20 @@ class HostMemory:
         """The model's own memory that installs write."""
         return [(copy.name, copy.view) for layer in self._chosen(layers) for copy in self._params[layer]]
 
+    def find_pieces(self, layers: Layers) -> list[int]:
+        """The numbers of the pieces of these layers."""
+        chosen = set(self._chosen(layers))
+        return [number for number, piece in enumerate(self._buffer.pieces) if piece.layer in chosen]
+
+    @property
+    def merge_alpha(self) -> float:
+        """How far a merge follows what was pulled: 1 is all the way."""
+        return self._kept.alpha
+
+    @merge_alpha.setter
+    def merge_alpha(self, alpha: float) -> None:
+        self._kept.alpha = alpha
+
     def _chosen(self, layers: Layers) -> Sequence[int]:
         return self.layers if layers is None else layers
 

@@ -24,7 +24,7 @@ class KeptShard:
     """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self.alpha = device, 1.0
         self._memory: dict[ShardCopy, torch.Tensor] = {}
         self._kept: set[ShardCopy] = set()  # hold what was kept
         self._differences: set[ShardCopy] = set()  # hold the difference
@@ -60,11 +60,13 @@ class KeptShard:
         return all(copy in self._kept or copy in self._differences for copy in copies)
 
     def subtract_kept(self, copies: Iterable[ShardCopy]) -> None:
-        """Turn what was kept of these into what was pulled less it, where that is not done; legal in any thread."""
+        """Turn what was kept of these into `alpha` times what was pulled less it, once; legal in any thread."""
         for copy in copies:
             if copy in self._kept:
                 memory = self._memory[copy].numpy()
                 np.subtract(copy.host.numpy(), memory, out=memory)  # numpy: no threads of torch's beside training
+                if self.alpha != 1.0:
+                    np.multiply(memory, np.float32(self.alpha), out=memory)
                 self._kept.discard(copy)
                 self._differences.add(copy)
 

@@ -37,6 +37,11 @@ class OptimizerMasters:
             )
 
     @property
+    def has_function(self) -> bool:
+        """Masters are made by the script's function, and nobody here knows them."""
+        return self._sync is not None
+
+    @property
     def known(self) -> bool:
         """Pulls reach the masters: an optimizer or a function was given."""
         return self._sync is not None or bool(self._optimizers)

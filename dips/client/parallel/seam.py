@@ -77,6 +77,16 @@ class Adapter(ABC):
         """The first parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""
         return ""
 
+    @property
+    def remakes_masters(self) -> bool:
+        """`reload_masters` makes masters of all parameters, also of those that were not written."""
+        return False
+
+    @property
+    def hides_masters(self) -> bool:
+        """The optimizer's masters are made by a function of the script: what they hold is not known here."""
+        return False
+
     def sync_masters(self) -> None:
         """All of a version was installed layer by layer: have the script's function make masters, if it gave one."""
 

@@ -52,7 +52,8 @@ class StreamedMemory(HostMemory):
         return [piece for piece in self._buffer.pieces if piece.layer == layer]
 
     def gather_pieces(self, layers: Layers = None) -> None:
-        """Stage what must be exchanged before a push."""
+        """Stage what must be exchanged before a push: of all layers, since only `install: whole` has fragments."""
+        assert layers is None
         numbers = [n for n in range(len(self._plan.pieces)) if n not in self._in_model]
         self._staged = {n: torch.empty(self._plan.pieces[n].length) for n in numbers}
         super().gather_pieces(layers)

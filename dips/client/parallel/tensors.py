@@ -82,6 +82,10 @@ class TorchAdapter(Adapter):
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         yield from ((name, masters[p], _local_tensor(masters[p])) for name, p in named if p in masters)
 
+    @property
+    def hides_masters(self) -> bool:
+        return self._optimizer.has_function
+
     def reload_masters(self) -> None:
         self._optimizer.call_sync()
 

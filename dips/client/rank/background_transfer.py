@@ -16,7 +16,7 @@ from dips.client.rank.collectives import JobCollectives
 from dips.errors import DipsError, LocalProtocolError, Unavailable
 
 
-def do_nothing() -> None:
+def do_nothing(*_: object) -> None:
     """Do nothing."""
 
 
@@ -45,6 +45,11 @@ class BackgroundTransfer(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """End it on this rank, whatever the others do."""
+
+    @property
+    def steps_until_due(self) -> int | None:
+        """Inner steps after which a poll has something to do; None: no certain step."""
+        return None
 
 
 class StreamedTransfer(BackgroundTransfer):
@@ -117,19 +122,32 @@ class ThreadedTransfer(BackgroundTransfer):
         thread.join(wait_s)
         thread.mark_failed(self._report_progress())
         # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
-        own = [self._seq, -self._seq, int(thread.error is None), int(thread.done)]
-        smallest_seq, minus_largest_seq, all_well, all_done = self._collectives.all_min(own)
-        failed = not all_well or smallest_seq != -minus_largest_seq
-        if not failed and not all_done:
+        done = thread.done  # first: a thread that fails after a look at its error is not done by then
+        own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
+        smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
+        if not all_well or smallest_seq != -minus_largest_seq:
+            self._end_transfer()
+            return TransferResult(False, thread.reason, self._total())
+        self._on_least_count(least_count)
+        if not all_done:
             return None
-        if failed:
-            thread.cancel()
-        elif self._finish is not None:
+        if self._finish is not None:
             finish, self._finish = self._finish, None
             self._thread = TransferThread(lambda _: finish())
             return None
         self._on_end()
-        return TransferResult(not failed, thread.reason if failed else "", self._total())
+        return TransferResult(True, "", self._total())
+
+    def _end_transfer(self) -> None:
+        self._thread.cancel()
+        self._on_end()
+
+    def _own_count(self) -> int:
+        """A number of this rank, whose least of all ranks is told to `_on_least_count`."""
+        return 0
+
+    def _on_least_count(self, count: int) -> None:
+        """All ranks have come so far."""
 
 
 class TransferThread:

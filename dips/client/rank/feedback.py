@@ -16,7 +16,7 @@ in fp32 runs: there is no Feedback then. No torch, no socket; one thread, but fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -39,7 +39,9 @@ class Feedback:
         self._owed = [np.zeros_like(array) for array in self._host]
         self._frozen_at = Share(pieces)
         self._owed_at = Share([replace(piece, array=owed) for piece, owed in zip(pieces, self._owed, strict=True)])
-        self._version: VersionId | None = None  # of `_base`
+        self._version: VersionId | None = None  # of `_base`; None while a part of it is of another version
+        self._taken: VersionId | None = None  # whose values `_base` has, but for
+        self._lacking: set[int] = set()  # these pieces
         self._inc = 0  # the incarnation that owes
         self._codec = codecs.FP32
         self._seq = 0  # the push that is frozen in the host buffer, until its Outcome is known; 0: none
@@ -72,13 +74,18 @@ class Feedback:
                 np.copyto(host, base)
         return self._version
 
-    def freeze_push(self, seq: int, codec: str) -> None:
-        """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element."""
-        if self._contained:
-            self._clear_owed()
-        self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
+    def freeze_push(self, seq: int, codec: str, numbers: Iterable[int] | None = None) -> None:
+        """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element.
+
+        numbers  the pieces that are frozen now, others of the same push later or before; None: all
+        """
+        if seq != self._seq:  # the first that is frozen of it
+            if self._contained:
+                self._clear_owed()
+            self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
-            for host, base, owed in zip(self._host, self._base, self._owed, strict=True):
+            for number in range(len(self._host)) if numbers is None else numbers:
+                host, base, owed = self._host[number], self._base[number], self._owed[number]
                 if self._codec.lossy:
                     host -= base
                 host += owed
@@ -88,13 +95,19 @@ class Feedback:
         self._sent[chunk] = None
         return self._codec.encode(np.frombuffer(view, np.float32))
 
-    def set_base(self, version: VersionId) -> None:
-        """Take `version`, which the host buffer and the model hold, as the base of the next differences."""
+    def set_base(self, version: VersionId, numbers: Iterable[int] | None = None) -> None:
+        """Take `version`, which the host buffer and the model hold, as the base of the next differences.
+
+        numbers  the pieces that hold it; there is no base until all others have been named, too; None: all
+        """
         if self._version is not None and version != self._version and version.version <= self._version.version:
             self._clear_owed()  # the lineage was rolled back
-        for host, base in zip(self._host, self._base, strict=True):
-            np.copyto(base, host)
-        self._version, self._contained = version, False
+        every = set(range(len(self._host)))
+        held = every if numbers is None else set(numbers)
+        for number in held:
+            np.copyto(self._base[number], self._host[number])
+        self._lacking = (self._lacking if version == self._taken else every) - held
+        self._taken, self._version, self._contained = version, None if self._lacking else version, False
 
     def checkpoint_arrays(self) -> tuple[Sequence[F32], Sequence[F32]]:
         """(base, owed) for a checkpoint: this rank's own arrays, to be copied before the next transfer."""
@@ -104,6 +117,7 @@ class Feedback:
         """Take what a checkpoint owed as owed by the present incarnation, whichever that is."""
         for mine, theirs in zip((*self._base, *self._owed), (*base, *owed), strict=True):
             np.copyto(mine, theirs)
+        self._taken, self._lacking = version, set()
         self._version, self._contained, self._seq, self._inc = version, False, 0, ADOPTED
 
     def _settle_accepted(self) -> None:

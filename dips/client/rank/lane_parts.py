@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import zmq
 
+from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer_types import LayerOrder
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
@@ -29,10 +32,15 @@ class LanePart:
     share: Share
     nbytes: int  # of the share, on the wire
     stream: Stream
+    ends: tuple[int, ...]  # of its ranges: how many are of the first fragment, of the first two, …; of one: all
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were sent
     done: bool = False
     spelling: UpdateSpelling | None = None  # pull: how the slave spells its chunks; None: as parameters
+
+    def count_ready(self, gate: FragmentGate | None) -> int:
+        """Its ranges that may move now."""
+        return self.ends[-1] if gate is None else _count_open(self.ends, gate)
 
 
 def check_order(order: LayerOrder, name: str) -> None:
@@ -54,16 +62,24 @@ def open_parts(
     own_keys = curve.new_keys()  # anonymous, for this transfer only
     for index in slaves_in_order(grant.order, grant.first + base.rank, len(grant.slaves), str(grant.version)):
         slave = grant.slaves[index]
-        hands = deal_pieces((p for p in order.pieces if p.layer in slave.layers and p.length), len(slave.lanes))
-        for lane, pieces in enumerate(hands):
-            share = Share(pieces)
+        held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
+        groups = [held_here] if order.gate is None else order.gate.group_pieces(held_here)
+        dealt = [deal_pieces(group, len(slave.lanes)) for group in groups]  # every lane has its part of each fragment
+        for lane in range(len(slave.lanes)):
+            share = Share([piece for hands in dealt for piece in hands[lane]])
+            ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
             name = StreamName(
                 base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
                 order.first_epoch, version, lane, held,
             )  # fmt: skip
             keys = (own_keys, slave.key) if slave.key else None
-            stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys)
+            ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
+            stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
             stream.waits = False
             if share.nbytes or kind == "push":
                 nbytes = sum(piece.nbytes for piece in codec.encoded_ranges(share.ranges))
-                yield LanePart(slave, share, nbytes, stream)
+                yield LanePart(slave, share, nbytes, stream, ends)
+
+
+def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
+    return ends[gate.open - 1]

@@ -61,7 +61,7 @@ def lone_config(config: ClusterFile | None) -> ClusterFile:
     if config is None:
         shared = Shared(run="alone")
         config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), insecure=True)
-    return config.model_copy(update={"install": "streaming", "overlap": "none"})
+    return config.model_copy(update={"install": "streaming", "overlap": "none", "fragments": 1})
 
 
 class LoneAgent(AgentClient):

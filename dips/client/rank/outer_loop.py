@@ -42,6 +42,10 @@ from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
+HIDDEN_MASTERS = (
+    "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
+    "round the masters of all others"
+)
 LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
 
@@ -82,8 +86,16 @@ class OuterLoop:
         self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
+        memory.merge_alpha = self._config.merge_alpha
+        if self._config.fragments > 1 and layout.adapter.hides_masters:
+            raise ConfigError(HIDDEN_MASTERS)
         self._shard_transfer = ShardTransfer(
-            memory, self._collectives, self._config.stall_s, *codecs, optimizer_steps=lambda: self._optimizers.steps
+            memory,
+            self._collectives,
+            self._config.stall_s,
+            *codecs,
+            lambda: self._optimizers.steps,
+            self._config.fragments,
         )
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)

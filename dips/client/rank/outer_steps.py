@@ -117,9 +117,12 @@ class OuterSteps:
         if isinstance(self._in_flight, OpenTransfer):
             result = self._in_flight.transfer.poll()
             if result is None:
-                self._state.steps_until_poll = self._poll_steps
+                self._look_later(self._in_flight)
                 return
             self._in_flight = self._complete_transfer(self._in_flight, result)
+            if self._state.torn:  # it mixes two versions: what it would train now is lost with the next pull
+                self.settle_transfers()
+                return
         if self._in_flight is None:
             self._in_flight = PushWanted(self._state.attempt, self._state.next_request(), demanded)
         answer = self._agent_client.ask_agent(replace(self._in_flight, at_once=True))
@@ -133,7 +136,12 @@ class OuterSteps:
         if isinstance(begun.order, PullNow) and not begun.order.merge:  # an inner step before it would be lost
             self._run_request(self._wait_transfer(begun))
         else:
-            self._in_flight, self._state.steps_until_poll = begun, self._poll_steps
+            self._in_flight = begun
+            self._look_later(begun)
+
+    def _look_later(self, moving: OpenTransfer) -> None:
+        due = moving.transfer.steps_until_due
+        self._state.steps_until_poll = self._poll_steps if due is None else max(1, min(due, self._poll_steps))
 
     # ---- by the agent's answer ---------------------------------------------------------------------------------------
 
@@ -145,11 +153,12 @@ class OuterSteps:
         return on_answer(answer)
 
     def _begin_push(self, order: PushNow) -> OpenTransfer:
-        return OpenTransfer(order, self._shard_transfer.begin_push(self._request_for(order), keep=self._overlaps))
+        request = self._request_for(order)
+        return OpenTransfer(order, self._shard_transfer.begin_push(request, self._overlaps, order.interval))
 
     def _begin_pull(self, order: PullNow) -> OpenTransfer:
-        request = replace(self._request_for(order), merge=order.merge)
-        return OpenTransfer(order, self._shard_transfer.begin_pull(request))
+        request = self._request_for(order)
+        return OpenTransfer(order, self._shard_transfer.begin_pull(request, order.merge, order.interval))
 
     def _train_on(self, answer: TrainOn) -> None:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps

@@ -17,6 +17,7 @@ import torch
 
 from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.parallel.checksum import wrap_sum
+from dips.client.parallel.host import Layers
 from dips.client.parallel.host_sum import HostSum
 from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
@@ -30,6 +31,8 @@ from dips.client.rank.background_transfer import (
 )
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
+from dips.client.rank.fragments import FragmentGate, cut_fragments
+from dips.client.rank.staggered import Stagger, StaggeredMerge, StaggeredTransfer
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.client.rank.undo_watch import UndoWatch
 from dips.errors import Diverged, LocalProtocolError
@@ -53,7 +56,6 @@ class TransferRequest:
     base: TransferIdentity
     report_progress: ReportProgress
     accepted: int = 0  # seq of this incarnation's last push whose Outcome was accepted: settles the error feedback
-    merge: bool = False  # a `merge_version` follows a pull: what was kept is subtracted beside training
 
 
 class MovedBytes:
@@ -83,11 +85,18 @@ class ShardTransfer:
         codec: str = "fp32",
         pull_codec: str = "fp32",
         optimizer_steps: Callable[[], int] = lambda: 0,
+        fragments: int = 1,
     ) -> None:
         """
         codec, pull_codec  the run's: a lossy one takes 8 B more for each parameter that this rank moves
         optimizer_steps    how often the inner optimizer has stepped
+        fragments          groups of layers in which pushes and merges are staggered
+        Errors             ConfigError: more fragments than layers
         """
+        self._fragments = cut_fragments([memory.layer_numel(layer) for layer in memory.layers], fragments)
+        self._watches = [UndoWatch() for _ in self._fragments]  # each of what is merged at once
+        self._inner_steps = 0
+        self._merge: StaggeredMerge | None = None  # of the last pull, if its fragments were staggered
         self._undo_watch, self._optimizer_steps = UndoWatch(), optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
@@ -106,10 +115,11 @@ class ShardTransfer:
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
-    def begin_push(self, request: TransferRequest, keep: bool = False) -> BackgroundTransfer:
+    def begin_push(self, request: TransferRequest, keep: bool = False, interval: int = 0) -> BackgroundTransfer:
         """Freeze what this rank moves and send it to the slaves.
 
-        keep    keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
+        keep      keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
+        interval  inner steps after which the next fragment is frozen, if anything is kept
         Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
         self._memory.finish_install()
@@ -123,16 +133,35 @@ class ShardTransfer:
             return self._failed_transfer(
                 request, f"{grant.codec} was granted for differences to {grant.base}, not held here"
             )
-        self._memory.gather_pieces()
-        if keep:
-            self._memory.keep_pushed_shard()
-        encode = self._memory.encode_chunk
-        if feedback is not None:
-            feedback.freeze_push(request.base.seq, grant.codec)
-            encode = feedback.encode_chunk
+        stagger = self._make_stagger(interval) if keep else None
+        self._freeze_layers(request, self._fragments[0] if stagger else None, keep)
+        encode = self._memory.encode_chunk if feedback is None else feedback.encode_chunk
         release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
         total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
-        return self._begin_move(move, self._memory.pieces, total, request, release)
+        if stagger is not None:
+            stagger = replace(stagger, prepare_fragment=partial(self._freeze_fragment, request))
+        return self._begin_move(move, self._memory.pieces, total, request, release, stagger=stagger)
+
+    def _freeze_fragment(self, request: TransferRequest, number: int) -> str:
+        """Freeze a later fragment of an open push; return where the model is not finite, "" if it is."""
+        self._check_parameters()
+        reason = self._find_not_finite()
+        if not reason:
+            self._freeze_layers(request, self._fragments[number], keep=True)
+        return reason
+
+    def _freeze_layers(self, request: TransferRequest, layers: Layers, keep: bool) -> None:
+        self._memory.gather_pieces(layers)
+        if keep:
+            self._memory.keep_pushed_shard(layers)
+        if self._feedback is not None:
+            self._feedback.freeze_push(request.base.seq, request.grant.codec, self._memory.find_pieces(layers))
+
+    def _make_stagger(self, interval: int) -> Stagger | None:
+        """Of a transfer that begins now; None if all layers move at once."""
+        if len(self._fragments) == 1:
+            return None
+        return Stagger(FragmentGate(self._fragments, self._memory.pieces), interval, lambda: self._inner_steps)
 
     def check_finite(self, consequence: str) -> None:
         """Raise Diverged, the same on all ranks, if the model is not finite on one of them."""
@@ -166,10 +195,14 @@ class ShardTransfer:
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
-    def begin_pull(self, request: TransferRequest) -> BackgroundTransfer:
+    def begin_pull(self, request: TransferRequest, merge: bool = False, interval: int = 0) -> BackgroundTransfer:
         """Bring this rank's pieces of the version into host memory, and no further.
 
-        With a memory of one layer the version is installed when this is finished, or the model may be torn.
+        With a memory of one layer the version is installed when this is finished, or the model may be torn. So it is
+        with fragments, which are merged as they arrive.
+
+        merge     `merge_version` is to follow: what was kept is subtracted beside training
+        interval  inner steps after which the next fragment is asked for
         """
         self._memory.finish_install()  # it may still read the host memory
         self._check_parameters()
@@ -179,8 +212,37 @@ class ShardTransfer:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
         move = partial(transfer.pull_pieces, held=held)
-        finish = self._memory.subtract_in_place if request.merge else None
-        return self._begin_move(move, self._memory.pieces, self._total["pull", "fp32"], request, finish=finish)
+        stagger = self._make_stagger(interval) if merge else None
+        self._merge = None
+        if stagger is not None:
+            merging = self._merge = StaggeredMerge(request.grant.version, stagger.gate)
+            on_arrived = partial(self._merge_arrived, merging)
+            stagger = replace(stagger, on_arrived=on_arrived, is_torn=lambda: merging.merged > 0)
+        finish = self._memory.subtract_in_place if merge and stagger is None else None
+        total = self._total["pull", "fp32"]
+        return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger, finish=finish)
+
+    def _merge_arrived(self, merging: StaggeredMerge, arrived: int) -> None:
+        """Merge the fragments that have arrived on all ranks since the last call.
+
+        If one cannot be merged, the rest is brought at once, and then the version is installed as it is.
+        """
+        for number in range(merging.merged, arrived):
+            layers, watch = self._fragments[number], self._watches[number]
+            self._begin_install(merging.version, layers, watch)
+            merging.finite = merging.finite and self._merge_layers(layers)
+            if merging.finite:
+                watch.take_after(self._optimizer_steps())
+            else:
+                merging.open_all()
+            merging.merged = number + 1
+        if not merging.finite and merging.merged == len(self._fragments):
+            self._memory.install_shard()
+
+    def _merge_layers(self, layers: Layers = None) -> bool:
+        """Merge on this rank; False if the result is not finite on some rank: an install must follow on all."""
+        (finite,) = self._collectives.all_min([int(self._memory.merge_shard(layers))])
+        return bool(finite)
 
     def install_version(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
@@ -201,17 +263,21 @@ class ShardTransfer:
         Legal after a push that was kept (docs/rationale.md#36). If either of the two is not finite on any rank, the sum
         would never be finite again: the version is installed as it is, on all ranks, and this returns False.
         """
+        if self._merge is not None:  # fragment by fragment it was merged while it was pulled
+            return self._merge.finite
         self._begin_install(version)
-        (finite,) = self._collectives.all_min([int(self._memory.merge_shard())])
+        finite = self._merge_layers()
         if not finite:
             self._memory.install_shard()
         self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
-        return bool(finite)
+        return finite
 
     def on_inner_step(self) -> None:
         """An inner step was taken: what a lazy install has left is installed."""
+        self._inner_steps += 1
         self._memory.on_inner_step()
-        self._undo_watch.on_inner_step(self._optimizer_steps())
+        for watch in (self._undo_watch, *self._watches):
+            watch.on_inner_step(self._optimizer_steps())
 
     def finish_install(self) -> None:
         """Install all of what was pulled."""
@@ -222,13 +288,13 @@ class ShardTransfer:
         """An install failed half-way: the model mixes two versions."""
         return self._memory.torn
 
-    def _begin_install(self, version: VersionId) -> None:
+    def _begin_install(self, version: VersionId, layers: Layers = None, watch: UndoWatch | None = None) -> None:
         """Make each rank's whole shard of the pieces, which hold `version`: the base of differences from now on."""
         self._check_parameters()  # training may have gone on since the pull began
-        self._undo_watch.take_before(self._memory.named_views())
+        (watch or self._undo_watch).take_before(self._memory.named_views(layers))
         if self._feedback is not None:
-            self._feedback.set_base(version)
-        self._memory.scatter_pieces()
+            self._feedback.set_base(version, self._memory.find_pieces(layers))
+        self._memory.scatter_pieces(layers)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -281,6 +347,7 @@ class ShardTransfer:
         request: TransferRequest,
         on_end: Callable[[], None] = do_nothing,
         finish: Callable[[], None] | None = None,
+        stagger: Stagger | None = None,
     ) -> BackgroundTransfer:
         """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over.
 
@@ -289,23 +356,19 @@ class ShardTransfer:
         grant, base = request.grant, request.base
         moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))
 
+        options = {} if stagger is None else {"gate": stagger.gate}
+
         def run_move(cancel: threading.Event) -> TransferStats:
             return move(
-                grant,
-                base,
-                pieces,
-                stall_s=self._stall_s,
-                cancel=cancel,
-                progress=moved.record_rate,
+                grant, base, pieces, stall_s=self._stall_s, cancel=cancel, progress=moved.record_rate, **options
             )
 
         def report_progress() -> str:
             return request.report_progress(*moved.of_all_ranks())
 
         thread = TransferThread(run_move if pieces else None)
-        return ThreadedTransfer(
-            thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
-        )
+        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
+        return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
 
 
 def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int) -> str:

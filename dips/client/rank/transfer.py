@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
+from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.lane_parts import LanePart
 from dips.client.rank.transfer_loop import DEPTH, TRANSIT_BYTES, StagedChunk, TransferLoop
 from dips.client.rank.transfer_types import (
@@ -64,6 +65,7 @@ def push_pieces(
     cancel: threading.Event | None = None,
     progress: Progress | None = None,
     encode: EncodeChunk | None = None,
+    gate: FragmentGate | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
     """Bring `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
@@ -73,13 +75,13 @@ def push_pieces(
 
     encode  makes the body of each chunk, on another thread where cores are to be had, identically if it is called
             again; None: the codec does
+    gate    fragments whose arrays may be read as soon as it has opened them; None: all may
     Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
     """
-    return PushTransfer(LayerOrder(grant, base, pieces, stall_s, clock), encode).run(
-        cancel or threading.Event(), progress
-    )
+    order = LayerOrder(grant, base, pieces, stall_s, clock, gate=gate)
+    return PushTransfer(order, encode).run(cancel or threading.Event(), progress)
 
 
 def pull_pieces(
@@ -92,6 +94,7 @@ def pull_pieces(
     progress: Progress | None = None,
     first_epoch: int = 1,
     held: VersionId | None = None,
+    gate: FragmentGate | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
     """Fill `pieces` with the grant's version; return when every element is there, checked.
@@ -100,9 +103,10 @@ def pull_pieces(
     pieces and a `first_epoch` above the last one's `TransferStats.last_epoch`.
 
     held    the version that the pieces hold now: slaves may bring the updates from there; None: anything
+    gate    fragments are asked for when it has opened them, and it is told what has arrived; None: all at once
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch, held)).run(
+    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch, held, gate)).run(
         cancel or threading.Event(), progress
     )
 
@@ -138,6 +142,12 @@ class PushTransfer(TransferLoop):
             stream.flush_outbox()
             staged.part.posted += len(staged.body)
 
+    def after_frames(self, now: float) -> None:
+        """Fragments may have been frozen since."""
+        for part in self._parts:
+            if not part.done:
+                part.stream.tell_ready()
+
     def _moved_bytes(self) -> int:
         return sum(p.nbytes if p.done else min(p.posted, p.nbytes) for p in self._parts)
 
@@ -160,7 +170,8 @@ class PullTransfer(TransferLoop):
             part.spelling, ranges = spelling, part.share.ranges
             if spelling is not None:
                 ranges = tuple(spelling.range(*piece) for piece in ranges)
-            part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now, self._link)
+            ready = part.count_ready(self._order.gate)
+            part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now, self._link, ready)
             self._total += part.intake.total - part.nbytes
             part.nbytes = part.intake.total
         elif part.spelling is not spelling:
@@ -173,7 +184,8 @@ class PullTransfer(TransferLoop):
             intake = part.intake
             if part.done or intake is None or not part.stream.welcomed:
                 continue
-            if asking < CONCURRENT_STREAMS:
+            intake.release_pieces(part.count_ready(self._order.gate))
+            if asking < CONCURRENT_STREAMS and not intake.idle:
                 asking += not (intake.in_flight and now - intake.last_byte_at > SLOW_S)
                 for unit in intake.ask_chunks(now, self._total):
                     part.stream.send_message(Kind.WANT, streams.encode_want(unit))
@@ -206,6 +218,8 @@ class PullTransfer(TransferLoop):
             intake.mark_wrong(staged.chunk)
             return
         intake.mark_received(staged.chunk)
+        if self._order.gate is not None:
+            self._order.gate.record_arrived(staged.chunk.layer, staged.chunk.length)
         if intake.complete:
             staged.part.stream.send_message(Kind.DONE, streams.encode_done(intake.total))
             staged.part.stream.flush_outbox()

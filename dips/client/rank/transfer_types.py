@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dips.client.rank.fragments import FragmentGate
 from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
@@ -69,3 +70,4 @@ class LayerOrder:
     clock: Callable[[], float]
     first_epoch: int = 1  # of its streams
     held: VersionId | None = None  # pull: the version that the pieces hold, which updates may be added to
+    gate: FragmentGate | None = None  # opens the pieces' fragments one after the other; None: all may move at once

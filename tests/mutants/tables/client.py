@@ -13,6 +13,7 @@ TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_
 RESTARTS = "tests/unit/client/agent/test_restarts.py"
 ERRORS = "tests/unit/client/agent/test_error_tail.py"
 FEEDBACK = "tests/unit/client/rank/test_feedback.py"
+FRAGMENTS = "tests/unit/client/rank/test_fragments.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
 IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
 PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
@@ -52,6 +53,26 @@ MUTANTS = (
     Mutant("what is owed is never sent", RANK, "host += owed", "host += 0 * owed", FEEDBACK),
     Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
     Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
+    # ---- fragments
+    Mutant(
+        "a late fragment is offered whatever it holds",
+        RANK,
+        "if reason := stagger.prepare_fragment(stagger.gate.open):",
+        "if (reason := stagger.prepare_fragment(stagger.gate.open)) and False:",
+        FRAGMENTS,
+    ),
+    Mutant(
+        "a late fragment is offered as it was",
+        RANK,
+        "self._freeze_layers(request, self._fragments[number], keep=True)",
+        "pass",
+        FRAGMENTS,
+    ),
+    Mutant(
+        "differences are to a base of two versions", RANK, "None if self._lacking else version", "version", FRAGMENTS
+    ),
+    Mutant("a pull that broke between fragments is whole", RANK, "merging.merged > 0", "False", FRAGMENTS),
+    Mutant("a merge goes all the way", PARALLEL, "np.float32(self.alpha)", "np.float32(1.0)", FRAGMENTS),
     # ---- what would train on wrongly
     Mutant(
         "a model that is not finite is pushed",

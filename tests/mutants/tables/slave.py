@@ -9,6 +9,7 @@ SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds",
 REGISTRATION = "tests/unit/slave/test_registration.py"
 DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
 RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
+STAGGERED = "tests/unit/slave/test_staggered_push.py"
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
@@ -268,6 +269,10 @@ MUTANTS = (
         "if False:",
         RECEIVER,
     ),
+    Mutant(
+        "who has nothing to bring holds a turn", ROOM, "if stream.intake.idle:", "if stream.intake.complete:", STAGGERED
+    ),
+    Mutant("all of a push is asked for at once", ROOM, "now, link, stream.ready)", "now, link)", STAGGERED),
     Mutant("a pushed chunk's body is not checked", ROOM, "check_body(claim.header, claim.body)", "pass", RECEIVER),
     Mutant(
         "a wrong chunk is never asked again",

@@ -89,7 +89,7 @@ class HostileWorld:
             check_body(header, frame[1])
             if header.kind is not Kind.HELLO:
                 raise BadFrame("kind", "a receiver takes HELLO and CHUNK")
-            name, pieces = streams.decode_hello(frame[1])
+            name, pieces, _ = streams.decode_hello(frame[1])
             if name.stream_id != header.stream:
                 raise BadFrame("message", "another stream's number")
             self.do(self.receiver.on_hello(0, peer, name, pieces, self.now))

@@ -21,15 +21,18 @@ READERS = (
     streams.decode_hello,
     streams.decode_welcome,
     streams.decode_want,
+    streams.decode_ready,
     streams.decode_done,
     streams.decode_error,
 )
 
 
 def test_each_message_is_read_as_it_was_written():
-    """HELLO, WELCOME, WANT, DONE and ERROR survive the wire."""
-    assert streams.decode_hello(streams.encode_hello(NAME, RANGES)) == (NAME, RANGES)
-    assert streams.decode_hello(streams.encode_hello(NAME, ())) == (NAME, ())
+    """HELLO, WELCOME, WANT, READY, DONE and ERROR survive the wire."""
+    assert streams.decode_hello(streams.encode_hello(NAME, RANGES)) == (NAME, RANGES, len(RANGES))
+    assert streams.decode_hello(streams.encode_hello(NAME, RANGES, 1)) == (NAME, RANGES, 1)
+    assert streams.decode_hello(streams.encode_hello(NAME, ())) == (NAME, (), 0)
+    assert streams.decode_ready(streams.encode_ready(7)) == 7
     assert streams.decode_welcome(streams.encode_welcome(Welcome(5, 4096))) == Welcome(5, 4096)
     assert streams.decode_want(streams.encode_want(RANGES)) == RANGES
     assert streams.decode_done(streams.encode_done(1 << 50)) == 1 << 50
@@ -84,6 +87,12 @@ def test_a_hello_names_a_push_or_a_pull():
     """Another kind of transfer is not known."""
     with pytest.raises(BadFrame, match="push or a pull"):
         streams.decode_hello(streams.encode_hello(replace(NAME, kind="steal"), ()))
+
+
+def test_a_hello_has_no_more_ranges_ready_than_it_names():
+    """A count beyond them is a bad frame."""
+    with pytest.raises(BadFrame, match="at most 2 ranges that are ready, got 3"):
+        streams.decode_hello(streams.encode_hello(NAME, RANGES, 3))
 
 
 def test_a_hello_that_does_not_fit_says_so_to_its_sender():

@@ -14,6 +14,7 @@ from dips.client.ipc.messages import (
     RangeGiven,
     RangeWanted,
     TrainOn,
+    TransferProgress,
 )
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
 from dips.protocol.enums import OutcomeKind
@@ -169,3 +170,28 @@ def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
     assert (play.s.account.carried.inner_steps, play.s.account.lost) == (0, 50)
     assert play.send(RangeWanted(1, 3)) == RangeGiven(5)
     play.check_consumed((H + 8) * 10)
+
+
+@pytest.mark.parametrize(("fragments", "interval"), [(1, 0), (2, H // 4), (H, 0)])
+def test_fragments_of_a_push_and_of_its_pull_take_half_a_round_each(fragments: int, interval: int) -> None:
+    """So there are as many rounds as without; fragments that are too many for the pace move at once."""
+    play = Play(overlap=True, fragments=fragments)
+    play.begin()
+    verdict, moved = pushed(play, steps=5)
+    assert verdict.interval == interval
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    pull = play.send(moved)
+    assert isinstance(pull, PullNow) and (pull.merge, pull.interval) == (True, interval)
+
+
+def test_between_two_fragments_a_link_is_idle_and_not_slow() -> None:
+    """Heartbeats report the rate while bytes moved: deadlines and min_push_bps are held against it."""
+    play = Play(overlap=True, fragments=2)
+    play.begin()
+    pushed(play, steps=0)
+    for seconds, nbytes in ((2.0, 200), (30.0, 200), (2.0, 400)):
+        play.now += seconds
+        play.send(TransferProgress(1, nbytes, 400))
+    assert play.s.sync.bytes_per_s == 100.0

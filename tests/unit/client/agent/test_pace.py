@@ -126,3 +126,13 @@ def test_a_few_fast_steps_are_not_believed_for_long() -> None:
     for k in range(40):
         pace.record_step(2.0 + k * 0.01)
     assert pace.steps_until_ask == 50
+
+
+def test_how_many_steps_a_round_has() -> None:
+    """The own H; of seconds, as many as the median step fits into them, 0 while none was seen."""
+    assert (Pace(steps=64).round_steps, Pace(aligned=12).round_steps) == (64, 12)
+    pace = Pace(seconds=60.0)
+    assert pace.round_steps == 0
+    for n in range(4):
+        pace.record_step(100.0 + 0.5 * n)
+    assert pace.round_steps == 120

@@ -19,7 +19,7 @@ class TwoRanks:
     """The collective of a job of two, of which the other rank always contributes the same."""
 
     def __init__(self, seq: int = SEQ, well: bool = True, done: bool = True) -> None:
-        self._other = [seq, -seq, int(well), int(done)]
+        self._other = [seq, -seq, int(well), int(done), 0]
 
     def all_min(self, numbers: Sequence[int]) -> list[int]:
         return [min(pair) for pair in zip(numbers, self._other, strict=True)]
@@ -79,3 +79,36 @@ def test_an_unforeseen_error_is_raised_after_the_ranks_have_agreed() -> None:
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         begin(TwoRanks(), TransferThread(fails)).wait(10)
+
+
+class FailsBetweenLooks(TransferThread):
+    """A thread that fails after whatever is looked at first."""
+
+    looks = 0
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def _look(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    @property
+    def done(self) -> bool:
+        return self._look()
+
+    @property  # type: ignore[override]
+    def error(self) -> BaseException | None:
+        return UnavailableSlave("ps1 is gone") if self._look() else None
+
+    @error.setter
+    def error(self, value: BaseException | None) -> None:
+        pass
+
+
+def test_a_thread_that_fails_while_it_is_looked_at_is_not_taken_for_done() -> None:
+    """Its end is looked at before its error: what has ended had its error by then."""
+    thread = FailsBetweenLooks()
+    transfer = ThreadedTransfer(thread, SEQ, lambda: 0, TwoRanks(), lambda: "")  # type: ignore[arg-type]
+    result = transfer._agree_on_result(0.0)
+    assert result is None or not result.ok

@@ -18,7 +18,7 @@ from dips.client.ipc import encoding, messages
 from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
 from dips.client.rank import transfer
 from dips.client.rank.transfer_types import TransferStats
-from dips.errors import LocalProtocolError, UnavailableSlave
+from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 
@@ -96,3 +96,22 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
     stepped, wanted, moved = agent.messages[-3:]
     assert stepped == Stepped(1, 8, 2.0) and isinstance(wanted, PushWanted)
     assert isinstance(moved, PullMoved) and (moved.installed, moved.torn, moved.seq) == (False, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "optimizer", "why"),
+    [
+        (2, lambda: None, "fragments need the optimizer itself instead of a function"),
+        (3, None, "fragments: 3 is more than the 2 layers"),
+    ],
+)
+def test_fragments_that_cannot_be_are_refused(directory: Path, fragments: int, optimizer: Any, why: str) -> None:
+    """Before anything is pulled, with what to write instead."""
+    file = directory / "cluster.yaml"
+    keys = {**yaml.safe_load(file.read_text()), "install": "whole", "overlap": "full", "fragments": fragments}
+    file.write_text(yaml.safe_dump(keys))
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(directory / "agent.sock"))
+        agent.listen()
+        with pytest.raises(ConfigError, match=why):
+            OuterLoop(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), file, optimizer=optimizer)

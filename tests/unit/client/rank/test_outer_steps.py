@@ -60,6 +60,12 @@ class AgentScript:
 class Scripted(BackgroundTransfer):
     """A transfer with a given result, which it has from the poll on that `polls` counts down to."""
 
+    due: int | None = None
+
+    @property
+    def steps_until_due(self) -> int | None:
+        return self.due
+
     def __init__(self, result: TransferResult, polls: int) -> None:
         self._result, self._polls, self.cancelled = result, polls, False
 
@@ -89,10 +95,10 @@ class Transfers:
         self.begun.append(Scripted(self._results.pop(0), self._polls))
         return self.begun[-1]
 
-    def begin_push(self, request: Any, keep: bool) -> Scripted:
+    def begin_push(self, request: Any, keep: bool, interval: int) -> Scripted:
         return self._begin("push, kept" if keep else "push")
 
-    def begin_pull(self, request: Any) -> Scripted:
+    def begin_pull(self, request: Any, merge: bool, interval: int) -> Scripted:
         return self._begin("pull")
 
     def install_version(self, version: VersionId) -> None:
@@ -169,6 +175,30 @@ def test_training_goes_on_beside_a_push() -> None:
     assert (m.state.steps_until_poll, m.steps.in_flight, m.state.version) == (9, False, V1)
     assert m.transfers.calls[2:] == [f"merge {V1}"] and m.agent.asked[-1].merged
     assert all(question.at_once for question in agent.asked)
+
+
+def test_the_ranks_look_when_a_fragment_is_due() -> None:
+    """At that very step, however seldom they look otherwise; if it is due already, at the next."""
+    agent = AgentScript(AskAgain("slots", 8), PUSH, AskAgain("the window", 8))
+    m = make(agent, Transfers(WELL, polls=4), overlap="full")
+    m.steps.poll_outer_step(demanded=False)
+    m.steps.poll_outer_step(demanded=False)
+    for due, looks in ((5, 5), (0, 1), (99, 8), (None, 8)):
+        m.transfers.begun[0].due = due
+        m.steps.poll_outer_step(demanded=False)
+        assert m.state.steps_until_poll == looks
+
+
+def test_a_merge_that_broke_half_way_is_mended_before_the_next_step() -> None:
+    """What would be trained on two versions is lost with the whole pull that follows: the ranks wait for it."""
+    agent = AgentScript(replace(PULL, merge=True), PULL, TrainOn("", 9, 0.6))
+    m = make(agent, Transfers(TORN, WELL, polls=0), overlap="full")
+    m.steps.poll_outer_step(demanded=False)
+    assert m.steps.in_flight and not m.state.torn
+    m.steps.poll_outer_step(demanded=False)
+    assert (m.steps.in_flight, m.state.torn, m.state.version, m.state.steps_until_poll) == (False, False, V1, 9)
+    assert m.transfers.calls == ["pull", "pull", f"install {V1}"]
+    assert agent.asked[1].torn and not agent.asked[1].installed
 
 
 def test_a_version_that_is_not_merged_is_pulled_with_training_paused() -> None:

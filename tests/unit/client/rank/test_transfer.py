@@ -61,7 +61,7 @@ class ScriptedLane:
 
         match header.kind:
             case Kind.HELLO:
-                name, _ = streams.decode_hello(body)
+                name = streams.decode_hello(body).name
                 yield say(Kind.WELCOME, streams.encode_welcome(streams.Welcome(self.theta.nbytes, CHUNK_BYTES)))
                 if name.kind == "push":
                     yield say(Kind.WANT, streams.encode_want(CHUNKS))
