@@ -61,12 +61,11 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
 
 @pytest.mark.timeout(90)
 def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path) -> None:
-    """The first fragment of the first push has left when the rank dies: the push is dropped, the next attempt pulls."""
+    """Two of three fragments of the first push are frozen when the rank dies: it is dropped, the next attempt pulls."""
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     outer = {"lr": 1.0, "momentum": 0.0, "clip": {}}
     out = tmp_path / "found"
-    crash_at = STEPS + STEPS // 6  # the push begins after STEPS, its second of three fragments so much later
-    command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), str(crash_at)]
+    command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), "2"]
     shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"rule": "none"}}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
         run.start_master()
@@ -76,10 +75,9 @@ def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path
         with run.ledger() as ledger:
             folds = [fold for r in ledger.read_history(1000) if r.version is not None for fold in r.folds]
         timeline = run.timeline("a").read_text()
-    marks = [json.loads(line) for line in timeline.splitlines()]
-    begun = [mark["t"] for mark in marks if mark["kind"] == "push_begin"]
-    starts = [mark["t"] for mark in marks if mark["kind"] == "trainer_start"]
-    assert len(starts) == 2 and begun[0] < starts[1] < begun[1], "it died beside its push"
+    told = [json.loads(line)["kind"] for line in timeline.splitlines()]
+    course = [kind for kind in told if kind in ("trainer_start", "push_begin", "push_end")]
+    assert course[:5] == ["trainer_start", "push_begin", "trainer_start", "push_begin", "push_end"], course
     found = json.loads((tmp_path / "found.0").read_text())
     pushed = sum(fold.inner_steps for fold in folds)
     assert len(folds) == 3

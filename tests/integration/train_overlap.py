@@ -1,6 +1,6 @@
 """A training script whose every inner step adds one number to every element, while pushes and pulls move beside it.
 
-    train_overlap.py OUT STEP_S DELTA [CRASH_AT]        the first start of it dies after so many steps
+    train_overlap.py OUT STEP_S DELTA [FRAGMENTS]     its first start dies when it has frozen so many of its first push
 
 With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
 it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
+from dips.client.rank.outer_state import OpenTransfer
 
 
 def numbers(model: nn.Module) -> list[float]:
@@ -30,7 +31,14 @@ def numbers(model: nn.Module) -> list[float]:
     return sorted({float(value) for p in model.parameters() for value in local(p).detach().reshape(-1)})
 
 
-def main(out: Path, step_s: float, delta: float, crash_at: int = 0) -> None:
+def frozen_fragments(outer: OuterLoop) -> int:
+    """How many fragments of the present transfer have been frozen, or asked for; -1 if there is none."""
+    moving = outer._outer_steps._in_flight
+    stagger = getattr(moving.transfer, "_stagger", None) if isinstance(moving, OpenTransfer) else None
+    return stagger.gate.open if stagger is not None else -1
+
+
+def main(out: Path, step_s: float, delta: float, crash_after: int = 0) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = ConstantModel()
     if "RANK" in os.environ:
@@ -45,11 +53,11 @@ def main(out: Path, step_s: float, delta: float, crash_at: int = 0) -> None:
                 for parameter in model.parameters():
                     local(parameter).add_(delta)
             steps += 1
-            if steps == crash_at and os.environ["DIPS_ATTEMPT"] == "1":
-                os._exit(9)
             time.sleep(step_s)
             moving, before = outer.moving, outer.version
             outer.step(tokens=8, loss=1.0)
+            if frozen_fragments(outer) == crash_after and os.environ["DIPS_ATTEMPT"] == "1":
+                os._exit(9)
             beside += moving
             versions.add(str(outer.version))
             if outer.finished:
