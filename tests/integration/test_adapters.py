@@ -208,13 +208,12 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
 
 @pytest.mark.timeout(240)
 def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -> None:
-    """A tiny Llama on two ranks and leased rows: the loss falls, the ledger has the Trainer's tokens, both hold θ."""
+    """A tiny Llama on two ranks: the loss falls, the ledger has the tokens that the Trainer counted, both hold θ."""
     pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
     example = load("hf_trainer", EXAMPLES)
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
-    ranges = {"data": {"ranges": 2000}}  # of 50 rows: six steps of two ranks
-    shared = {**ranges, "stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
+    shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", str(EXAMPLES / "hf_trainer.py")]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()

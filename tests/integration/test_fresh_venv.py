@@ -104,11 +104,15 @@ class Environment:
         return {**kept, "PATH": f"{self.bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def start(self, line: str, log: Path | None = None) -> subprocess.Popen[str]:
-        out = log.open("w") if log else subprocess.PIPE
-        return subprocess.Popen(
-            shlex.split(line), cwd=self.place, env=self.variables, text=True, stdin=subprocess.DEVNULL, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        out = log.open("w") if log else None
+        try:
+            return subprocess.Popen(
+                shlex.split(line), cwd=self.place, env=self.variables, text=True, stdin=subprocess.DEVNULL,
+                stdout=out or subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            if out is not None:
+                out.close()
 
     def type_line(self, line: str, code: int = 0) -> str:
         """Type one line and wait for its end; return what it said."""
@@ -227,7 +231,8 @@ def test_the_readme_alone_makes_a_run(
     assert cluster.returncode == 0, logs
     assert "Warning" not in (place / "cluster.log").read_text(), logs
 
-    assert "first-run" in (place / "watch.log").read_text()
+    watch.send_signal(signal.SIGINT)  # as a person ends it; what is no terminal gets the last picture
+    assert watch.wait(END_S) == 0 and "first-run" in (place / "watch.log").read_text()
     told = environment.type_line(history)
     assert [f"v{n}@r{n}" in told for n in range(1, ROUNDS + 1)] == [True] * ROUNDS
     environment.type_line(plot)
