@@ -47,20 +47,22 @@ def join_trainer(
     for part in parts:
         check_experts(part)
     outer = OuterLoop(parts if trainer.parallel_dims.pp_enabled else parts[0], config)
-    if isinstance(trainer.dataloader, LeasedLoader):
+    if isinstance(trainer.dataloader, LeasedTitanLoader):
         trainer.dataloader.lease_from(outer)
     _wrap_steps(trainer, outer, learning_rate)
     _wrap_checkpoints(trainer, outer)
     return outer
 
 
-class LeasedLoader:
-    """A data set of `dips data build` in place of torchtitan's loader: `config.dataloader = LeasedLoader(path)`."""
+class LeasedTitanLoader:
+    """A data set of `dips data build` in place of torchtitan's loader: `config.dataloader = LeasedTitanLoader(path)`."""
 
     def __init__(self, directory: str | PathLike[str], workers: int = 2) -> None:
         self._directory, self._workers = Path(directory), workers
 
-    def build(self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> LeasedLoader:
+    def build(
+        self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> LeasedTitanLoader:
         """What torchtitan calls, once."""
         batches = TokenBatches(DataSet(self._directory), local_batch_size, seq_len, dp_rank, dp_world_size)
         self._loader: Any = torch.utils.data.DataLoader(

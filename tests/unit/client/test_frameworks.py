@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from dips.client.megatron import OuterPretrain
-from dips.client.torchtitan import LeasedLoader, check_experts, join_trainer
+from dips.client.torchtitan import LeasedTitanLoader, check_experts, join_trainer
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.errors import ConfigError
 
@@ -170,7 +170,7 @@ def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.
 
     def join() -> Any:
         torch.manual_seed(0)  # a checkpoint is of the model that holds it
-        trainer, loader = TitanTrainer(), LeasedLoader(tmp_path / "set", workers=0)
+        trainer, loader = TitanTrainer(), LeasedTitanLoader(tmp_path / "set", workers=0)
         trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
         return loader, join_trainer(trainer)
 
