@@ -55,7 +55,7 @@ def join_trainer(
 
 
 class LeasedTitanLoader:
-    """A data set of `dips data build` in place of torchtitan's loader: `config.dataloader = LeasedTitanLoader(path)`."""
+    """A data set of `dips data build` for torchtitan: `config.dataloader = LeasedTitanLoader(path)`."""
 
     def __init__(self, directory: str | PathLike[str], workers: int = 2) -> None:
         self._directory, self._workers = Path(directory), workers
