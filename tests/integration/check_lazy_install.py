@@ -47,10 +47,14 @@ class Side:
         one_mesh = kind not in ("tp", "tp_fsdp")  # one call for all parameters spares dispatches of DTensor
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=one_mesh)
 
+    def begin_transfer(self) -> None:
+        """As every transfer begins: ranks of one host may still install from memory that they share."""
+        self.memory.finish_install()
+        dist.barrier()
+
     def land(self, theta: Theta, *, merge: bool = False) -> None:
         """A version lies whole in host memory, on all ranks."""
-        self.memory.finish_install()
-        dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
+        self.begin_transfer()
         for piece in self.memory.pieces:
             piece.array[:] = at(self.layout, piece, theta)
         self.memory.scatter_pieces()
@@ -148,7 +152,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     same("what an evaluation gathered is not computed with", logits[:1], logits[2:])
 
     for side in both:  # overlap: full
-        side.memory.finish_install()
+        side.begin_transfer()
         side.memory.gather_pieces()
         side.memory.keep_pushed_shard()
         side.step(tokens)
@@ -161,6 +165,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     same("merged: a step later", *(side.shards() for side in both))
     for side in both:
         side.land(version(6))
+        side.begin_transfer()
         side.memory.gather_pieces()  # frozen before any forward came by
     is_so["pushed before a forward"] = all(
         np.array_equal(a.array, b.array) for a, b in zip(whole.memory.pieces, lazy.memory.pieces, strict=True)
