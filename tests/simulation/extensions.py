@@ -12,6 +12,7 @@ from tests.simulation.checks import Invariant
 
 TRIES = 4  # of a run that has an end, at any time until faults stop
 FARTHER = (0, 6)  # versions above the head: no more than are there is refused
+FEWEST = 6  # versions of a run worth the name
 DOWN_S = 2.0  # until the agents of a run that goes on are started again, at most
 
 
@@ -32,7 +33,7 @@ class ExtendingOperator(Observer):
         process = self.world.master.process
         if process is not None:
             head = int(process.coordinator.build_view(self.world.heap.now)["head"].split("@")[0][1:])
-            change = TargetChange("versions", head + self._rng.randint(*FARTHER))
+            change = TargetChange("versions", max(FEWEST, head + self._rng.randint(*FARTHER)))
             process.on_message(ExtensionAsked(0, (change,)), self.answers.append)
 
     def record_written(self, record: Record) -> None:

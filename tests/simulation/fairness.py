@@ -58,6 +58,8 @@ class QueueInvariant(Invariant):
             self.waits.pop(event.push.cluster, None)
 
     def _asked(self, run: RunState, event: PushRequested) -> None:
+        if not run.is_proven:
+            return  # nothing was answered: it asks from here on when the slaves have registered
         name, now = event.push.cluster, self.world.heap.now
         cluster = run.clusters.get(name)
         if run.cluster_standing(name, event.push.inc) is not ClusterStanding.LIVE or cluster is None or run.finished:
