@@ -27,8 +27,8 @@ class ReportAgent:
     def __init__(self) -> None:
         self.heard: list[Stepped] = []
 
-    def notify_agent(self, notice: Any) -> None:
-        self.heard.append(notice)
+    def report_step(self, step: Stepped, ended_s: float) -> None:
+        self.heard.append(step)
 
 
 class ReportRank:
