@@ -22,7 +22,7 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     s.tally.record_step(notice.tokens, s.now)
     look_at_step(s, notice.tokens)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
-    s.account.record_step(notice.tokens, notice.loss, steps, min(notice.losses, steps))
+    s.account.record_step(notice.tokens, notice.loss, steps, min(max(0, notice.losses), steps))
     if notice.left is not None:
         use_ranges(s, notice.left, notice.begun)
     _check_loss(s, notice.finite)
