@@ -5,7 +5,7 @@ real processes. Its rounds end in merges. Then, with nothing else going on, what
 installed in turn, timed from the call in the transfer's own code to its return, on the slower of the two ranks. Peak
 host memory is VmHWM above what was resident before OuterLoop was made, beside the sum that it printed. The cost of
 `step` is that of the calls in which nothing is asked or moved: in processor time, since on two cores other processes of
-the run preempt the rank.
+the run preempt the rank, and as a mean, since one call in many sends what the others have held back.
 
 With --device cuda (or npu, xpu) the model lies on the accelerators, one for each rank.
 """
@@ -108,7 +108,7 @@ def _steps(bench: Bench, found: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(found):
         bench.row(
             f"step, nothing due, processor time, rank {number}",
-            rank["step"],
+            rank["step_mean"],
             "s",
             against="promised",
             of=MOST_STEP_S,
@@ -116,8 +116,8 @@ def _steps(bench: Bench, found: list[dict[str, Any]]) -> None:
             less=True,
         )
         bench.row(f"likewise, by the clock, rank {number}", rank["step_wall"], "s")
-    calls, mean_s = found[0]["steps"], found[0]["step_mean"]
-    bench.note(f"step: the median of {calls} calls that ask the agent nothing; their mean {shown(mean_s, 's')}")
+    calls, median_s = found[0]["steps"], found[0]["step"]
+    bench.note(f"step: the mean of {calls} calls that ask the agent nothing; their median {shown(median_s, 's')}")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,9 +78,10 @@ class Account:
     def consumed_tokens(self) -> int:
         return self.unsettled_tokens + self.accepted + self.gated + self.lost
 
-    def record_step(self, tokens: int, loss: float | None) -> None:
-        """Count one inner step."""
-        self.carried += Portion(tokens, 1, (), loss or 0.0, int(loss is not None))
+    def record_step(self, tokens: int, loss: float | None, steps: int = 1, losses: int = 1) -> None:
+        """Count inner steps; `loss` is the mean of `losses` of them."""
+        known = losses if loss is not None else 0
+        self.carried += Portion(tokens, steps, (), (loss or 0.0) * known, known)
 
     def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""

@@ -66,14 +66,20 @@ class Pace:
             return 1
         return max(1, min(int(SOON_S / self.step_s), SOON_TIMES * len(self._took)))
 
-    def record_step(self, now: float) -> None:
-        """An inner step is done."""
-        self.since_push += 1
-        self.first_step_s = self.first_step_s or now - self._since
+    def record_step(self, ended: float, steps: int = 1, span_s: float = 0.0) -> None:
+        """So many inner steps are done; the first of them ended `span_s` before the last, which ended at `ended`."""
+        before = self._since if self._last is None else self._last
+        first = max(before, ended - max(0.0, span_s))
+        ended = max(first, ended)
+        self.since_push += steps
+        self.first_step_s = self.first_step_s or first - self._since
         if self._last is not None:
-            self._took.append(now - self._last)
+            self._took.append(first - self._last)
+        if steps > 1:  # their mean stands for each
+            self._took.extend([(ended - first) / (steps - 1)] * min(steps - 1, STEPS_KEPT))
+        if self._took:
             self._step_s = None
-        self._last = now
+        self._last = ended
 
     def pause_timing(self) -> None:
         """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""

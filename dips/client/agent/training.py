@@ -14,15 +14,15 @@ MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
 
 
 def record_step(s: AgentState, notice: Stepped) -> None:
-    """One inner step is done."""
-    trainer = s.trainer
-    trainer.inner_steps += 1
-    s.pace.record_step(s.now)
+    """One inner step is done, or several are."""
+    trainer, steps = s.trainer, max(1, notice.steps)
+    trainer.inner_steps += steps
+    s.pace.record_step(s.now - max(0.0, notice.ago_s), steps, notice.span_s)
     trainer.tokens += notice.tokens
     s.tally.record_step(notice.tokens, s.now)
     look_at_step(s, notice.tokens)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
-    s.account.record_step(notice.tokens, notice.loss)
+    s.account.record_step(notice.tokens, notice.loss, steps, min(max(0, notice.losses), steps))
     if notice.left is not None:
         use_ranges(s, notice.left, notice.begun)
     _check_loss(s, notice.finite)

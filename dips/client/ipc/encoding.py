@@ -56,7 +56,7 @@ def decode_message(body: bytes) -> Message:
 
 
 def _read_fields(message: Any) -> dict[str, Any]:
-    """Its fields as they are: one goes out with every inner step, and `dataclasses.asdict` would copy all of it."""
+    """Its fields as they are: one may go out with every inner step, and `asdict` would copy all of it."""
     if not dataclasses.is_dataclass(message):
         raise TypeError(f"expected a message, got {message!r}")
     cls: Any = type(message)

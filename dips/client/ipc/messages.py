@@ -149,14 +149,18 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step is done."""
+    """One inner step is done, or several fast ones are (step_batch.py)."""
 
     attempt: int
-    tokens: int  # of the whole cluster, in this step
-    loss: float | None  # None: not given, or not finite
-    finite: bool = True
-    left: tuple[int, ...] | None = None  # as in RangeWanted, with this step done
+    tokens: int  # of the whole cluster, in these steps
+    loss: float | None  # mean of those that were given and finite; None: there is none
+    finite: bool = True  # all that were given
+    left: tuple[int, ...] | None = None  # as in RangeWanted, with these steps done
     begun: BegunRange | None = None  # the first of those, if a part of it is trained
+    steps: int = 1
+    losses: int = 1  # steps of which `loss` is the mean, if it is one
+    span_s: float = 0.0  # from the end of the first step to that of the last
+    ago_s: float = 0.0  # from the end of the last to the moment when this was sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,29 @@
 (docs/rationale.md#25).
 
 `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
+Inner steps may be held back for a moment (step_batch.py); no other message overtakes them.
 """
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 from dips.client.ipc import encoding
 from dips.client.ipc.address import Address
-from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, TransferProgress
+from dips.client.ipc.messages import (
+    Answer,
+    AskAgain,
+    ErrorReply,
+    Noted,
+    Notice,
+    Question,
+    Stepped,
+    TransferProgress,
+)
 from dips.client.rank.agent_connection import AgentConnection
 from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.step_batch import StepBatch
 from dips.errors import DipsError, class_named
 
 
@@ -22,6 +34,7 @@ class AgentClient:
     def __init__(self, collectives: JobCollectives, agent: Address, poll_s: float) -> None:
         self._collectives, self._agent, self._poll_s = collectives, agent, poll_s
         self._connection: AgentConnection | None = None
+        self._step_batch = StepBatch()
 
     def ask_until_answered(self, question: Question) -> Answer:
         """Ask again as long as the agent answers AskAgain."""
@@ -40,13 +53,24 @@ class AgentClient:
     def notify_agent(self, notice: Notice) -> None:
         """Send a message that has no answer; does nothing on other ranks than 0."""
         if self._connection:
+            self._send_steps(self._connection)
             self._connection.send_message(notice)
+
+    def report_step(self, step: Stepped, ended_s: float) -> None:
+        """Send an inner step, with others or alone; `ended_s` by the monotonic clock. Nothing on other ranks than 0."""
+        if not self._connection:
+            return
+        if self._step_batch.is_apart(ended_s):
+            self._send_steps(self._connection)
+        if self._step_batch.add_step(step, ended_s):
+            self._send_steps(self._connection)
 
     def report_progress(self, attempt: int, moved: int, total: int) -> str:
         """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0."""
         if not self._connection:
             return ""
         try:
+            self._send_steps(self._connection)
             answer = self._connection.ask_agent(TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
@@ -61,6 +85,12 @@ class AgentClient:
         try:
             if self._connection is None:
                 self._connection = AgentConnection(self._agent, self._poll_s)
+            self._send_steps(self._connection)
             return self._connection.ask_agent(question)
         except DipsError as error:
             return ErrorReply(type(error).__name__, str(error))
+
+    def _send_steps(self, connection: AgentConnection) -> None:
+        steps = self._step_batch.take_steps(time.monotonic())
+        if steps is not None:
+            connection.send_message(steps)

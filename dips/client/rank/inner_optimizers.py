@@ -28,6 +28,12 @@ class InnerOptimizers:
         self._parts = parts
         self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of any
+        self.steps = 0
+        """Steps taken since this was made, by the one that took most: parameters may be divided among several.
+
+        Of any optimizer of this process: one that steps copies of the parameters holds none of ours. It is read at
+        every inner step, so it is kept.
+        """
         self._followed: tuple[Optimizer, Callable[[], None]] | None = None
         self._handle = register_optimizer_step_post_hook(self._on_step)
 
@@ -51,14 +57,6 @@ class InnerOptimizers:
             raise ConfigError("another optimizer's steps are counted already: name the one that steps last")
         self._followed = (found[0], on_step)
 
-    @property
-    def steps(self) -> int:
-        """Steps taken since this was made, by the one that took most: parameters may be divided among several.
-
-        Of any optimizer of this process: one that steps copies of the parameters holds none of ours.
-        """
-        return max(self._steps.values(), default=0)
-
     def drop_state(self) -> str:
         """Have the next step begin with no state; return why a reset does not mend this rank's model, or ""."""
         if not self._found and self._steps:  # where none has ever stepped, the script writes parameters itself
@@ -77,9 +75,13 @@ class InnerOptimizers:
         self._handle.remove()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._steps and self._is_ours(optimizer):
-            self._found.add(optimizer)
-        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        steps = self._steps.get(optimizer, 0) + 1
+        if steps == 1:
+            if self._is_ours(optimizer):
+                self._found.add(optimizer)
+            self.steps = max(self._steps.values(), default=0)  # one that it replaces may be gone
+        self._steps[optimizer] = steps
+        self.steps = max(self.steps, steps)
         if self._followed is not None and self._followed[0] is optimizer:
             self._followed[1]()  # after it is counted: an outer step compares what it installs with the steps taken
 

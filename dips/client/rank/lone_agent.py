@@ -91,10 +91,13 @@ class LoneAgent(AgentClient):
         return self.ask_agent(question)
 
     def notify_agent(self, notice: Notice) -> None:
+        """Nobody is there to be told."""
+
+    def report_step(self, step: Stepped, ended_s: float) -> None:
         """Nobody counts; only how far the data is trained."""
-        if isinstance(notice, Stepped) and notice.left is not None:
-            self._use_up(notice.left)
-            self._begun = {notice.begun.number: notice.begun} if notice.begun else {}
+        if step.left is not None:
+            self._use_up(step.left)
+            self._begun = {step.begun.number: step.begun} if step.begun else {}
 
     def report_progress(self, attempt: int, moved: int, total: int) -> str:
         """Nothing moves."""

@@ -94,10 +94,11 @@ class ShardTransfer:
         Errors             ConfigError: more fragments than layers
         """
         self._fragments = cut_fragments([memory.layer_numel(layer) for layer in memory.layers], fragments)
-        self._watches = [UndoWatch() for _ in self._fragments]  # each of what is merged at once
+        # One for each fragment that is merged on its own, and the last for what is installed at once.
+        self._watches = [UndoWatch() for _ in range(fragments + 1 if fragments > 1 else 1)]
         self._inner_steps = 0
         self._merge: StaggeredMerge | None = None  # of the last pull, if its fragments were staggered
-        self._undo_watch, self._optimizer_steps = UndoWatch(), optimizer_steps
+        self._undo_watch, self._optimizer_steps = self._watches[-1], optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
         memory.on_installed = self._undo_watch.on_installed
@@ -276,8 +277,9 @@ class ShardTransfer:
         """An inner step was taken: what a lazy install has left is installed."""
         self._inner_steps += 1
         self._memory.on_inner_step()
-        for watch in (self._undo_watch, *self._watches):
-            watch.on_inner_step(self._optimizer_steps())
+        optimizer_steps = self._optimizer_steps()
+        for watch in self._watches:
+            watch.on_inner_step(optimizer_steps)
 
     def finish_install(self) -> None:
         """Install all of what was pulled."""

@@ -1,4 +1,4 @@
-"""What rank 0 reports to the agent of each inner step: tokens and loss.
+"""What rank 0 reports to the agent of each inner step: tokens, loss, and when it ended.
 
 A loss that an accelerator still computes is not waited for: its step is reported, in order, at a later step, when it
 has arrived. Nothing is left unreported when the agent is asked something that its counts decide.
@@ -6,6 +6,7 @@ has arrived. Nothing is left unreported when the agent is asked something that i
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class _Taken(NamedTuple):
     tokens: int
     left: tuple[int, ...] | None  # of the data ranges, as in Stepped
     begun: BegunRange | None
+    ended_s: float  # by the monotonic clock
 
 
 class StepReports:
@@ -42,14 +44,13 @@ class StepReports:
         """Report one inner step, at once or when its loss is known; not collective."""
         if not self._is_first and self._losses is None:  # nobody needs it
             return
-        step = _Taken(int(tokens), self._state.left, self._state.begun)
+        step = _Taken(int(tokens), self._state.left, self._state.begun, time.monotonic())
         if is_deferred(loss):
             self._waiting.append((step, DeferredScalar(loss)))
-        elif self._waiting:
+            while self._waiting and (self._waiting[0][1].ready or len(self._waiting) > MOST_WAITING):
+                self._report_oldest()
+        else:
             self.flush_reports()
-        while self._waiting and (self._waiting[0][1].ready or len(self._waiting) > MOST_WAITING):
-            self._report_oldest()
-        if not is_deferred(loss):
             self._report_loss(step, loss)
 
     def flush_reports(self) -> None:
@@ -75,6 +76,5 @@ class StepReports:
         if self._losses:
             self._losses.add_loss(shown, finite)
         if self._is_first:
-            self._agent_client.notify_agent(
-                Stepped(self._state.attempt, step.tokens, shown, finite, step.left, step.begun)
-            )
+            stepped = Stepped(self._state.attempt, step.tokens, shown, finite, step.left, step.begun)
+            self._agent_client.report_step(stepped, step.ended_s)

@@ -128,6 +128,21 @@ def test_a_few_fast_steps_are_not_believed_for_long() -> None:
     assert pace.steps_until_ask == 50
 
 
+def test_steps_that_are_told_together_are_timed_apart() -> None:
+    """As if each had been told; also after a standstill, and whatever a rank claims of its clock."""
+    pace = Pace(steps=64)
+    pace.restart_count(0.0)
+    pace.record_step(1.009, 10, 0.009)
+    assert (pace.since_push, pace.first_step_s) == (10, pytest.approx(1.0)), "how long it took to begin is unknown"
+    assert pace.step_s == pytest.approx(0.001) and pace.steps_until_ask == 8 * 9
+    pace.record_step(1.029, 10, 0.018)
+    pace.record_step(1.049, 10, 0.018)
+    assert (pace.since_push, pace.step_s) == (30, pytest.approx(0.002))
+    for ended, span_s in ((0.5, 7.0), (1.06, -3.0), (1.07, float("nan"))):
+        pace.record_step(ended, 1_000_000, span_s)
+        assert 0.0 <= pace.step_s < 0.01
+
+
 def test_how_many_steps_a_round_has() -> None:
     """The own H; of seconds, as many as the median step fits into them, 0 while none was seen."""
     assert (Pace(steps=64).round_steps, Pace(aligned=12).round_steps) == (64, 12)

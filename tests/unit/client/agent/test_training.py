@@ -58,3 +58,17 @@ def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
     assert (finished.loss, finished.tokens, finished.inner_steps) == (2.5, 20, 2)
     assert play.send(LossReported(1, 0.0, 0, finite=False)) is None
     assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
+
+
+def test_steps_that_are_told_together_count_like_each(play: Play) -> None:
+    """Steps, tokens, losses of those that gave one, and when they ended."""
+    play.begin()
+    play.now += 10
+    play.send(Stepped(1, 30, 1.5, steps=3, losses=2, span_s=2.0, ago_s=4.0))
+    play.send(Stepped(1, 10, 4.5))
+    carried = play.s.account.carried
+    assert (carried.tokens, carried.inner_steps, carried.loss_sum, carried.losses) == (40, 4, 7.5, 3)
+    assert (play.s.trainer.inner_steps, play.s.pace.since_push) == (4, 4)
+    assert play.s.pace.step_s == 1.0
+    play.send(Stepped(1, 10, 1.0, steps=-5, losses=9, ago_s=-7.0))
+    assert (play.s.trainer.inner_steps, play.s.account.carried.losses) == (5, 4)

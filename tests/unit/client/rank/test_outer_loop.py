@@ -16,8 +16,9 @@ from torch import nn
 from dips.client import OuterLoop
 from dips.client.ipc import encoding, messages
 from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
-from dips.client.rank import transfer
+from dips.client.rank import step_batch, transfer
 from dips.client.rank.transfer_types import TransferStats
+from dips.dataclass import replace
 from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
@@ -94,7 +95,8 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
     outer.__exit__(LocalProtocolError, None, None)
     agent.join()
     stepped, wanted, moved = agent.messages[-3:]
-    assert stepped == Stepped(1, 8, 2.0) and isinstance(wanted, PushWanted)
+    assert isinstance(stepped, Stepped) and isinstance(wanted, PushWanted)
+    assert replace(stepped, ago_s=0.0) == Stepped(1, 8, 2.0)
     assert isinstance(moved, PullMoved) and (moved.installed, moved.torn, moved.seq) == (False, True, 2)
 
 
@@ -115,3 +117,28 @@ def test_fragments_that_cannot_be_are_refused(directory: Path, fragments: int, o
         agent.listen()
         with pytest.raises(ConfigError, match=why):
             OuterLoop(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), file, optimizer=optimizer)
+
+
+def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast steps are held back, and go out before a remark, a checkpoint and the end, each in its place."""
+    monkeypatch.setattr(step_batch, "FLUSH_S", 1e6)
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), saved, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml") as outer:
+        outer.step(tokens=1)  # the first of all is no fast one
+        outer.step(tokens=2, loss=1.0)
+        outer.step(tokens=3, loss=2.0)
+        outer.remark("look")
+        outer.step(tokens=4)
+        outer.state_dict()
+        outer.step(tokens=5)
+    agent.join()
+    told = [
+        (m.tokens, m.steps, m.loss, m.losses) if isinstance(m, Stepped) else type(m).__name__ for m in agent.messages
+    ]
+    told = told[told.index("PullMoved") + 1 :]
+    assert told == [
+        (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "Detach",
+    ]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dips.client.ipc.messages import Stepped
@@ -27,8 +25,8 @@ class ReportAgent:
     def __init__(self) -> None:
         self.heard: list[Stepped] = []
 
-    def notify_agent(self, notice: Any) -> None:
-        self.heard.append(notice)
+    def report_step(self, step: Stepped, ended_s: float) -> None:
+        self.heard.append(step)
 
 
 class ReportRank:
