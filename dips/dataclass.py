@@ -41,5 +41,6 @@ def _spell_replace(cls: type, changed: tuple[str, ...]) -> Callable[..., Any]:
     if unknown := [name for name in changed if name not in names]:
         raise TypeError(f"{cls.__name__} has the fields {', '.join(names)}, got {', '.join(unknown)}")
     values = ", ".join(name if name in changed else f"made.{name}" for name in names)
-    spelled: Callable[..., Any] = eval(f"lambda made, {', '.join(changed)}: cls({values})", {"cls": cls})
+    text = f"lambda made, {', '.join(changed)}: cls({values})"
+    spelled: Callable[..., Any] = eval(text, {"cls": cls})  # noqa: S307 (names of fields only, as in a made __init__)
     return spelled
