@@ -53,7 +53,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
     ),
-    "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 2, slave.accept_old_stream),
+    "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 1, slave.accept_old_stream),
     "install-alone": Sabotage("all ranks install, or none", (6,), 4, cluster.install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), 3, master.blind_leases),
     "tokens-cut-at-pull": Sabotage(
