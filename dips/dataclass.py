@@ -9,6 +9,7 @@ every field (no `init=False`), so that `replace` is short.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,16 @@ else:
 
     def replace(made: Any, /, **changes: Any) -> Any:
         """A copy with these fields changed, as `dataclasses.replace` makes it, which looks at each field anew."""
-        cls = type(made)
-        return cls(**{name: getattr(made, name) for name in _field_names(cls)} | changes)
+        return _spell_replace(type(made), tuple(changes))(made, *changes.values())
 
 
 @cache
-def _field_names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
+def _spell_replace(cls: type, changed: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of an object and the new values of its fields `changed`, spelled as a person would write it."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    if unknown := [name for name in changed if name not in names]:
+        raise TypeError(f"{cls.__name__} has the fields {', '.join(names)}, got {', '.join(unknown)}")
+    values = ", ".join(name if name in changed else f"made.{name}" for name in names)
+    text = f"lambda made, {', '.join(changed)}: cls({values})"
+    spelled: Callable[..., Any] = eval(text, {"cls": cls})  # noqa: S307 (names of fields only, as in a made __init__)
+    return spelled

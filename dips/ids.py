@@ -27,6 +27,11 @@ class VersionId:
     def __hash__(self) -> int:  # a key of many dictionaries: at a quarter of the generated one's price
         return self.round
 
+    def __eq__(self, other: object) -> bool:  # and this at half, since it makes no tuples
+        if other.__class__ is not VersionId:
+            return NotImplemented
+        return self is other or (self.round == other.round and self.version == other.version)
+
     def __str__(self) -> str:
         return f"v{self.version}@r{self.round}"
 

@@ -93,12 +93,13 @@ class MasterCore:
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf if nothing is due."""
         due = min(self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline())
-        return max(due, self._judging_from)
+        return due if due > self._judging_from else self._judging_from
 
     def sleep_until(self, now: float) -> float:
         """When the shell must run again: at the next deadline, and at most a heartbeat from now to notice a gap."""
-        self._expected_at = min(now + self._timing.heartbeat_s, max(now + LEAST_SLEEP_S, self.next_deadline()))
-        return self._expected_at
+        due, least, most = self.next_deadline(), now + LEAST_SLEEP_S, now + self._timing.heartbeat_s
+        self._expected_at = due = (least if due < least else due) if due < most else most
+        return due
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
 
@@ -192,7 +193,8 @@ class MasterCore:
     def _step_event(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
         """Let the Coordinator decide, and put what follows on the outbox."""
         effects = self._decide(event, now)
-        self._follow_membership(event, effects, now)
+        if effects:
+            self._follow_membership(event, effects, now)
         if type(event) not in _CHANGE_NOTHING or not _QUIET.issuperset(map(type, effects)):
             self._held.on_change(now)
         for effect in effects:

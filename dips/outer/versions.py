@@ -382,6 +382,9 @@ class Versions:
         return [*self._older, self._head] if self._head else list(self._older)
 
     def _theta_of(self, version: VersionId) -> Theta:
+        head = self._head
+        if not self._older and head is not None and head.version == version and not head.moving:
+            return head  # as nearly always
         for theta in self._all_thetas():
             if theta.version == version and not theta.moving:
                 return theta

@@ -153,10 +153,12 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 
 def _next_deadline(run: RunState) -> float:
-    due = [run.transfers.next_deadline(), durability.retry_deadline(run), *window.window_deadlines(run)]
-    if run.targets.wall_s and not run.finished and run.round is None:
-        due.append(run.started + run.targets.wall_s)
-    return min(due)
+    due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
+    if run.round is not None:
+        return min((due, *window.window_deadlines(run)))
+    if run.targets.wall_s and not run.finished:
+        return min(due, run.started + run.targets.wall_s)
+    return due
 
 
 class Coordinator:
@@ -172,14 +174,17 @@ class Coordinator:
         run = self._run
         run.now, run.out, self._due = now, [], None
         HANDLERS[type(event)](run, event)
-        if not isinstance(event, Blind):
-            pushes.expire_pushes(run)
-            pulls.expire_pulls(run)
+        if type(event) is not Blind:
+            if run.transfers.may_expire(now):
+                pushes.expire_pushes(run)
+                pulls.expire_pulls(run)
             settlement.finish_if_time_is_over(run)
             durability.persist_head_if_due(run)
             round.advance_round(run)
-            drain.settle_drains(run)
-            slaves.delete_garbage(run)
+            if run.roster.draining:
+                drain.settle_drains(run)
+            if run.roster.garbage:
+                slaves.delete_garbage(run)
         return run.out
 
     @classmethod
@@ -226,10 +231,15 @@ class Coordinator:
         run = self._run
         known = run.slaves.get(slave)
         register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
-        book = run.transfers
-        if self._live is None or self._live.number != book.number:
-            self._live = LiveTransfers(book.number, tuple(book.pushes), tuple(p.id for p in book.pulls.values()))
-        return register, run.orders.last_number, self._live
+        return register, run.orders.last_number, self.live_transfers()
+
+    def live_transfers(self) -> LiveTransfers:
+        """All that is live; the same list until something changes."""
+        book, live = self._run.transfers, self._live
+        if live is None or live.number != book.number:
+            live = LiveTransfers(book.number, tuple(book.pushes), tuple(p.id for p in book.pulls.values()))
+            self._live = live
+        return live
 
     def mirror_wanted(self) -> tuple[VersionId, ...]:
         """What the slaves' mirrors are to hold: see mirrors.py."""

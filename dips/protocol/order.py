@@ -74,7 +74,8 @@ def make_lines(workers: Sequence[Worker], slaves: int) -> Lines:
 
     Cost: a matching for each turn, W·S pairs in all: at most MOST_PAIRS of them; more stand in a rotation.
     """
-    line = [[turn.worker for turn in plan_turns(workers, slaves) if turn.slave == s] for s in range(slaves)]
+    turns = plan_turns(workers, slaves)
+    line = [[turn.worker for turn in turns if turn.slave == s] for s in range(slaves)]
     idle = [[w for w in range(len(workers)) if workers[w].seconds[s] <= 0] for s in range(slaves)]
     return tuple((*line[s], *idle[s]) for s in range(slaves))
 

@@ -79,6 +79,11 @@ class TransferBook:
         self.push_deadlines.shift_times(gap_s)
         self.pull_deadlines.shift_times(gap_s)
 
+    def may_expire(self, now: float) -> bool:
+        """Whether a deadline may have passed: asked after every event, so it passes over nothing that was forgotten."""
+        pushes, pulls = self.push_deadlines.heap, self.pull_deadlines.heap
+        return bool((pushes and pushes[0][0] <= now) or (pulls and pulls[0][0] <= now))
+
     def next_deadline(self) -> float:
         """When the first of them ends if nobody names it; inf if none can."""
         return min(self.push_deadlines.first_at(), self.pull_deadlines.first_at())

@@ -214,11 +214,12 @@ class MasterProcess:
 
     def _read_message(self, message: Any, answer: Answer) -> None:
         now = self.world.heap.now
-        if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
+        kind = type(message)
+        if kind is ClusterHeartbeat or kind is SlaveHeartbeat:
             if self.presides:
                 self.world.monitor.heartbeat_read(*_sender_of(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
-        elif isinstance(message, PushStaged | PushRefused):
+        elif kind is PushStaged or kind is PushRefused:
             self.core.take_event(message, now)
             answer(Acknowledged())
         else:

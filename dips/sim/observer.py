@@ -8,6 +8,7 @@ does so through `World.later`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Signature, signature
 from typing import Any
 
 from dips.sim.agent import ClusterObserver
@@ -44,12 +45,28 @@ class Monitor(Observer):
             default = getattr(Observer, hook)
             called = [getattr(o, hook) for o in self._observers if getattr(type(o), hook) is not default]
             if called:
-                setattr(self, hook, called[0] if len(called) == 1 else _call_each(called))
+                setattr(self, hook, called[0] if len(called) == 1 else _call_each(called, signature(default)))
 
 
-def _call_each(called: list[Callable[..., None]]) -> Callable[..., None]:
-    def call_hook(*details: Any) -> None:
+def _call_each(called: list[Callable[..., None]], hook: Signature) -> Callable[..., None]:
+    """Call all of them with what the hook is given; the usual numbers of arguments without a tuple in between."""
+
+    def call_plain() -> None:
+        for observe in called:
+            observe()
+
+    def call_with_one(detail: Any) -> None:
+        for observe in called:
+            observe(detail)
+
+    def call_with_two(first: Any, second: Any) -> None:
+        for observe in called:
+            observe(first, second)
+
+    def call_with_all(*details: Any) -> None:
         for observe in called:
             observe(*details)
 
-    return call_hook
+    calls = (call_plain, call_with_one, call_with_two)
+    given = len(hook.parameters) - 1  # but for self
+    return calls[given] if given < len(calls) else call_with_all

@@ -114,14 +114,15 @@ class World:
 
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s
-        while (timer := heap.next_event()) is not None and timer.at < lasts_s and not self._stopped:
+        next_event, touched, time_passed = heap.next_event, self.touched, self.monitor.time_passed
+        while (timer := next_event()) is not None and timer.at < lasts_s and not self._stopped:
             trace(timer)
             timer.action()
             everywhere = self._look_everywhere or heap.events % self._everywhere == 0
-            if everywhere or self.touched:
+            if everywhere or touched:
                 self._look_at_touched(everywhere)
             if heap.events % EVERY == 0:
-                self.monitor.time_passed()
+                time_passed()
 
     def stop(self) -> None:
         """What was to be shown has been shown: end with the present event."""

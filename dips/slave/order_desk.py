@@ -52,8 +52,7 @@ class OrderDesk:
     def next_deadline(self) -> float:
         if not self._open:
             return inf
-        waiting = [o.again_at for o in self._open.values() if o.again_at is not None]
-        return min(waiting) if waiting else inf
+        return min([o.again_at for o in self._open.values() if o.again_at is not None], default=inf)
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from dips.ids import PushId
 from dips.protocol.effects import Order
-from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged, Ticked
+from dips.protocol.enums import ClusterStanding
+from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged
 from dips.protocol.records import (
     IncarnationGiven,
     LedgerRestored,
@@ -57,21 +61,29 @@ class FencingInvariant(Invariant):
             self.fail(f"the master changed by the old {event}")
 
     def _old(self, master: MasterProcess, event: Event) -> bool:
-        if type(event) is Ticked:
-            return False  # it names nobody
+        read_name = _name_reader(type(event))
+        if read_name is None:
+            return False
+        name, inc = read_name(event)
         if type(event) in OF_SLAVES:
-            old = event.sinc < self.sinc.get(event.slave, 0)
+            old = inc < self.sinc.get(name, 0)
         else:
-            incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
-            cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)
-            old = (
-                cluster is not None
-                and inc is not None
-                and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
-            )
+            old = master.coordinator.cluster_standing(name, inc)[0] is ClusterStanding.FENCED
         # What a master that does not preside changes is in itself only: nothing that leaves it changes anybody. And
         # when something is due, a master does it whatever it hears.
         return old and master.presides and master.coordinator.next_deadline() > self.world.heap.now
+
+
+@cache
+def _name_reader(kind: type[Event]) -> Callable[[Event], Any] | None:
+    """What reads whose event of this class it is, and of which incarnation; None if it names none."""
+    fields = kind.__dataclass_fields__
+    if kind in OF_SLAVES:
+        return attrgetter("slave", "sinc")
+    for transfer in ("push", "pull"):
+        if transfer in fields:
+            return attrgetter(f"{transfer}.cluster", f"{transfer}.inc")
+    return attrgetter("cluster", "inc") if "cluster" in fields and "inc" in fields else None
 
 
 def _of_slave(process: SlaveProcess) -> Any:
@@ -168,7 +180,7 @@ class MemoryInvariant(Invariant):
         master = self.world.master.process
         now = self.world.heap.now
         listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
-        live = master.coordinator.slave_live(process.name, process.shard.sinc)[2].pushes if master and listening else ()
+        live = master.coordinator.live_transfers().pushes if master and listening else ()
         for push in slots:
             key = (process.nonce, push)
             if not listening or push in live:

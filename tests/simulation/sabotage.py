@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from dips.errors import ConfigError
 from dips.sim.scenario import Scenario
@@ -100,5 +99,6 @@ def sabotaged(name: str | None) -> Iterator[None]:
         raise ConfigError(f"no sabotage {name!r}; there are {', '.join(SABOTAGES)}")
     with ExitStack() as stack:
         for owner, attribute, instead in SABOTAGES[name].patches() if name else []:
-            stack.enter_context(mock.patch.object(owner, attribute, instead))
+            stack.callback(setattr, owner, attribute, vars(owner)[attribute])
+            setattr(owner, attribute, instead)
         yield
