@@ -127,6 +127,7 @@ class MasterProcess:
         self._slaves = SimSlaveClient(self.world.heap, self.world.network, self._on_arrival, self._on_order_ended)
         self._last_req = 0
         self._timer: Timer | None = None
+        self._due = 0.0  # when the core must be looked at again
         self._carry_out()
 
     @property
@@ -183,7 +184,11 @@ class MasterProcess:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self.alive and self.inbox is None:
+        if not self.alive or self.inbox is not None:
+            return
+        if self._due > self.world.heap.now:  # what it was planned for is over
+            self._plan_wake()
+        else:
             self.core.on_wake(self.world.heap.now)
             self._run_core()
 
@@ -193,19 +198,21 @@ class MasterProcess:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """Do what the core wants done, and plan when it is looked at again: the earlier of two times does no harm."""
+        """Do what the core wants done, and plan when it is looked at again."""
         for action in self.core.take_actions() if self.alive else ():
             if self.alive:
                 self._do_action(action)
         if not self.alive:
             return
-        now = self.world.heap.now
-        due, timer = self.core.sleep_until(now), self._timer
-        if timer is not None and timer.at <= due:
-            return
-        if timer is not None:
-            timer.cancel()
-        self._timer = self.world.heap.call_later(due - now, "the master's deadline", self._on_timer)
+        self._due, timer = self.core.sleep_until(self.world.heap.now), self._timer
+        if timer is None or timer.at > self._due:
+            if timer is not None:
+                timer.cancel()
+            self._plan_wake()
+
+    def _plan_wake(self) -> None:
+        due_in_s = self._due - self.world.heap.now
+        self._timer = self.world.heap.call_later(due_in_s, "the master's deadline", self._on_timer)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
