@@ -79,6 +79,9 @@ class RunOutcome:
     tokens: int  # accepted
     steps: Mapping[str, int]  # accepted inner steps of each cluster
     versions: int
+    joint: int  # of them, from every cluster
+    stale: int  # pushes with an older base than the version before theirs
+    clipped: int  # versions
 
 
 def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
@@ -134,7 +137,12 @@ def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome
     folds = [fold for r in rounds for fold in r.folds]
     names = sorted({fold.push.cluster for fold in folds})
     steps = {name: sum(fold.inner_steps for fold in folds if fold.push.cluster == name) for name in names}
-    return RunOutcome(loss, sum(r.tokens for r in rounds), steps, len(rounds))
+    return RunOutcome(
+        loss, sum(r.tokens for r in rounds), steps, len(rounds),
+        joint=sum(len(r.folds) == len(names) for r in rounds),
+        stale=sum(fold.base != r.parent for r in rounds for fold in r.folds),
+        clipped=sum(r.clipped for r in rounds),
+    )  # fmt: skip
 
 
 def load_example(name: str) -> ModuleType:
@@ -214,8 +222,12 @@ def _show(bench: Bench, example: str, found: Mapping[str, Sequence[RunOutcome]],
         bench.row(f"{example}, {kind}", mean(losses), "nats", against=f"alone + {WORSE}", of=of, least=least, less=True)
         bench.note(f"{example}, {kind}, against one alone, seed by seed: {_differences(losses, one)} nats")
     for kind, runs in found.items():
-        told = "; ".join(f"{run.tokens:,} tokens, {run.versions} versions, steps {dict(run.steps)}" for run in runs)
-        bench.note(f"{example}, {kind}: {told}")
+        bench.note(f"{example}, {kind}: {'; '.join(_describe(run) for run in runs)}")
+
+
+def _describe(run: RunOutcome) -> str:
+    versions = f"{run.versions} versions ({run.joint} from all, {run.clipped} clipped)"
+    return f"{run.tokens:,} tokens, {versions}, {run.stale} stale pushes, steps {dict(run.steps)}"
 
 
 def _differences(losses: Sequence[float], of: Sequence[float]) -> str:
