@@ -47,6 +47,7 @@ VALIDATION_ROWS = 512
 GPT_ROWS, HF_ROWS = 8, 8  # of a rank in an inner step
 STEPS, H = 1500, 20  # inner steps of each cluster, if they are together; of them before a push
 GPT_LR, HF_LR = 3e-3, 1.5e-3
+WARMUP_STEPS = 150  # several rounds: with 20 outer momentum overshoots in the first versions, which is never made good
 RANGE_STEPS = 10  # of both clusters
 
 
@@ -172,7 +173,7 @@ def _own_gpt(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(ranks: int, share: int, number: int) -> Job:
         words = [str(text), "--sequences", str(share * GPT_ROWS), "--seed", str(10 * seed + number)]
-        return Job(ranks, [*words, "--lr", str(GPT_LR)])
+        return Job(ranks, [*words, "--lr", str(GPT_LR), "--warmup", str(WARMUP_STEPS)])
 
     jobs = {"one": job(0, 3, 1)} if alone else {"west": job(2, 1, 2), "east": job(0, 1, 3)}
     tokens = 3 * GPT_ROWS * steps * int(load_example("own_gpt").LENGTH)
@@ -185,7 +186,7 @@ def _trainer(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(number: int) -> Job:
         words = ["--text", str(text), "--text-rows", str(2 * HF_ROWS * steps), "--rows", str(rows)]
-        return Job(0, [*words, "--warmup", "20", "--lr", str(HF_LR), "--seed", str(10 * seed + number)])
+        return Job(0, [*words, "--warmup", str(WARMUP_STEPS), "--lr", str(HF_LR), "--seed", str(10 * seed + number)])
 
     jobs = {"one": job(1)} if alone else {"west": job(2), "east": job(3)}
     tokens = 2 * HF_ROWS * steps * int(load_example("hf_trainer").LENGTH)
