@@ -85,9 +85,7 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     batches, losses = _draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
     with OuterLoop(model) as outer:  # 2
-        rate = schedule(
-            optimizer, outer, lambda progress: cosine(progress) * warmup(outer.inner_steps, args.warmup)
-        )  # 3
+        rate = schedule(optimizer, outer, lambda share: cosine(share) * warmup(outer.inner_steps, args.warmup))  # 3
         while not outer.finished:
             loss = loss_of(model, next(batches).to(device))
             optimizer.zero_grad()
