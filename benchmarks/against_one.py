@@ -47,6 +47,7 @@ VALIDATION_ROWS = 512
 GPT_ROWS, HF_ROWS = 8, 8  # of a rank in an inner step
 STEPS, H = 1500, 20  # inner steps of each cluster, if they are together; of them before a push
 GPT_LR, HF_LR = 3e-3, 1.5e-3
+WARMUP_STEPS = 150  # several rounds: with 20 outer momentum overshoots in the first versions, which is never made good
 RANGE_STEPS = 10  # of both clusters
 
 
@@ -79,6 +80,9 @@ class RunOutcome:
     tokens: int  # accepted
     steps: Mapping[str, int]  # accepted inner steps of each cluster
     versions: int
+    joint: int  # of them, from every cluster
+    stale: int  # pushes with an older base than the version before theirs
+    clipped: int  # versions
 
 
 def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
@@ -134,7 +138,12 @@ def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome
     folds = [fold for r in rounds for fold in r.folds]
     names = sorted({fold.push.cluster for fold in folds})
     steps = {name: sum(fold.inner_steps for fold in folds if fold.push.cluster == name) for name in names}
-    return RunOutcome(loss, sum(r.tokens for r in rounds), steps, len(rounds))
+    return RunOutcome(
+        loss, sum(r.tokens for r in rounds), steps, len(rounds),
+        joint=sum(len(r.folds) == len(names) for r in rounds),
+        stale=sum(fold.base != r.parent for r in rounds for fold in r.folds),
+        clipped=sum(r.clipped for r in rounds),
+    )  # fmt: skip
 
 
 def load_example(name: str) -> ModuleType:
@@ -164,7 +173,7 @@ def _own_gpt(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(ranks: int, share: int, number: int) -> Job:
         words = [str(text), "--sequences", str(share * GPT_ROWS), "--seed", str(10 * seed + number)]
-        return Job(ranks, [*words, "--lr", str(GPT_LR)])
+        return Job(ranks, [*words, "--lr", str(GPT_LR), "--warmup", str(WARMUP_STEPS)])
 
     jobs = {"one": job(0, 3, 1)} if alone else {"west": job(2, 1, 2), "east": job(0, 1, 3)}
     tokens = 3 * GPT_ROWS * steps * int(load_example("own_gpt").LENGTH)
@@ -177,7 +186,7 @@ def _trainer(together: bool, alone: bool, text: Path, seed: int, steps: int) -> 
 
     def job(number: int) -> Job:
         words = ["--text", str(text), "--text-rows", str(2 * HF_ROWS * steps), "--rows", str(rows)]
-        return Job(0, [*words, "--warmup", "20", "--lr", str(HF_LR), "--seed", str(10 * seed + number)])
+        return Job(0, [*words, "--warmup", str(WARMUP_STEPS), "--lr", str(HF_LR), "--seed", str(10 * seed + number)])
 
     jobs = {"one": job(1)} if alone else {"west": job(2), "east": job(3)}
     tokens = 2 * HF_ROWS * steps * int(load_example("hf_trainer").LENGTH)
@@ -214,8 +223,12 @@ def _show(bench: Bench, example: str, found: Mapping[str, Sequence[RunOutcome]],
         bench.row(f"{example}, {kind}", mean(losses), "nats", against=f"alone + {WORSE}", of=of, least=least, less=True)
         bench.note(f"{example}, {kind}, against one alone, seed by seed: {_differences(losses, one)} nats")
     for kind, runs in found.items():
-        told = "; ".join(f"{run.tokens:,} tokens, {run.versions} versions, steps {dict(run.steps)}" for run in runs)
-        bench.note(f"{example}, {kind}: {told}")
+        bench.note(f"{example}, {kind}: {'; '.join(_describe(run) for run in runs)}")
+
+
+def _describe(run: RunOutcome) -> str:
+    versions = f"{run.versions} versions ({run.joint} from all, {run.clipped} clipped)"
+    return f"{run.tokens:,} tokens, {versions}, {run.stale} stale pushes, steps {dict(run.steps)}"
 
 
 def _differences(losses: Sequence[float], of: Sequence[float]) -> str:

@@ -26,7 +26,6 @@ from torch.nn import functional as f
 from dips.client import OuterLoop, cosine, schedule  # 1
 
 BYTES, WIDTH, LAYERS, HEADS, LENGTH = 256, 48, 2, 4, 48
-WARMUP_STEPS = 20  # of this process: the moments of AdamW begin at zero
 
 
 class GptBlock(nn.Module):
@@ -86,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     batches, losses = _draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
     with OuterLoop(model) as outer:  # 2
-        rate = schedule(optimizer, outer, lambda progress: cosine(progress) * warmup(outer.inner_steps))  # 3
+        rate = schedule(optimizer, outer, lambda share: cosine(share) * warmup(outer.inner_steps, args.warmup))  # 3
         while not outer.finished:
             loss = loss_of(model, next(batches).to(device))
             optimizer.zero_grad()
@@ -99,9 +98,9 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def warmup(steps: int) -> float:
-    """A factor of the learning rate: rises to 1 over this process's first steps."""
-    return min(1.0, (steps + 1) / WARMUP_STEPS)
+def warmup(steps: int, over: int) -> float:
+    """A factor of the learning rate: rises to 1 over this process's first steps; the moments of AdamW begin at zero."""
+    return min(1.0, (steps + 1) / over)
 
 
 def _spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
@@ -131,6 +130,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="any file of more than a few thousand bytes")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=20, help="steps; in a long run those of several outer steps")
     parser.add_argument("--sequences", type=int, default=4, help="of each rank in an inner step")
     parser.add_argument("--seed", type=int, default=1, help="of the data; another one in each cluster")
     return parser.parse_args(words)
