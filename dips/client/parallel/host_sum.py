@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 BYTES = 4  # of an fp32 element
-PROCESS_BYTES = 100_000_000  # libzmq, threads and the chunks that are asked for and not yet in place, measured
+PROCESS_BYTES = 60_000_000  # libzmq, threads and the chunks that are asked for and not yet in place, measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from math import inf
 from dips.client.ipc.messages import Stepped
 from dips.dataclass import replace
 
-FLUSH_S = 0.05  # a person sees no delay, and at 1 ms a step its share of a message is below 1 µs
+FLUSH_S = 0.2  # a person sees no delay, and what a message costs is shared by all steps of that time
 
 
 class StepBatch:
