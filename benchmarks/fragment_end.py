@@ -85,6 +85,8 @@ class FragmentRank:
         """Push, or pull and merge, beside training; return the samples."""
         transfers = self._transfers.setdefault(fragments, self._make_transfers(fragments))
         request = TransferRequest(self._grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), lambda *_: "")
+        if kind == "pull":
+            transfers._memory.keep_pushed_shard()  # as a push before it would: a merge needs what was pushed
         with _sampled(COUNTERS[kind]) as samples:
             begin = transfers.begin_push if kind == "push" else transfers.begin_pull
             moving = begin(request, True, interval)
