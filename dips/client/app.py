@@ -117,8 +117,9 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
-    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, report)
+    tls = open_source(
+        config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, logs.warn_of_certificates(log)
+    )
     master = MasterLink(master_peer(config.master, tls), config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)

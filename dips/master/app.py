@@ -142,8 +142,7 @@ async def serve(
 
 def _open_tls(config: RunFile, log: logs.Log) -> TlsSource | None:
     files = config.tls_files(MASTER_NAME, PeerRole.MASTER)
-    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
-    return open_source(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, report)
+    return open_source(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, logs.warn_of_certificates(log))
 
 
 def _report_call(log: logs.Log, method: str, error: BaseException) -> None:

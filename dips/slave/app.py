@@ -180,8 +180,7 @@ async def serve(
 
 def _open_tls(config: RunFile, section: SlaveSection, log: logs.Log) -> TlsSource | None:
     files = config.tls_files(section.name, PeerRole.SLAVE)
-    report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731 (a name of its own adds nothing)
-    return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, report)
+    return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, logs.warn_of_certificates(log))
 
 
 def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 import structlog
 
 Log = structlog.stdlib.BoundLogger
+
+
+def warn_of_certificates(log: Log) -> Callable[[str], None]:
+    """Take what is wrong with renewed files while the former ones stay in use; the same event in every daemon."""
+    return lambda problem: log.warning("certificate", problem=problem)
 
 
 def configure_log(role: str, name: str, level: str = "info") -> Log:
