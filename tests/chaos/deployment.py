@@ -120,7 +120,7 @@ class Deployment(Run):
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
         self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
-        self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been reported
+        self._killed: dict[str, int] = {}  # trainers that were killed: the steps since the last question may not have been reported
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
         super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})
@@ -229,7 +229,7 @@ class Deployment(Run):
         os.kill(self.ranks(name)[-1], signal.SIGKILL)
 
     def count_kill(self, name: str, times: int = 1) -> None:
-        """A step that its trainer had begun may not have been reported."""
+        """What its trainer did since its last question, H steps at most, may not have been reported (step_batch.py)."""
         self._killed[name] = self._killed.get(name, 0) + times
 
     def count_untold(self, name: str, since: float) -> None:
@@ -402,7 +402,7 @@ class Deployment(Run):
         parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
             parts["carried"] = 0  # of its last heartbeat: lost by now
-        least = begun - TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
+        least = begun - H * TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
         return (
             [] if ok else [f"{name} consumed {least} to {begun}, reported {sum(parts.values())}: {parts}, {c['state']}"]

@@ -103,8 +103,8 @@ def _watch_push(reach: Callable[[str], None]) -> None:
     )
     _after(
         AgentConnection,
-        "ask_agent",
-        lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None,
+        "receive_answer",
+        lambda _, question: reach("awaits the outcome") if question == PushMoved.__name__ else None,
     )
 
 

@@ -2,11 +2,13 @@
 (docs/rationale.md#25).
 
 `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
-Inner steps may be held back for a moment (step_batch.py); no other message overtakes them.
+Inner steps may be held back for a moment (step_batch.py); no other message overtakes them. A thread of rank 0 sends
+what a script that pauses leaves behind.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import cast
 
@@ -24,7 +26,7 @@ from dips.client.ipc.messages import (
 )
 from dips.client.rank.agent_connection import AgentConnection
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.step_batch import StepBatch
+from dips.client.rank.step_batch import LATEST_S, StepBatch
 from dips.errors import DipsError, class_named
 
 
@@ -35,6 +37,9 @@ class AgentClient:
         self._collectives, self._agent, self._poll_s = collectives, agent, poll_s
         self._connection: AgentConnection | None = None
         self._step_batch = StepBatch()
+        self._sending = threading.Lock()  # of the batch and of what is written: no message in the middle of another
+        self._holding, self._closed = threading.Event(), threading.Event()
+        self._flusher: threading.Thread | None = None
 
     def ask_until_answered(self, question: Question) -> Answer:
         """Ask again as long as the agent answers AskAgain."""
@@ -53,31 +58,36 @@ class AgentClient:
     def notify_agent(self, notice: Notice) -> None:
         """Send a message that has no answer; does nothing on other ranks than 0."""
         if self._connection:
-            self._send_steps(self._connection)
-            self._connection.send_message(notice)
+            self._send_message(self._connection, notice)
 
     def report_step(self, step: Stepped, ended_s: float) -> None:
         """Send an inner step, with others or alone; `ended_s` by the monotonic clock. Nothing on other ranks than 0."""
         if not self._connection:
             return
-        if self._step_batch.is_apart(ended_s):
-            self._send_steps(self._connection)
-        if self._step_batch.add_step(step, ended_s):
-            self._send_steps(self._connection)
+        with self._sending:
+            if self._step_batch.is_apart(ended_s):
+                self._send_steps(self._connection)
+            if self._step_batch.add_step(step, ended_s):
+                self._send_steps(self._connection)
+                return
+        if not self._holding.is_set():
+            self._holding.set()
+            self._start_flusher(self._connection)
 
     def report_progress(self, attempt: int, moved: int, total: int) -> str:
         """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0."""
         if not self._connection:
             return ""
         try:
-            self._send_steps(self._connection)
-            answer = self._connection.ask_agent(TransferProgress(attempt, moved, total))
+            answer = self._exchange(self._connection, TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
         return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
 
     def disconnect(self) -> None:
         """Close the connection without a message: the agent ends what is open."""
+        self._closed.set()
+        self._holding.set()
         if self._connection:
             self._connection.close()
 
@@ -85,12 +95,40 @@ class AgentClient:
         try:
             if self._connection is None:
                 self._connection = AgentConnection(self._agent, self._poll_s)
-            self._send_steps(self._connection)
-            return self._connection.ask_agent(question)
+            return self._exchange(self._connection, question)
         except DipsError as error:
             return ErrorReply(type(error).__name__, str(error))
+
+    def _exchange(self, connection: AgentConnection, question: Question) -> Answer:
+        self._send_message(connection, question)
+        return connection.receive_answer(type(question).__name__)
+
+    def _send_message(self, connection: AgentConnection, message: Question | Notice) -> None:
+        with self._sending:
+            self._send_steps(connection)
+            connection.send_message(message)
 
     def _send_steps(self, connection: AgentConnection) -> None:
         steps = self._step_batch.take_steps(time.monotonic())
         if steps is not None:
             connection.send_message(steps)
+
+    # ---- a script that pauses ----------------------------------------------------------------------------------------
+
+    def _start_flusher(self, connection: AgentConnection) -> None:
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush_steps, args=(connection,), name="steps", daemon=True)
+            self._flusher.start()
+
+    def _flush_steps(self, connection: AgentConnection) -> None:
+        """Send what no further step sends, LATEST_S after it was due; the thread of rank 0."""
+        while self._holding.wait() and not self._closed.wait(LATEST_S):
+            with self._sending:
+                now = time.monotonic()
+                try:
+                    if self._step_batch.due_s() <= now:
+                        self._send_steps(connection)
+                except DipsError:  # the agent is gone: the script's next message raises it where it can be handled
+                    return
+                if self._step_batch.due_s() > now + LATEST_S:  # nothing is held
+                    self._holding.clear()

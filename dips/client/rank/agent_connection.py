@@ -62,9 +62,9 @@ class AgentConnection:
                     raise Unavailable(f"{error} (tried for {within_s:g} s)") from error
                 time.sleep(RETRY_S)
 
-    def ask_agent(self, question: messages.Question) -> messages.Answer:
-        """Send a question and wait for its answer, which may be AskAgain. Raise Unavailable if the agent is gone."""
-        self.send_message(question)
+    def receive_answer(self, question: str) -> messages.Answer:
+        """Wait for the answer, maybe AskAgain, to the question sent, named for errors. Raise Unavailable if the agent
+        is gone."""
         try:
             head = self._receive_bytes(encoding.LENGTH.size)
             body = self._receive_bytes(encoding.body_length(head))
@@ -74,7 +74,7 @@ class AgentConnection:
             raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
         answer = encoding.decode_message(body)
         if not isinstance(answer, messages.Answer):
-            raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
+            raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {question}")
         return answer
 
     def send_message(self, message: messages.Question | messages.Notice) -> None:

@@ -2,7 +2,8 @@
 
 A message for each step would cost more than all the rest of `OuterLoop.step`. So steps are held back until FLUSH_S have
 passed since the last that was sent; one that took as long itself goes out at once. Whatever else goes to the agent
-sends them first (AgentClient): what it counts when it is asked something is what the script has trained.
+sends them first (AgentClient): what it counts when it is asked something is what the script has trained. A script that
+pauses (an evaluation) takes no further step that would send them: LATEST_S after the last one a thread does.
 
 A rank that dies takes what it holds with it. Nothing is settled wrongly by that: only the answer to a question freezes
 a push or fills a checkpoint, and no question overtakes a step. So what is held was in no push, and its samples count as
@@ -19,6 +20,7 @@ from dips.client.ipc.messages import Stepped
 from dips.dataclass import replace
 
 FLUSH_S = 0.2  # a person sees no delay, and what a message costs is shared by all steps of that time
+LATEST_S = 2 * FLUSH_S  # longer, or the thread would compete with the steps of a script that does not pause
 
 
 class StepBatch:
@@ -47,6 +49,10 @@ class StepBatch:
         self._finite &= step.finite
         self._newest, self._last_s = step, ended_s
         return ended_s - self._sent_s >= FLUSH_S
+
+    def due_s(self) -> float:
+        """When what is held must go out though no step comes; infinity if nothing is held."""
+        return max(self._sent_s, self._first_s) + LATEST_S if self._steps else inf
 
     def take_steps(self, now: float) -> Stepped | None:
         """What is held, as one message that is sent now; None if it is nothing."""

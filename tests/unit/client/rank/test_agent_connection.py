@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from dips.client.ipc.address import OnAnyHost, OnThisHost, find_address, over_ne
 from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
+from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.agent_connection import AgentConnection
+from dips.client.rank.collectives import JobCollectives
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -172,9 +175,23 @@ def test_questions_and_notices_over_tcp(agent: AgentThread) -> None:
     """As over the Unix socket."""
     connection = AgentConnection(at(agent.port), 2.0)
     connection.send_message(Stepped(1, 10, None))
-    assert connection.ask_agent(TransferProgress(1, 2, 3)) == Noted()
+    connection.send_message(TransferProgress(1, 2, 3))
+    assert connection.receive_answer("TransferProgress") == Noted()
     assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     connection.close()
+
+
+def test_the_steps_of_a_script_that_pauses_are_sent_without_a_further_one(agent: AgentThread) -> None:
+    """An evaluation, a checkpoint: without a further step or question the agent would not know of the last steps."""
+    client, step = AgentClient(JobCollectives(), at(agent.port), 2.0), Stepped(1, 10, 2.0)
+    assert client.ask_agent(TransferProgress(1, 0, 1)) == Noted()
+    for _ in range(3):  # the first is sent at once, the others are held
+        client.report_step(step, time.monotonic())
+    end = time.monotonic() + 10
+    while sum(said.tokens for said in agent.received if isinstance(said, Stepped)) < 30:
+        assert time.monotonic() < end, agent.received
+        time.sleep(0.01)
+    client.disconnect()
 
 
 def test_a_rank_with_another_token_is_refused_at_once(agent: AgentThread) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from dips.client.ipc.messages import Stepped
-from dips.client.rank.step_batch import FLUSH_S, StepBatch
+from dips.client.rank.step_batch import FLUSH_S, LATEST_S, StepBatch
 from dips.protocol.data import BegunRange
 
 
@@ -53,3 +55,14 @@ def test_a_slow_step_that_is_reported_late_waits_no_longer() -> None:
     for second in (1.0, 2.0):
         assert batch.add_step(Stepped(1, 3, 1.0), second)
         assert batch.take_steps(second + 1.0) == Stepped(1, 3, 1.0, ago_s=1.0)
+
+
+def test_what_a_pausing_script_holds_is_due_soon() -> None:
+    batch = begun_batch()
+    assert batch.due_s() == inf, "nothing is held"
+    assert not batch.add_step(Stepped(1, 1, None), 0.1)
+    assert batch.due_s() == 0.1 + LATEST_S
+    assert not batch.add_step(Stepped(1, 1, None), 0.15)
+    assert batch.due_s() == 0.1 + LATEST_S, "the oldest decides"
+    batch.take_steps(0.15)
+    assert batch.due_s() == inf
