@@ -120,7 +120,7 @@ class Deployment(Run):
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
         self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
-        self._killed: dict[str, int] = {}  # trainers that were killed: what they did since they last asked may be untold
+        self._killed: dict[str, int] = {}  # trainers killed: what they did since they last asked may be untold
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
         super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})

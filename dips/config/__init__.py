@@ -1,0 +1,32 @@
+"""Gathers every option: reads YAML, refuses unknown keys, hashes what all must agree on.
+
+Two files. The *run file* (`dips.yaml`) belongs to the operator: master and slaves read it, `dips init` makes the run
+from it. The *cluster file* (`cluster.yaml`) belongs to one training cluster. Both hold the section `shared`, inline or
+as the path of a third file: what all must agree on, compared by digest at Join.
+"""
+
+from dips.config.addresses import host_port, is_loopback
+from dips.config.cluster import TRANSFER_RANKS, ClusterFile, load_cluster
+from dips.config.master import JournalSection, MasterSection, OnVersionSection, TrackSection
+from dips.config.run import RunFile, load_run
+from dips.config.shared import Shared
+from dips.config.slave import AUTO_LANES, SlaveSection
+from dips.config.tls import TlsSection
+
+__all__ = [
+    "AUTO_LANES",
+    "TRANSFER_RANKS",
+    "ClusterFile",
+    "JournalSection",
+    "MasterSection",
+    "OnVersionSection",
+    "RunFile",
+    "Shared",
+    "SlaveSection",
+    "TlsSection",
+    "TrackSection",
+    "host_port",
+    "is_loopback",
+    "load_cluster",
+    "load_run",
+]

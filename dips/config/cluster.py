@@ -1,0 +1,124 @@
+"""The cluster file, `cluster.yaml`: it belongs to one training cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dips.config.reading import check_names, check_transport, load_file
+from dips.config.section import Section
+from dips.config.shared import Shared
+from dips.config.tls import TlsSection
+from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.protocol.enums import DivergencePolicy
+
+MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
+TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
+DEFAULT_STEPS = 64  # H, §5.1
+
+
+class PaceSection(Section):
+    """When a cluster pushes: exactly one of the three."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None  # after every H inner steps
+    seconds: Annotated[float, Field(gt=0)] | None = None  # after so long (A-EDiT; its authors take 600)
+    aligned: Annotated[int, Field(ge=1)] | None = None  # together with the other clusters; H that it would take alone
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert_paper(cls, raw: Any) -> Any:
+        return {"steps": DEFAULT_STEPS} if raw == {} else raw
+
+    @model_validator(mode="after")
+    def _require_one(self) -> PaceSection:
+        named = [key for key in ("steps", "seconds", "aligned") if getattr(self, key) is not None]
+        if len(named) != 1:
+            raise ValueError(f"expected one of steps, seconds, aligned, got {' and '.join(named) or 'none'}")
+        return self
+
+
+class ClusterFile(Section):
+    """`cluster.yaml`: one training cluster."""
+
+    shared: Shared
+    cluster: str
+    master: str  # host:port
+    pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
+    overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
+    # is divided by this. Needs overlap: full and install: whole.
+    fragments: Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)] = 1
+    # How far a merge follows the pulled version: θ ← θ_local + α (θ_new − θ_pushed). Streaming DiLoCo's is 1 − α.
+    merge_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
+    # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
+    # stop: the job ends.
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET
+    rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
+    collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
+    socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
+    # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
+    # The variable DIPS_AGENT comes before it. null: ranks are on the agent's host, and it listens to nobody else. What
+    # is said there is signed and is neither parameters nor secrets: it need not be loopback.
+    agent: str | None = None
+    token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
+    directory: Path = Path(".")  # logs, timeline, socket
+    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
+    poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
+    retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
+    restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
+    # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
+    # that no slave has more connections than this times its lanes from one cluster.
+    max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
+    # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
+    # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
+    # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
+    # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
+    install: Literal["whole", "streaming", "lazy"] = "whole"
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
+    # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
+    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    relay: str | None = None
+    tls: TlsSection | None = None
+    insecure: bool = False  # plain text instead; only on loopback
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The agent's certificate; None: plain text."""
+        return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
+
+    @field_validator("install", mode="before")
+    @classmethod
+    def _refuse_former_name(cls, value: Any) -> Any:
+        if value == "forward":
+            raise ValueError("`install: forward` was renamed: write `install: lazy`")
+        return value
+
+
+def load_cluster(path: Path) -> ClusterFile:
+    """Read a cluster file; raise ConfigError naming file and key."""
+    config = load_file(path, ClusterFile)
+    check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
+    plain = [("metrics", config.metrics)] if config.metrics else []
+    check_transport(path, config.insecure, config.tls, [("master", config.master)], plain)
+    for key in ("codec", "pull_codec") if config.install == "streaming" else ():
+        if (word := getattr(config.shared, key)) != "fp32":
+            raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")
+    if config.install == "streaming" and config.overlap == "full":
+        raise ConfigError(
+            f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"
+        )
+    if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
+        raise ConfigError(
+            f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "
+            f"{config.overlap} and install: {config.install}: fragments are moved and merged beside training"
+        )
+    if config.merge_alpha != 1.0 and config.overlap != "full":
+        raise ConfigError(f"{path}: merge_alpha: {config.merge_alpha:g} needs overlap: full: nothing else merges")
+    return config

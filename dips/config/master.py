@@ -1,0 +1,79 @@
+"""The section `master` of the run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from dips.config.section import MIB, Section
+from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, RequeuePolicy
+from dips.protocol.options import TimingOptions
+
+
+class JournalSection(Section):
+    """The master's journal, evidence for `dips-master replay`: at most segments × segment_bytes, and a state each."""
+
+    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * MIB  # 600,000 events: days of ten clusters
+    segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
+
+
+class OnVersionSection(Section):
+    """What the master has done for every n-th version, in a process of its own (master/on_version.py)."""
+
+    every: Annotated[int, Field(ge=1)]  # versions
+    command: tuple[str, ...] = ()  # run in the run file's directory; DIPS_MODEL and DIPS_VERSION say of what
+    call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then it is killed with its process group
+
+    @model_validator(mode="after")
+    def _require_one(self) -> OnVersionSection:
+        if bool(self.command) == (self.call is not None):
+            raise ValueError("expected one of command and call")
+        if self.call is not None and not all(self.call.partition(":")):
+            raise ValueError(f"call: expected MODULE:FUNCTION, got {self.call!r}")
+        return self
+
+
+class TrackSection(Section):
+    """Where the master has its losses, versions and gates shown besides, by processes of their own."""
+
+    tensorboard: Path | None = None  # directory of the event files; null: none
+    wandb: str | None = None  # project of Weights & Biases; WANDB_MODE and WANDB_API_KEY say how; null: none
+
+    @model_validator(mode="after")
+    def _require_place(self) -> TrackSection:
+        if self.tensorboard is None and not self.wandb:
+            raise ValueError("expected tensorboard: DIRECTORY or wandb: PROJECT, or both; or track: null")
+        return self
+
+
+class MasterSection(Section):
+    """The one that decides."""
+
+    listen: str = "127.0.0.1:7800"  # host:port of the control server
+    directory: Path  # ledger, journal, logs, timeline
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
+    timing: TimingOptions = TimingOptions()
+    journal: JournalSection = JournalSection()
+    keep_snapshots: Annotated[int, Field(ge=2)] = 2
+    keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
+    keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
+    on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
+    track: TrackSection | None = None  # TensorBoard and W&B; null: neither
+    durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
+    on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
+    mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
+    mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
+    requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
+    order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
+
+    @model_validator(mode="after")
+    def _require_kept(self) -> MasterSection:
+        if self.on_version and (not self.keep_every or self.on_version.every % self.keep_every):
+            raise ValueError(
+                f"keep_every: expected {self.on_version.every}, or what divides it, since on_version needs every "
+                f"{self.on_version.every}th version's snapshot until its process has begun; got {self.keep_every}"
+            )
+        return self

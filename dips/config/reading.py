@@ -1,0 +1,116 @@
+"""Reads a file and checks what its keys have in common: types, names, and that plain text stays on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dips.config.addresses import host_port, is_loopback
+from dips.config.tls import TlsSection
+from dips.errors import ConfigError
+from dips.ids import check_name
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load_file(path: Path, model: type[Model]) -> Model:
+    raw = _read_yaml(path)
+    shared = raw.get("shared")
+    if isinstance(shared, str):
+        raw["shared"] = _read_yaml(path.parent / shared)
+    try:
+        return model.model_validate(_resolve_paths(raw, path.parent))
+    except ConfigError as error:  # from __post_init__ of an options class
+        raise ConfigError(f"{path}: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain_invalid(error)}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, got {type(raw).__name__}")
+    return raw
+
+
+_PATH_KEYS = frozenset(
+    {"directory", "initial_model", "socket", "curve_key", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
+)
+
+
+def _is_path(key: str, value: Any) -> bool:
+    return key in _PATH_KEYS and isinstance(value, str) and "://" not in value
+
+
+def _resolve_paths(raw: Any, base: Path) -> Any:
+    """Make relative paths relative to the file that names them, so that a daemon may start anywhere; URLs stay."""
+    if isinstance(raw, dict):
+        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
+    return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
+
+
+# Keys of files from before the renames → what they are called now; `install: forward` is refused where it is read.
+RENAMED_KEYS = {
+    "beat_s": "heartbeat_s",
+    "lease_beats": "lease_heartbeats",
+    "askers": "concurrent_streams",
+    "speakers": "max_transfer_ranks",
+    "performer": "supervisor",
+}
+
+
+def _explain_invalid(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            renamed = RENAMED_KEYS.get(str(problem["loc"][-1]))
+            hint = f"renamed, write {renamed}" if renamed else "unknown key (misspelt, or of another version?)"
+            lines.append(f"{key}: {hint}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing, and it has no default")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem.get('input')!r}")
+    return "; ".join(lines)
+
+
+def check_names(path: Path, names: list[tuple[str, str]]) -> None:
+    for name, what in names:
+        try:
+            check_name(name, what)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def check_transport(
+    path: Path,
+    insecure: bool,
+    tls: TlsSection | None,
+    control: list[tuple[str, str]],
+    plain: list[tuple[str, str]],
+) -> None:
+    """Plain text leaves the machine never, and stays on it only when that is asked for
+    (docs/architecture.md#security). `plain`: addresses at which there is no certificate in any case."""
+    if insecure == (tls is not None):
+        got = "both" if insecure else "neither"
+        raise ConfigError(
+            f"{path}: insecure: expected a section `tls` (`dips certs` makes the files) or `insecure: true` for plain "
+            f"text on loopback, got {got}"
+        )
+    for key, address in control + plain:
+        try:
+            host, _ = host_port(address)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {key}: {error}") from error
+        if is_loopback(host) or (tls is not None and (key, address) not in plain):
+            continue
+        why = "`insecure: true`" if insecure else "certificates do not reach it yet; lanes need `curve_key`"
+        raise ConfigError(f"{path}: {key}: plain text ({why}) is allowed on loopback only, got {address!r}")

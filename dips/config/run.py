@@ -1,0 +1,74 @@
+"""The run file, `dips.yaml`: it is the operator's; master and slaves read it, `dips init` makes the run from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from dips.config.master import MasterSection
+from dips.config.reading import check_names, check_transport, load_file
+from dips.config.section import Section
+from dips.config.shared import Shared
+from dips.config.slave import SlaveSection
+from dips.config.tls import TlsSection
+from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.protocol.options import Options
+
+
+class RunFile(Section):
+    """`dips.yaml`: one run, its master and its slaves."""
+
+    shared: Shared
+    master: MasterSection
+    slaves: tuple[SlaveSection, ...] = Field(min_length=1)
+    clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    tls: TlsSection | None = None
+    insecure: bool = False  # plain text instead; only on loopback
+
+    def make_options(self) -> Options:
+        """Gather what tunes the Coordinator."""
+        s, m = self.shared, self.master
+        return Options(
+            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
+            durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+            keep_every=m.keep_every, keep_most=m.keep_most,
+        )  # fmt: skip
+
+    def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:
+        """Certificate of the process of this name; None: plain text."""
+        return None if self.tls is None else self.tls.files_of(name, role)
+
+    def slave_section(self, name: str) -> SlaveSection:
+        """Return one slave's section; raise ConfigError naming those that exist."""
+        for section in self.slaves:
+            if section.name == name:
+                return section
+        raise ConfigError(f"no slave {name!r} in this run file; it names {', '.join(s.name for s in self.slaves)}")
+
+
+def load_run(path: Path) -> RunFile:
+    """Read a run file; raise ConfigError naming file and key."""
+    config = load_file(path, RunFile)
+    check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
+    names = [s.name for s in config.slaves]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
+    control = [("master.listen", config.master.listen)]
+    plain = [("master.metrics", config.master.metrics)] if config.master.metrics else []
+    for s in config.slaves:
+        if s.lanes and s.lane_count:
+            raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
+        control += [
+            (f"slaves.{s.name}.{key}", address) for key, address in (("master", s.master), ("listen", s.listen))
+        ]
+        lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
+        lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
+        keys = (lanes if s.curve_key is None else []) + ([("metrics", s.metrics)] if s.metrics else [])
+        plain += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
+    check_names(path, [(name, "cluster") for name in config.clusters or ()])
+    check_transport(path, config.insecure, config.tls, control, plain)
+    return config

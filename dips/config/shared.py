@@ -1,0 +1,54 @@
+"""The section `shared`: what every process of the run must agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from dips.config.section import MIB, Section
+from dips.protocol.enums import PullCodec, PushCodec
+from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
+
+MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
+
+
+class Shared(Section):
+    """What every process of the run must agree on; its digest is compared at Join."""
+
+    run: str
+    outer: OuterOptions = OuterOptions()
+    penalty: PenaltyOptions = PenaltyOptions()
+    stop: StopOptions = StopOptions()
+    data: DataOptions = DataOptions()
+    chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
+    codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
+    pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
+    share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _own_data(cls, value: Any) -> Any:
+        """`data: own` is the word for no ranges: clusters keep their loaders, and nobody tracks what they read."""
+        return {"ranges": 0} if value == "own" else value
+
+    @model_validator(mode="after")
+    def _require_momentum(self) -> Self:
+        if self.pull_codec is not PullCodec.FP32 and not self.outer.momentum:
+            raise ValueError(
+                "a lossy pull_codec needs outer.momentum above 0: by it comes back what rounding leaves over"
+            )
+        return self
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What all must agree on: everything but how far the run goes, which its ledger says (`dips extend`)."""
+        return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
+
+    @property
+    def digest(self) -> str:
+        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
+        text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
