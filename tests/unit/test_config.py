@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from dips.config import (
-    RENAMED_KEYS,
     ClusterFile,
     MasterSection,
     Shared,
@@ -18,6 +17,7 @@ from dips.config import (
     load_cluster,
     load_run,
 )
+from dips.config.reading import RENAMED_KEYS
 from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
 from dips.protocol.options import TimingOptions
