@@ -34,6 +34,10 @@ def export(
     like: Annotated[
         Path | None, typer.Option(help="hf: a directory with config.json; its tokenizer is copied.")
     ] = None,
+    convert: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="hf: makes the PreTrainedModel of a dict of the tensors by name."),
+    ] = None,
 ) -> None:
     """Write one version as a safetensors file, or as a directory of transformers.
 
@@ -48,6 +52,7 @@ def export(
       dips export --config dips.yaml --output early.safetensors --version v12@r17
       dips export --master 127.0.0.1:7800 --output model.safetensors
       dips export --config dips.yaml --output my-model --format hf --factory mymodel:build
+      dips export --config dips.yaml --output my-model --format hf --convert mymodel:to_llama
     """
     if form not in (SAFETENSORS, HF):
         raise ConfigError(f"--format: expected {SAFETENSORS} or {HF}, got {form!r}")
@@ -55,12 +60,13 @@ def export(
         written = _write_file(config, master, credentials, version, output)
         print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
         return
-    from dips.commands.export_hf import write_hf_directory
+    from dips.commands.export_hf import ModelSource, write_hf_directory
 
+    (source := ModelSource(factory, like, convert)).check()
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".unfinished-") as aside:
         written = _write_file(config, master, credentials, version, file := Path(aside) / "model.safetensors")
-        write_hf_directory(file, output, factory, like)
+        write_hf_directory(file, output, source)
     print(f"wrote {written} to {output}: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
