@@ -30,8 +30,8 @@ class SimModel(Protocol):
     def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
         """Train on one batch, in place; `progress` of the run, 0 to 1. Return the loss before the step."""
 
-    def on_install(self, site: Site, attempt: int) -> None:
-        """θ of a cluster was replaced; another `attempt` than before has lost its optimizer's state."""
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
+        """`theta` of a cluster was replaced; another `attempt` than before has lost its optimizer's state."""
 
 
 class NoiseModel:
@@ -54,7 +54,7 @@ class NoiseModel:
             a -= noise[: a.size]
         return 1.0
 
-    def on_install(self, site: Site, attempt: int) -> None:
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
         pass  # noise has no state
 
 
