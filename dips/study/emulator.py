@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -11,10 +10,11 @@ import torch
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Note
 from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
-from dips.protocol.records import Record, RoundEnded, VersionCommitted
+from dips.protocol.records import Record, VersionCommitted
 from dips.sim.observer import Observer
-from dips.sim.scenario import NAMES, ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.world import World
+from dips.slave.ports import F32
 from dips.study.learner import LearnedModel, Recipe
 
 CHUNK_BYTES = 1 << 16
@@ -43,7 +43,6 @@ class Emulated:
     tokens: int = 0  # accepted
     lasted_s: float = 0.0  # of virtual time
     versions: int = 0
-    rounds: int = 0
     clipped: int = 0
     gated: int = 0
     staleness: list[int] = field(default_factory=list)  # of each accepted push
@@ -70,12 +69,14 @@ class _Account(Observer):
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
-            self.head = record.version
             self._result.versions += 1
+            self._result.clipped += record.clipped
             for fold in record.folds:
+                self._result.staleness.append(record.parent.version - fold.base.version)
                 shares = self._result.shares
                 shares[fold.push.cluster] = shares.get(fold.push.cluster, 0) + fold.tokens
                 self._result.tokens += fold.tokens
+            self.head = record.version
 
     def note_logged(self, note: Note) -> None:
         if note.kind == "push_gated":
@@ -109,9 +110,7 @@ def emulate(
     return result
 
 
-def _make_scenario(
-    fleet: Fleet, tokens: int, outer: OuterOptions | None, penalty: PenaltyOptions | None
-) -> Scenario:
+def _make_scenario(fleet: Fleet, tokens: int, outer: OuterOptions | None, penalty: PenaltyOptions | None) -> Scenario:
     timing = TimingOptions(heartbeat_s=HEARTBEAT_S, hang_s=10_000.0)
     options = Options(
         outer=outer or OuterOptions(),
@@ -131,8 +130,8 @@ def _make_scenario(
     )  # fmt: skip
 
 
-def _read_head(world: World, head: VersionId) -> dict[int, object]:
-    found = {}
+def _read_head(world: World, head: VersionId) -> dict[int, F32]:
+    found: dict[int, F32] = {}
     for machine in world.machines.values():
         assert machine.process is not None
         found |= dict(machine.process.versions.theta(head))

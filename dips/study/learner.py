@@ -1,4 +1,4 @@
-"""Real models in simulated clusters: each inner step is forward, backward and optimizer, on a batch of the cluster's own.
+"""Real models in simulated clusters: an inner step is forward, backward and optimizer, on a batch of the cluster's own.
 
 Every cluster draws batches from its own part of the corpus, in an order of its own; optimizer state stays in the
 cluster, as in a real run. Same seed, same bits: torch runs single-threaded, and time plays no part.
@@ -27,6 +27,7 @@ CLIP = 1.0  # of the inner gradient's norm
 DECAY = 0.1
 BETAS = (0.9, 0.95)
 LEAST_LR = 0.1  # of the peak: where the cosine ends
+LEAST_START = 0.25  # of the peak: progress is 0 until the first version, and a tiny first norm sets a tiny hard cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class Recipe:
     def rate(self, progress: float) -> float:
         """The learning rate at this share of the run's tokens: linear warm-up, then a cosine."""
         if progress < self.warmup:
-            return self.lr * max(progress / self.warmup, 0.02)
+            return self.lr * max(progress / self.warmup, LEAST_START)
         along = (progress - self.warmup) / (1.0 - self.warmup)
         return self.lr * (LEAST_LR + (1.0 - LEAST_LR) * 0.5 * (1.0 + math.cos(math.pi * min(along, 1.0))))
 
 
-class Batches:
+class BatchDraws:
     """A cluster's own draws of sequences from the training text."""
 
     def __init__(self, corpus: Corpus, recipe: Recipe, seed: int, name: str) -> None:
@@ -73,7 +74,7 @@ class Batches:
 class Inner:
     """One worker: a module, its optimizer and its batches."""
 
-    def __init__(self, recipe: Recipe, batches: Batches, theta: Mapping[str, Tensor]) -> None:
+    def __init__(self, recipe: Recipe, batches: BatchDraws, theta: Mapping[str, Tensor]) -> None:
         self.recipe, self._batches = recipe, batches
         self.model = Decoder(recipe.shape)
         self.model.load_state_dict(dict(theta))
@@ -89,7 +90,7 @@ class Inner:
             group["lr"] = self.recipe.rate(progress) * group.get("scale", 1.0)
         loss = loss_of(self.model, batch)
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         return float(loss.detach())
@@ -133,7 +134,7 @@ class LearnedModel:
     def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
         known = self._inner.get(site.name)
         if known is None or known[0] != attempt:
-            batches = Batches(self._corpus, self._recipe, self._seed, f"{site.name}/{attempt}")
+            batches = BatchDraws(self._corpus, self._recipe, self._seed, f"{site.name}/{attempt}")
             known = self._inner[site.name] = (attempt, Inner(self._recipe, batches, self._first))
         flat = self.views(theta)
         with torch.no_grad():
@@ -167,7 +168,7 @@ def validation_loss(model: nn.Module, corpus: Corpus, recipe: Recipe) -> float:
     """Nats per byte on sequences that no worker has seen."""
     sample = torch.from_numpy(corpus.validation_sample(VALIDATION_ROWS, recipe.length).astype(np.int64))
     with torch.no_grad():
-        parts = [(float(loss_of(model, batch)), len(batch)) for batch in sample.split(64)]
+        parts = [(float(loss_of(model, batch)), len(batch)) for batch in torch.split(sample, 64)]
     return sum(loss * rows for loss, rows in parts) / len(sample)
 
 

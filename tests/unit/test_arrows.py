@@ -70,6 +70,10 @@ MAY: dict[str, set[str]] = {
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
+    # Real training in the simulation's time: of the demo its model and its text.
+    "dips.study": LOW
+    | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
+    | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }
