@@ -34,6 +34,7 @@ APART = (
     "attach",
     "codec_losses",
     "convergence",
+    "curve",
     "ranks",
     "fragments",
     "scale",
