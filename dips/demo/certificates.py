@@ -70,5 +70,5 @@ def _ask_to_drain(address: str, viewer: tuple[str, str]) -> tuple[bool, str]:
     try:
         daemons.run_word("drain", SLAVES[0], "--master", address, *viewer)
     except ProcessEnded as error:
-        return "is for operator" in str(error), str(error).rpartition("error: ")[2]
+        return "is for operator" in str(error), str(error).rpartition("error: ")[2].partition("\n")[0]
     return False, "it was drained"
