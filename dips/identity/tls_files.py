@@ -87,8 +87,9 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
     if files.crl is None:
         return frozenset()
-    crl = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
-    signers = [authority for authority in authorities if authority.subject == crl.issuer]
-    if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
-        raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
-    return frozenset(row.serial_number for row in crl)
+    lists = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
+    for crl in lists:
+        signers = [authority for authority in authorities if authority.subject == crl.issuer]
+        if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
+            raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
+    return frozenset(row.serial_number for crl in lists for row in crl)

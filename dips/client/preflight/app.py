@@ -16,15 +16,14 @@ from rich.text import Text
 
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
+from dips.client.preflight.certificates import check_certificates
 from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
-from dips.identity.names import PeerRole
 from dips.protocol.manifest import Manifest
 from dips.telemetry import exits
 from dips.transport import control
 from dips.transport.endpoints import Endpoint, master_peer
-from dips.transport.tls import open_source
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
@@ -79,9 +78,12 @@ def make_rows(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
 ) -> list[CheckRow]:
     """Make all rows; what depends on the master is left out if it does not answer."""
-    rows = checks.check_host(config)
+    row, tls = check_certificates(config)
+    rows = [*checks.check_host(config), row]
+    if row.verdict == checks.FAIL:
+        return rows
     try:
-        described = asyncio.run(describe_run(_master_of(config)))
+        described = asyncio.run(describe_run(master_peer(config.master, tls)))
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
@@ -104,11 +106,6 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
         await channel.close()
     described: dict[str, Any] = json.loads(reply.json)
     return described
-
-
-def _master_of(config: ClusterFile) -> Endpoint:
-    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None)
-    return master_peer(config.master, tls)
 
 
 def _rows_table(rows: list[CheckRow]) -> Table:
