@@ -48,7 +48,6 @@ with OuterLoop(model) as outer:
         time.sleep(0.01)
         outer.step(tokens=8, loss=torch.tensor(1.5))
 """
-NOT_YET = "dips-client check"  # TEMPORARY until lanes are merged: the probe speaks no CURVE
 DAEMONS = ("dips-master --config", "dips-slave --config", "dips-client --config")
 CLUSTERS = ("berlin", "oslo")
 ROUNDS = 3  # between two changes
@@ -104,7 +103,7 @@ class GuidedRun:
             if own.startswith(DAEMONS):
                 self.daemons[machine] = self.machines.start(machine, own)
             else:
-                self.machines.type(machine, own, None if own.startswith(NOT_YET) else 0)
+                self.machines.type(machine, own)
 
     def write_files(self, blocks: Sequence[str]) -> None:
         """Blocks that begin with a file's name: on the master, or on each cluster under its own name."""
@@ -112,14 +111,6 @@ class GuidedRun:
             if name := re.match(r"# (\S+\.yaml)\n", block):
                 for machine in CLUSTERS if name[1] == "cluster.yaml" else ("master",):
                     text = block.replace("cluster: berlin", f"cluster: {machine}")
-                    if name[1] == "dips.yaml":  # TEMPORARY until lanes are merged
-                        import zmq.auth
-
-                        for slave in ("slave-0", "slave-1"):
-                            zmq.auth.create_certificates(self.machines.of(slave), slave)
-                            text = text.replace(
-                                f"directory: {slave}\n", f"directory: {slave}\n    curve_key: {slave}.key_secret\n"
-                            )
                     (self.machines.of(machine) / name[1]).write_text(text)
 
     def renew(self, authority: str, labels: Sequence[tuple[str, str]]) -> None:
