@@ -29,6 +29,11 @@ class LoadedTls:
     key: bytes
     until: datetime
     revoked: frozenset[int]  # serials
+    authorities: tuple[x509.Certificate, ...] = ()  # of `ca`
+
+    def trusts(self, certificate: x509.Certificate) -> bool:
+        """Whether one of the authorities has signed it."""
+        return any(_is_signed(certificate, authority) for authority in self.authorities)
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
@@ -54,7 +59,7 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
         raise ConfigError(
             f"tls.cert: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`"
         )
-    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked)
+    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked, tuple(authorities))
 
 
 def require_identity(loaded: LoadedTls, name: str, role: PeerRole, run: str) -> LoadedTls:

@@ -229,6 +229,29 @@ class TestWithoutRestart:
             clock.now += LOOK_S
             assert await join(master_peer(address, west), "west") == "west"
 
+    async def test_an_authority_that_goes_takes_open_connections_with_it(
+        self, enrolled: Enrolled, tmp_path: Path
+    ) -> None:
+        clock = HandClock()
+        files, old = enrolled.enroll(MASTER_NAME, PeerRole.MASTER), enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(replace(files, crl=None), MASTER_NAME, PeerRole.MASTER, clock)
+        (tmp_path / "new").mkdir()
+        new = Enrolled(tmp_path / "new", RUN).enroll(MASTER_NAME, PeerRole.MASTER)
+        old_ca = tmp_path / "old.crt"
+        old_ca.write_bytes(files.ca.read_bytes())
+        async with master(ours) as (address, guard):
+            peer = master_peer(address, source_of(replace(old, ca=old_ca, crl=None), "west", PeerRole.CLUSTER))
+            channel = control.open_channel(peer)
+            assert await join(peer, "west", channel) == "west"
+            files.ca.write_bytes(new.ca.read_bytes())
+            files.cert.write_bytes(new.cert.read_bytes())
+            files.key.write_bytes(new.key.read_bytes())
+            clock.now += LOOK_S
+            with pytest.raises(Denied, match="'west' of run 'july' is of an authority that is trusted no longer"):
+                await join(peer, "west", channel)
+            assert dict(guard.refused) == {"/dips.v1.ClusterService/Join": 1}
+            await channel.close()
+
 
 def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
     with pytest.raises(ConfigError, match=r"expected a certificate of slave 's1'.*got one of slave 's0'"):
