@@ -178,6 +178,21 @@ class TestWithoutRestart:
         async with master(ours) as (address, _):
             assert await join(master_peer(address, west), "west") == "west"
 
+    def test_a_secret_that_vanishes(self, enrolled: Enrolled) -> None:
+        """What was loaded stays in use, and the report names the file and the Secret."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        first, content = ours.read_current(), files.cert.read_bytes()
+        files.cert.unlink()
+        clock.now += LOOK_S
+        assert ours.read_current() is first
+        (problem,) = problems
+        assert f"tls.cert: {files.cert} cannot be read" in problem and "see that its Secret exists" in problem
+        files.cert.write_bytes(content)
+        clock.now += LOOK_S
+        assert ours.read_current().cert == first.cert and len(problems) == 1
+
     async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
         clock = HandClock()
         ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER, clock)
