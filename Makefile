@@ -52,8 +52,8 @@ check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manife
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600)
-	@DIPS_STORM_S=$(STORM_S) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
+chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600; SECURE=1: all with certificates)
+	@DIPS_STORM_S=$(STORM_S) DIPS_CHAOS_SECURE=$(SECURE) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
 
 bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/LOG.md (ARGS="--quick kernels")
 	@$(BIN)/python -m benchmarks --log $(ARGS)

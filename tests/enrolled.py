@@ -22,16 +22,16 @@ class Enrolled:
     def enroll(self, name: str, role: PeerRole, days: int = 90) -> TlsFiles:
         identity, key = make_identity(name, role, self.run), certificates.new_key()
         certificate = self.authority.issue(certificates.make_request(identity, key), days)
-        stem = self.directory / identity.label
-        files = TlsFiles(
-            self.directory / "ca" / "ca.crt",
-            stem.with_name(stem.name + ".crt"),
-            stem.with_name(stem.name + ".key"),
-            self.directory / "ca" / "crl.pem",
-        )
+        files = self.files_of(identity.label)
         pem_files.write_public(files.cert, pem_files.to_pem(certificate))
         pem_files.write_private(files.key, certificates.key_to_pem(key))
         return files
+
+    def files_of(self, label: str) -> TlsFiles:
+        """Where those of a name are, or will be."""
+        own, authority = self.directory / label, self.directory / "ca"
+        cert, key = own.with_name(label + ".crt"), own.with_name(label + ".key")
+        return TlsFiles(authority / "ca.crt", cert, key, authority / "crl.pem")
 
 
 def enroll_all(directory: Path, run: str, peers: Iterable[tuple[str, PeerRole]]) -> dict[str, Any]:

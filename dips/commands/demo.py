@@ -20,6 +20,9 @@ def demo(
     recover: Annotated[
         bool, typer.Option("--recover", help="Halfway, remove the directory of a slave, too; no mirror has it.")
     ] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Make an authority and certificates first; everything talks TLS.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
 ) -> None:
@@ -36,12 +39,15 @@ def demo(
     With --recover nothing is copied, and the directory of the slave is removed: `dips recover` goes on from the last
     model that was exported.
 
+    With --secure an authority and a certificate for each process are made first, by `dips certs`.
+
     Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install '.[demo]' in a checkout.
 
     \b
     Example:
       dips demo                       (about four minutes)
       dips demo --seconds 60 --no-kill
+      dips demo --secure              (with certificates)
       dips demo --mirror              (two machines are lost; about six minutes)
       dips demo --recover             (one machine is lost, and nothing has mirrored it)
     """
@@ -49,7 +55,7 @@ def demo(
         raise ConfigError("--mirror, --recover and --no-kill: expected at most one of them")
     run = _of_the_demo("run").run_demo
     way = "mirrored" if mirror else "unmirrored" if recover else "kept"
-    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, way=way))
+    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, way=way, secure=secure))
 
 
 def _of_the_demo(module: str) -> Any:

@@ -11,7 +11,7 @@ from dips.commands.status import ask_status
 from dips.demo.layout import DemoLayout
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.errors import Unavailable
-from dips.transport.endpoints import master_peer
+from dips.transport.endpoints import Endpoint
 
 RANKS = {"fast": 2, "slow": 1}
 SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
@@ -52,9 +52,9 @@ def run_word(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def read_status(address: str) -> dict[str, Any] | None:
+def read_status(master: Endpoint) -> dict[str, Any] | None:
     """The master's status; None if it does not answer."""
     try:
-        return asyncio.run(ask_status(master_peer(address, None), deadline_s=STATUS_S))
+        return asyncio.run(ask_status(master, deadline_s=STATUS_S))
     except Unavailable:
         return None

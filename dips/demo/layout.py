@@ -17,6 +17,12 @@ from dips.errors import ConfigError
 RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
+TLS = {  # as docs/guides/certificates.md has it
+    "ca": "certs/ca.crt",
+    "cert": "certs/{name}.{role}.crt",
+    "key": "certs/{name}.{role}.key",
+    "crl": "certs/crl.pem",
+}
 FULL_S = 150.0  # what is shorter is a glance
 INNER_STEPS = 16  # H: about three seconds on two cores, so that a run of minutes has many outer steps
 INNER_STEPS_AT_A_GLANCE = 8  # a busy machine takes a second for each
@@ -100,16 +106,24 @@ def make_layout(out: Path | None) -> DemoLayout:
 
 
 def write_configs(
-    layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False, seed: int = 0
+    layout: DemoLayout,
+    ranges: int,
+    tokens: int,
+    wall_s: float,
+    mirror: bool = False,
+    seed: int = 0,
+    secure: bool = False,
 ) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
     seed    of the corpus, for those who evaluate versions
+    secure  with certificates, in place of plain text
     mirror  master and slaves copy what they have into `mirror/`, which stands for another disk
     tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
+    spoken: dict[str, Any] = {"tls": TLS} if secure else {"insecure": True}
     shared = {"run": RUN, **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
     _dump_yaml(layout.directory / "shared.yaml", shared)
     mirrored = {"mirror": MIRROR} if mirror else {}
@@ -136,7 +150,7 @@ def write_configs(
         "on_version": {**evaluate, "timeout_s": EVALUATE_S},
         **mirrored,
     }
-    run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, "insecure": True}
+    run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, **spoken}
     _dump_yaml(layout.run_file, run_file)
     for name in CLUSTERS:
         cluster = {
@@ -148,7 +162,7 @@ def write_configs(
             "socket": str(layout.sockets / f"{name}.sock"),
             "heartbeat_s": TIMING["heartbeat_s"],
             "retry_s": 5.0,
-            "insecure": True,
+            **spoken,
         }
         _dump_yaml(layout.cluster_file(name), cluster)
     return address

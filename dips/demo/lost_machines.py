@@ -20,6 +20,7 @@ from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.watch import Watch
 from dips.ids import VersionId
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+from dips.transport.endpoints import Endpoint
 
 Way = Literal["kept", "mirrored", "unmirrored"]  # what becomes of the directory of a slave that is killed
 
@@ -48,13 +49,13 @@ class DemoRun:
     running: DemoProcesses
     files: DemoLayout
     watch: Watch
-    address: str
+    master: Endpoint
 
     def wait_for(self, holds: Callable[[Mapping[str, Any]], bool], what: str) -> Mapping[str, Any]:
         """Show the status until it is as said; raise ProcessEnded if that does not come."""
         until = time.monotonic() + BACK_S
         while time.monotonic() < until:
-            status = daemons.read_status(self.address)
+            status = daemons.read_status(self.master)
             self.watch.show_status(status)
             self.running.check_alive()
             if status is not None and holds(status):

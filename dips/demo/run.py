@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dips.commands.options import find_master
 from dips.commands.plot import plot_run
 from dips.config import load_run
-from dips.demo import daemons, data, layout, lost_machines, plots, train, verdict
+from dips.demo import certificates, daemons, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
 from dips.demo.lost_machines import DemoRun, Way, head_of
 from dips.demo.model import build
@@ -41,18 +42,21 @@ CALIBRATION_STEPS = 6
 EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
 
 
-def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int, way: Way = "kept") -> int:
+def run_demo(
+    *, seconds: float, kill: bool, out: Path | None, seed: int, way: Way = "kept", secure: bool = False
+) -> int:
     """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
 
     way  "mirrored", "unmirrored": the directory of the slave that is killed is removed, too (lost_machines.py)
+    secure  certificates are made first, and everything talks TLS
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     files = layout.make_layout(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed = _train_and_kill(files, seconds, kill, seed, way)
-        return _report_results(files, status, killed, seconds, seed, console)
+        status, killed, refused = _train_and_kill(files, seconds, kill, seed, way, secure)
+        return _report_results(files, status, killed, seconds, seed, console, refused)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
         return 130
@@ -68,30 +72,37 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _train_and_kill(
-    files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way
-) -> tuple[Mapping[str, Any], Kill]:
-    """Train until the run is finished; return the master's last status and what was killed."""
+    files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool
+) -> tuple[Mapping[str, Any], Kill, list[Check]]:
+    """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
     with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed)
+        address = layout.write_configs(
+            files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed, secure=secure
+        )
+        if secure:
+            made = certificates.make_certificates(files)
+            watch.print_event(f"dips certs: an authority and {made} certificates; nothing on gRPC is plain text")
+        master = find_master(None, address, certificates.viewer_file(files) if secure else None)
         daemons.run_word(
             "init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed)
         )
         _start_processes(running, files, seed)
         watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
-        killed = _watch_training(DemoRun(running, files, watch, address), seconds, kill, way)
+        killed = _watch_training(DemoRun(running, files, watch, master), seconds, kill, way)
         for name in layout.CLUSTERS:
             running.processes[name].wait(END_S)
         running.check_alive()
-        status = daemons.read_status(address)
+        refused = certificates.check_strangers(files, address) if secure else []
+        status = daemons.read_status(master)
         if status is None:
             raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         watch.show_status(status)
         watch.print_event(f"the run is finished at {status['finished']}")
     _check_codes(running)
-    return status, killed
+    return status, killed, refused
 
 
 def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
@@ -123,7 +134,7 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
-        status = daemons.read_status(demo.address)
+        status = daemons.read_status(demo.master)
         answered = answered or status is not None
         demo.watch.show_status(status)
         demo.running.check_alive()
@@ -159,7 +170,7 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     exported = lost_machines.export_head(demo) if way == "unmirrored" else None
     status = demo.wait_for(lambda status: True, "the master answers")
     demo.running.processes[KILLED_SLAVE].kill()
-    after = daemons.read_status(demo.address)  # what was made between the look and the kill is passed over
+    after = daemons.read_status(demo.master)  # what was made between the look and the kill is passed over
     head = head_of(after or status)
     demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
@@ -190,7 +201,13 @@ def _check_codes(running: DemoProcesses) -> None:
 
 
 def _report_results(
-    files: DemoLayout, status: Mapping[str, Any], killed: Kill, seconds: float, seed: int, console: Console
+    files: DemoLayout,
+    status: Mapping[str, Any],
+    killed: Kill,
+    seconds: float,
+    seed: int,
+    console: Console,
+    refused: list[Check],
 ) -> int:
     """Evaluate, plot, print; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)
@@ -211,7 +228,7 @@ def _report_results(
         drawn = [*plot_run(files.run_file, files.directory), plots.draw_timeline(lines, files.directory)]
     clusters = {name: lines[name] for name in layout.CLUSTERS}
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
-    listed.append(verdict.check_curve(files.directory, rounds))
+    listed += [verdict.check_curve(files.directory, rounds), *refused]
     _print_results(console, losses, head, killed, rounds, tokens, listed)
     for path in (*drawn, files.exported_file, *([directory] if directory else [])):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -20,20 +20,33 @@ from dips.fsync import sync_path, write_aside
 from dips.identity.certificates import MOST_PEM, Key
 
 PRIVATE, PUBLIC = 0o600, 0o644
+CRL_END = b"-----END X509 CRL-----"
+BEGIN, END = b"-----BEGIN ", b"-----END "
+_MADE = {  # what is missing → where it comes from
+    "tls.ca": "copy the authority's ca.crt there",
+    "tls.crl": "copy the authority's crl.pem there, or leave the key out",
+    "tls.cert": "`dips certs request` and `dips certs issue` make it",
+    "tls.key": "`dips certs request` makes it, together with the request",
+}
+_IN_A_POD = "in a pod, see that its Secret exists and is mounted"
 _OTHERS = stat.S_IRWXO  # a group may read: Kubernetes mounts secrets as root:fsGroup 0440
 
 Document = TypeVar("Document")
 
 
 def read_pem(path: Path, key: str) -> bytes:
-    """Read a small file; raise ConfigError naming `key` of the configuration."""
+    """Read a small file; raise ConfigError naming `key` of the configuration, also for a file that ends half-way."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
     except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
+        missing = isinstance(error, FileNotFoundError) and key in _MADE
+        remedy = f": {_MADE[key]}; {_IN_A_POD}" if missing else ""
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{remedy}") from error
     if len(content) > MOST_PEM:
         raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
+    if content.count(BEGIN) != content.count(END):
+        raise ConfigError(f"{key}: {path} ends in the middle of a block: it is half-written; copy it once more")
     return content
 
 
@@ -59,8 +72,10 @@ def parse_request(content: bytes, path: Path, key: str) -> x509.CertificateSigni
     return _parse(x509.load_pem_x509_csr, content, path, key, "certificate request")
 
 
-def parse_revocations(content: bytes, path: Path, key: str) -> x509.CertificateRevocationList:
-    return _parse(x509.load_pem_x509_crl, content, path, key, "revocation list")
+def parse_revocations(content: bytes, path: Path, key: str) -> list[x509.CertificateRevocationList]:
+    """All of a file: during a rollover each authority has its list."""
+    blocks = [block + CRL_END for block in content.split(CRL_END)[:-1]]
+    return [_parse(x509.load_pem_x509_crl, block, path, key, "revocation list") for block in blocks or [content]]
 
 
 def parse_key(content: bytes, path: Path, key: str) -> Key:

@@ -29,6 +29,11 @@ class LoadedTls:
     key: bytes
     until: datetime
     revoked: frozenset[int]  # serials
+    authorities: tuple[x509.Certificate, ...] = ()  # of `ca`
+
+    def trusts(self, certificate: x509.Certificate) -> bool:
+        """Whether one of the authorities has signed it."""
+        return any(_is_signed(certificate, authority) for authority in self.authorities)
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
@@ -54,7 +59,7 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
         raise ConfigError(
             f"tls.cert: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`"
         )
-    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked)
+    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked, tuple(authorities))
 
 
 def require_identity(loaded: LoadedTls, name: str, role: PeerRole, run: str) -> LoadedTls:
@@ -87,8 +92,9 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
     if files.crl is None:
         return frozenset()
-    crl = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
-    signers = [authority for authority in authorities if authority.subject == crl.issuer]
-    if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
-        raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
-    return frozenset(row.serial_number for row in crl)
+    lists = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
+    for crl in lists:
+        signers = [authority for authority in authorities if authority.subject == crl.issuer]
+        if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
+            raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
+    return frozenset(row.serial_number for crl in lists for row in crl)

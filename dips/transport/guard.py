@@ -47,6 +47,7 @@ class Guard:
         """`clusters`: those that may join; None: all whose certificate says so."""
         self.source, self._clusters, self._wall = source, clusters, wall
         self._callers: dict[bytes, Caller] = {}
+        self._trusted = b""  # the authorities by which these were looked at
         self.refused: Counter[str] = Counter()  # by method
 
     def check_call(self, method: str, request: Any, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity:
@@ -70,9 +71,15 @@ class Guard:
         pem = next(iter(context.get(PEM_KEY, ())), None)
         if pem is None:
             raise Denied("no certificate was shown")
+        loaded = self.source.read_current()
+        if loaded.ca != self._trusted:  # an authority came or went: connections outlive it
+            self._callers.clear()
+            self._trusted = loaded.ca
         if (known := self._callers.get(pem)) is not None:
             return known
         certificate = x509.load_pem_x509_certificate(pem)
+        if not loaded.trusts(certificate):
+            raise Denied(f"the certificate of {identity_of(certificate)} is of an authority that is trusted no longer")
         caller = Caller(identity_of(certificate), certificate.serial_number, certificate.not_valid_after_utc)
         if len(self._callers) >= KEPT_CALLERS:
             self._callers.pop(next(iter(self._callers)))

@@ -33,20 +33,22 @@ from safetensors.numpy import load_file
 
 from dips.commands.status import ask_status
 from dips.errors import Unavailable
+from dips.identity.names import MASTER_NAME, PeerRole
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
-from dips.transport.endpoints import master_peer
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
+from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_secured
 from tests.chaos.train_chaos import SHAPES, START, H
 from tests.chaos.wires import CutLine, Loop, Wire
 from tests.forkserver.process import descendants
 from tests.integration.cluster_harness import Process, Run
 
+RUN, SLAVES = "test", ("ps0", "ps1")  # the harness's
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
 TOKENS = {"east": 64, "west": 24, "north": 40}
 TIMING = {
@@ -101,11 +103,13 @@ class Deployment(Run):
         ranges: bool = True,
         groups: bool = False,
         mirrors: bool = False,
+        secure: bool = False,
     ) -> None:
         """
         master  more keys of the run file's section `master`
         step_s  what an inner step takes at least
         groups  every process belongs to a Unix group of its own, by which a packet filter knows its packets
+        secure  with certificates; DIPS_CHAOS_SECURE says it for all deployments
         mirrors  master and slaves have mirrors in `mirror/`, which stands for another disk
         ranges  each inner step takes a data range of its own, without which a cluster that is cut off cannot train on
         """
@@ -123,7 +127,11 @@ class Deployment(Run):
         self._killed: dict[str, int] = {}  # trainers killed: what they did since they last asked may be untold
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
-        super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})
+        self.certificates = RunCertificates(directory, RUN, SLAVES, clusters) if is_secured(secure) else None
+        super().__init__(
+            directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})},
+            slaves=len(SLAVES), security=self.certificates.security if self.certificates else None,
+        )  # fmt: skip
         self._weave()
 
     # ---- lines -------------------------------------------------------------------------------------------------------
@@ -143,6 +151,9 @@ class Deployment(Run):
             }
         return file
 
+    def _ends(self, caller: str, role: PeerRole, server: str = "") -> LineEnds:
+        return self.certificates.ends(caller, role, server) if self.certificates else LineEnds()
+
     def _weave(self) -> None:
         names: dict[str, str] = {}
 
@@ -151,12 +162,15 @@ class Deployment(Run):
             said.lanes[:] = [names[lane] for lane in said.lanes]
 
         for name, own in self._own.items():
-            self.orders[name] = CutLine(self.loop, address(), own["listen"])
+            orders = self._ends(MASTER_NAME, PeerRole.MASTER, name)
+            self.orders[name] = CutLine(self.loop, address(), own["listen"], orders)
             self.lanes[name] = Wire(self.loop, address(), own["lane"])
             names |= {own["listen"]: self.orders[name].wire.listen, own["lane"]: self.lanes[name].listen}
-            self.to_master[name] = CutLine(self.loop, own["master"], self.address, rename)
+            self.to_master[name] = CutLine(
+                self.loop, own["master"], self.address, self._ends(name, PeerRole.SLAVE), rename
+            )
         for name in self.clusters:
-            self.to_master[name] = CutLine(self.loop, address(), self.address)
+            self.to_master[name] = CutLine(self.loop, address(), self.address, self._ends(name, PeerRole.CLUSTER))
 
     def wires(self, name: str) -> list[Wire]:
         """Every wire of one slave, or of one cluster's control; what a partition of that machine holds."""
@@ -324,7 +338,7 @@ class Deployment(Run):
 
     def status(self) -> dict[str, Any] | None:
         try:
-            return self.loop.run(ask_status(master_peer(self.address, None), deadline_s=5.0))
+            return self.loop.run(ask_status(self._ends(OPERATOR, PeerRole.OPERATOR).dial(self.address), deadline_s=5.0))
         except Unavailable:
             return None
 

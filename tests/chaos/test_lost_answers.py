@@ -8,6 +8,7 @@ import pytest
 
 from tests.chaos.deployment import SEEN_S, Deployment
 
+DEPLOYMENT = {"secure": True}
 CALLS = ["RequestPush", "FinishPush", "AwaitRound", "RequestPull", "FinishPull", "RequestRanges"]
 ORDERS = ["open_push", "measure", "fold", "apply", "persist", "commit", "open_pull", "retire"]
 

@@ -22,6 +22,7 @@ from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from tests.chaos import disks, train_falling
+from tests.chaos.certificates import RunCertificates, is_secured
 from tests.chaos.deployment import SEEN_S, Deployment
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import ROOT, Process, Run
@@ -166,7 +167,11 @@ class FallingRun(Run):
     def __init__(self, directory: Path) -> None:
         tensors = {n: p.detach().numpy() for n, p in train_falling.FallingModel().named_parameters()}
         gentle = {"lr": 0.5, "momentum": 0.2}  # no overshoot: each version is nearer than the one before
-        super().__init__(directory, tensors, shared={"penalty": {"rule": "none"}, "outer": gentle})
+        certificates = RunCertificates(directory, "test", ("ps0", "ps1"), ("west",)) if is_secured(False) else None
+        super().__init__(
+            directory, tensors, shared={"penalty": {"rule": "none"}, "outer": gentle},
+            security=certificates.security if certificates else None,
+        )  # fmt: skip
 
     def go(self) -> Process:
         return self.start_cluster("west", [sys.executable, train_falling.__file__], steps=3)

@@ -14,6 +14,7 @@ from tests.chaos.deployment import LEASE_S, SEEN_S, Deployment, address
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import daemon
 
+DEPLOYMENT = {"secure": True}
 CONFIG, STALE = 78, 75
 
 
@@ -28,7 +29,7 @@ def test_a_second_master_is_refused_by_the_lock(deployment: Deployment) -> None:
 
 def test_a_second_master_on_a_copied_ledger_wins_by_its_term(tmp_path: Path, loop: Loop) -> None:
     """The first sleeps, holding a fold's answer; the second begins a later term; the first wakes, asks, and leaves."""
-    with Deployment(tmp_path, loop) as deployment:
+    with Deployment(tmp_path, loop, secure=True) as deployment:
         deployment.start()
         first = deployment.process("master")
         trap = deployment.orders["ps0"].calls.trap("fold", "after")

@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.deployment import LEASE_S, SEEN_S, TOKENS, Deployment
 from tests.chaos.wires import DOWN, UP
 
-DEPLOYMENT = {"ranges": False}  # who waits for data ranges cannot train on by itself
+DEPLOYMENT = {"ranges": False, "secure": True}  # who waits for data ranges cannot train on by itself
 BOTH = (UP, DOWN)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.chaos.deployment import LEASE_S, SEEN_S, Deployment
 
+DEPLOYMENT = {"secure": True}
 STOPPED_S = 2 * LEASE_S
 
 

@@ -20,8 +20,8 @@ import grpc
 from grpc import aio
 
 from dips.transport import control
-from dips.transport.endpoints import master_peer
 from dips.wire.generated.slave_pb2 import Order, SlaveRegistered
+from tests.chaos.certificates import LineEnds
 
 T = TypeVar("T")
 BLOCK = 1 << 16
@@ -198,10 +198,15 @@ async def _future() -> asyncio.Future[bool]:
 
 
 class Interpreter:
-    """A gRPC server that asks another one the same, byte for byte; `rename` puts our addresses into Register."""
+    """A gRPC server that asks another one the same, byte for byte; `rename` puts our addresses into Register.
 
-    def __init__(self, loop: Loop, target: str, rename: Callable[[SlaveRegistered], None] | None = None) -> None:
-        self._loop, self._target, self._rename = loop, target, rename
+    With certificates it stands for the server towards the caller, and for the caller towards the server.
+    """
+
+    def __init__(
+        self, loop: Loop, target: str, ends: LineEnds, rename: Callable[[SlaveRegistered], None] | None = None
+    ) -> None:
+        self._loop, self._target, self._ends, self._rename = loop, target, ends, rename
         self._traps: list[Trap] = []
         self.seen: dict[str, int] = {}
         self.wire: Wire | None = None  # in front of us; reset when an answer is lost
@@ -229,14 +234,14 @@ class Interpreter:
         self._loop.run(self._close())
 
     async def _retarget(self, target: str) -> None:
-        old, self._channel = self._channel, control.open_channel(master_peer(target, None))
+        old, self._channel = self._channel, control.open_channel(self._ends.dial(target))
         await old.close()
 
     async def _open(self) -> int:
-        self._channel = control.open_channel(master_peer(self._target, None))
+        self._channel = control.open_channel(self._ends.dial(self._target))
         self._server = aio.server(options=control._SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_Everything(self._carry),))
-        port = control.bind_server(self._server, "127.0.0.1:0", "interpreter")
+        port = control.bind_server(self._server, "127.0.0.1:0", "interpreter", self._ends.guard)
         await self._server.start()
         return port
 
@@ -315,9 +320,14 @@ class CutLine:
     """A wire with an interpreter behind it: what a peer dials instead of a gRPC server."""
 
     def __init__(
-        self, loop: Loop, listen: str, target: str, rename: Callable[[SlaveRegistered], None] | None = None
+        self,
+        loop: Loop,
+        listen: str,
+        target: str,
+        ends: LineEnds,
+        rename: Callable[[SlaveRegistered], None] | None = None,
     ) -> None:
-        self.calls = Interpreter(loop, target, rename)
+        self.calls = Interpreter(loop, target, ends, rename)
         self.wire = self.calls.wire = Wire(loop, listen, f"127.0.0.1:{self.calls.port}")
 
     def close(self) -> None:

@@ -178,6 +178,21 @@ class TestWithoutRestart:
         async with master(ours) as (address, _):
             assert await join(master_peer(address, west), "west") == "west"
 
+    def test_a_secret_that_vanishes(self, enrolled: Enrolled) -> None:
+        """What was loaded stays in use, and the report names the file and the Secret."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        first, content = ours.read_current(), files.cert.read_bytes()
+        files.cert.unlink()
+        clock.now += LOOK_S
+        assert ours.read_current() is first
+        (problem,) = problems
+        assert f"tls.cert: {files.cert} cannot be read" in problem and "see that its Secret exists" in problem
+        files.cert.write_bytes(content)
+        clock.now += LOOK_S
+        assert ours.read_current().cert == first.cert and len(problems) == 1
+
     async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
         clock = HandClock()
         ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER, clock)
@@ -228,6 +243,29 @@ class TestWithoutRestart:
             files.ca.write_bytes(both)
             clock.now += LOOK_S
             assert await join(master_peer(address, west), "west") == "west"
+
+    async def test_an_authority_that_goes_takes_open_connections_with_it(
+        self, enrolled: Enrolled, tmp_path: Path
+    ) -> None:
+        clock = HandClock()
+        files, old = enrolled.enroll(MASTER_NAME, PeerRole.MASTER), enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(replace(files, crl=None), MASTER_NAME, PeerRole.MASTER, clock)
+        (tmp_path / "new").mkdir()
+        new = Enrolled(tmp_path / "new", RUN).enroll(MASTER_NAME, PeerRole.MASTER)
+        old_ca = tmp_path / "old.crt"
+        old_ca.write_bytes(files.ca.read_bytes())
+        async with master(ours) as (address, guard):
+            peer = master_peer(address, source_of(replace(old, ca=old_ca, crl=None), "west", PeerRole.CLUSTER))
+            channel = control.open_channel(peer)
+            assert await join(peer, "west", channel) == "west"
+            files.ca.write_bytes(new.ca.read_bytes())
+            files.cert.write_bytes(new.cert.read_bytes())
+            files.key.write_bytes(new.key.read_bytes())
+            clock.now += LOOK_S
+            with pytest.raises(Denied, match="'west' of run 'july' is of an authority that is trusted no longer"):
+                await join(peer, "west", channel)
+            assert dict(guard.refused) == {"/dips.v1.ClusterService/Join": 1}
+            await channel.close()
 
 
 def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:

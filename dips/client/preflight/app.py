@@ -16,10 +16,10 @@ from rich.text import Text
 
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
+from dips.client.preflight.certificates import check_certificates
 from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
-from dips.identity.names import PeerRole
 from dips.protocol.effects import Pending
 from dips.protocol.events import ProbeAsked
 from dips.protocol.manifest import Manifest
@@ -27,7 +27,6 @@ from dips.telemetry import exits
 from dips.transport import control
 from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
-from dips.transport.tls import open_source
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
@@ -84,11 +83,14 @@ def make_rows(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
 ) -> list[CheckRow]:
     """Make all rows; what depends on the master is left out if it does not answer."""
-    rows = checks.check_host(config)
+    row, tls = check_certificates(config)
+    rows = [*checks.check_host(config), row]
+    if row.verdict == checks.FAIL:
+        return rows
     try:
-        master = _master_of(config)
+        master = master_peer(config.master, tls)
         described = asyncio.run(describe_run(master))
-        keys = asyncio.run(admit_probe(master, config.cluster)) if master.tls is not None else None
+        keys = asyncio.run(admit_probe(master, config.cluster)) if tls is not None else None
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
@@ -131,11 +133,6 @@ async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
         raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
     finally:
         await channel.close()
-
-
-def _master_of(config: ClusterFile) -> Endpoint:
-    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None)
-    return master_peer(config.master, tls)
 
 
 def _rows_table(rows: list[CheckRow]) -> Table:

@@ -13,6 +13,7 @@ from dips.config import host_port, load_cluster, load_run
 from dips.demo import layout, train
 from dips.demo.watch import Watch
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
 
 
 def test_the_files_are_right(tmp_path: Path) -> None:
@@ -77,3 +78,14 @@ def test_on_a_terminal_all_is_drawn() -> None:
     last = out.getvalue().rpartition("▱")[2]
     assert "v7@r9" in last
     assert "killed slave-1" in last
+
+
+def test_the_files_of_a_secure_demo(tmp_path: Path) -> None:
+    """They name certificates in place of plain text, as the guide has it."""
+    files = layout.make_layout(tmp_path / "out")
+    layout.write_configs(files, ranges=10, tokens=1000, wall_s=60, secure=True)
+    run, fast = load_run(files.run_file), load_cluster(files.cluster_file("fast"))
+    ours = run.tls_files("slave-0", PeerRole.SLAVE)
+    assert not run.insecure and ours is not None and ours.cert == files.directory / "certs" / "slave-0.slave.crt"
+    assert not fast.insecure and fast.tls is not None and fast.tls.crl == files.directory / "certs" / "crl.pem"
+    files.sockets.rmdir()

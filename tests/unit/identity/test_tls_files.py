@@ -84,6 +84,19 @@ def half_written(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
     return files
 
 
+def half_of_two_lists(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    """During a rollover: without the end of the second list its revocations would be missed."""
+    assert files.crl is not None
+    content = files.crl.read_bytes()
+    files.crl.write_bytes(content + content[:-50])
+    return files
+
+
+def no_block(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    files.cert.write_bytes(b"not a certificate")
+    return files
+
+
 def huge(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
     files.cert.write_bytes(b"x" * (certificates.MOST_PEM + 1))
     return files
@@ -106,8 +119,10 @@ BAD: list[tuple[Callable[[Enrolled, TlsFiles], TlsFiles], str]] = [
     (another_key, r"tls\.key: .*east\.cluster\.key is not the key of .*west\.cluster\.crt: one of them was renewed"),
     (another_authority, r"tls\.cert: .*which is not in .*other/ca\.crt"),
     (another_list, r"tls\.crl: .*is not signed by an authority"),
-    (missing, r"tls\.cert: .*cannot be read: No such file"),
-    (half_written, r"tls\.cert: .*expected a certificate in PEM"),
+    (missing, r"tls\.cert: .*cannot be read: No such file.*see that its Secret exists"),
+    (half_written, r"tls\.cert: .*is half-written; copy it once more"),
+    (half_of_two_lists, r"tls\.crl: .*is half-written; copy it once more"),
+    (no_block, r"tls\.cert: .*expected a certificate in PEM"),
     (huge, r"tls\.cert: .*more than 65536 bytes"),
     (open_to_all, r"tls\.key: .*can be read by everybody .*644.*chmod 600"),
     (revoked, r"tls\.cert: .*is revoked by .*crl\.pem: ask for a new one"),

@@ -1,0 +1,74 @@
+"""Certificates for `dips demo --secure`, made by the commands of docs/guides/certificates.md, as operators make them.
+
+One directory stands for all machines: in a real run the authority's, `ca/`, lies elsewhere, and keys do not meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from dips.commands.status import ask_status
+from dips.demo import daemons
+from dips.demo.layout import CLUSTERS, RUN, SLAVES, DemoLayout
+from dips.demo.processes import ProcessEnded
+from dips.demo.verdict import Check
+from dips.errors import DipsError
+from dips.identity.authority import REVOCATIONS, ROOT
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.transport.endpoints import master_peer
+
+AUTHORITY, CERTIFICATES = "ca", "certs"  # directories
+PLAIN_REFUSED = "it expects certificates"  # of dips/transport/endpoints.py
+VIEWER = "watch"  # whose certificate the demo's own view of the status shows
+_ENROLLED = (
+    (MASTER_NAME, PeerRole.MASTER),
+    *((name, PeerRole.SLAVE) for name in SLAVES),
+    *((name, PeerRole.CLUSTER) for name in CLUSTERS),
+    (PeerRole.OPERATOR.value, PeerRole.OPERATOR),
+    (VIEWER, PeerRole.VIEWER),
+)
+
+
+def make_certificates(files: DemoLayout) -> int:
+    """Make an authority and one certificate for each process and for who looks; return how many."""
+    authority, directory = files.directory / AUTHORITY, files.directory / CERTIFICATES
+    daemons.run_word("certs", "init", str(authority), "--run", RUN)
+    for name, role in _ENROLLED:
+        daemons.run_word("certs", "request", name, "--role", role, "--run", RUN, "--out", str(directory))
+    requests = [str(directory / f"{name}.{role}.csr") for name, role in _ENROLLED]
+    daemons.run_word("certs", "issue", str(authority), *requests)
+    for name in (ROOT, REVOCATIONS):
+        shutil.copyfile(authority / name, directory / name)
+    return len(_ENROLLED)
+
+
+def viewer_file(files: DemoLayout) -> Path:
+    """The certificate that the demo itself shows."""
+    return files.directory / CERTIFICATES / f"{VIEWER}.{PeerRole.VIEWER}.crt"
+
+
+def check_strangers(files: DemoLayout, address: str) -> list[Check]:
+    """Ask the living master in plain text, and try to drain a slave as who may only look."""
+    viewer = ("--credentials", str(viewer_file(files)))
+    return [
+        Check("the master answers nobody in plain text", *_ask_plainly(address)),
+        Check("who may look may not drain", *_ask_to_drain(address, viewer)),
+    ]
+
+
+def _ask_plainly(address: str) -> tuple[bool, str]:
+    try:
+        asyncio.run(ask_status(master_peer(address, None)))
+    except DipsError as error:
+        return PLAIN_REFUSED in str(error), str(error)
+    return False, "it was answered"
+
+
+def _ask_to_drain(address: str, viewer: tuple[str, str]) -> tuple[bool, str]:
+    try:
+        daemons.run_word("drain", SLAVES[0], "--master", address, *viewer)
+    except ProcessEnded as error:
+        return "is for operator" in str(error), str(error).rpartition("error: ")[2].partition("\n")[0]
+    return False, "it was drained"

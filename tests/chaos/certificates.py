@@ -1,0 +1,76 @@
+"""A chaos run with certificates: an authority of its own, and the ends of lines that read what passes.
+
+A wire carries TLS as any network does. The interpreter behind it (wires.py) reads calls, so it holds what no network
+has: it serves with the key of the server that it stands for, and dials with the key of the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.transport.endpoints import Endpoint, master_peer, slave_peer
+from dips.transport.guard import Guard
+from dips.transport.tls import TlsSource
+from tests.enrolled import Enrolled
+
+SECURE = "DIPS_CHAOS_SECURE"  # 1: all runs have certificates; 0: none; unset: the files that say so
+OPERATOR = "operator"
+DIRECTORY = "certs"
+
+
+def is_secured(chosen: bool) -> bool:
+    """Whether a run has certificates that its file chose to have, or not."""
+    return {"0": False, "1": True}.get(os.environ.get(SECURE, ""), chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class LineEnds:
+    """Whom an interpreter stands for, to its caller and to its server; in plain text: nobody."""
+
+    server: str = ""  # a slave's name, or empty: the master
+    caller: TlsSource | None = None
+    guard: Guard | None = None  # holds the server's certificate; asked nothing, since the true server asks
+
+    def dial(self, address: str) -> Endpoint:
+        return slave_peer(self.server, address, self.caller) if self.server else master_peer(address, self.caller)
+
+
+class RunCertificates:
+    """One certificate for each process of a run, and for the test that looks."""
+
+    def __init__(self, directory: Path, run: str, slaves: Iterable[str], clusters: Iterable[str]) -> None:
+        self.enrolled = Enrolled(directory / DIRECTORY, run)
+        self._sources: dict[tuple[str, PeerRole], TlsSource] = {}
+        self.enroll(MASTER_NAME, PeerRole.MASTER)
+        self.enroll(OPERATOR, PeerRole.OPERATOR)
+        for name in slaves:
+            self.enroll(name, PeerRole.SLAVE)
+        for name in clusters:
+            self.enroll(name, PeerRole.CLUSTER)
+
+    def enroll(self, name: str, role: PeerRole) -> None:
+        """A certificate for a name, the first or a new one."""
+        self.enrolled.enroll(name, role)
+
+    @property
+    def security(self) -> Mapping[str, Any]:
+        """Keys of run file and cluster files."""
+        files = self.enrolled.files_of("{name}.{role}")
+        return {"tls": {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key), "crl": str(files.crl)}}
+
+    def source(self, name: str, role: PeerRole) -> TlsSource:
+        """As whom a process shows itself; renewed as its own are."""
+        who = name, role
+        if who not in self._sources:
+            self._sources[who] = TlsSource(self.enrolled.files_of(f"{name}.{role}"), name, role, self.enrolled.run)
+        return self._sources[who]
+
+    def ends(self, caller: str, role: PeerRole, server: str = "") -> LineEnds:
+        """Of a line from a process to a slave, or to the master."""
+        served = self.source(server, PeerRole.SLAVE) if server else self.source(MASTER_NAME, PeerRole.MASTER)
+        return LineEnds(server, self.source(caller, role), Guard(served))
