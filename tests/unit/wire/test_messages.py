@@ -70,7 +70,7 @@ def value_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
     if name == "req":
         return st.just(7)
     if name in messages._LOCAL:
-        return st.just(0.0)
+        return st.just(cls.__dataclass_fields__[name].default)
     reals = messages._REALS.get((cls.__name__, name), messages._REAL)
     return {
         int: st.integers(0, messages.MAX_INTEGER),
