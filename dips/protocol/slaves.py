@@ -94,7 +94,9 @@ def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed |
     silent_s = SILENT_HEARTBEATS * run.options.timing.heartbeat_s
     if slave.nonce == event.nonce or event.rival_heard_s >= silent_s:
         return None
-    return Failed(Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives")
+    return Failed(
+        Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives"
+    )
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:

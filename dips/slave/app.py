@@ -44,6 +44,7 @@ from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
+from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
@@ -156,7 +157,7 @@ async def serve(
         tls = _open_tls(config, section, log)
         guard = Guard(tls) if tls is not None else None
         report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
-        server = control.make_server(report, guard)
+        server = control.make_server(report, guard, SLAVE_LIMITS)
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"

@@ -26,9 +26,9 @@ from tests.simulation.extensions import ExtendingOperator, TargetsInvariant
 from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
+from tests.simulation.forgeries import ForgeryInvariant
 from tests.simulation.indexes import IndexInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
-from tests.simulation.forgeries import ForgeryInvariant
 from tests.simulation.numerics import FiniteInvariant
 from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.versions import AuthorityInvariant, CommitInvariant, DurableInvariant, LineageInvariant
@@ -151,7 +151,9 @@ class SeedTrial(Trial):
             operator.plan()
             stranger.plan()
 
-        return super().run([Enough(self.world, self.result, self.liveness), operator, stranger, *observers], plan or plan_all)
+        return super().run(
+            [Enough(self.world, self.result, self.liveness), operator, stranger, *observers], plan or plan_all
+        )
 
 
 def play(task: tuple[int, str | None]) -> Result:

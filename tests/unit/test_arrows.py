@@ -47,7 +47,7 @@ MAY: dict[str, set[str]] = {
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
+    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
