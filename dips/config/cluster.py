@@ -83,7 +83,7 @@ class ClusterFile(Section):
     install: Literal["whole", "streaming", "lazy"] = "whole"
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
-    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
