@@ -20,6 +20,7 @@ from dips.telemetry.refusals import count_refusal
 
 MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; more wait at their TCP
 ROOM = 64  # connections must end before others are let in again: a full house does not flap
+MOST_EVENTS = 512  # of coming and going that are read at a time: frames have their turn, too
 BACKLOG = 256  # connections that the kernel has made and libzmq has not taken
 _SO_DETACH_FILTER = 27  # Linux; as SO_ATTACH_FILTER, not named in every Python's module socket
 _SO_ATTACH_FILTER = 26
@@ -31,14 +32,14 @@ _EVENTS = int(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.ACCEPT_FAI
 
 
 class LaneDoor:
-    """Belongs to one bound socket; `monitor` becomes readable when somebody came or went. One thread."""
+    """Belongs to one bound socket; the lane's thread looks at it after each batch of frames."""
 
     def __init__(self, router: zmq.Socket[bytes], host: str, port: int, most: int = MOST_CONNECTIONS) -> None:
         """Bind `router`; raise OSError or ZMQError if the address is not to be had."""
         self._most, self._open, self._shut = most, set[int](), False
         self._listener = _listen(host, port)
         try:
-            self.monitor = router.get_monitor_socket(_EVENTS)
+            self._monitor = router.get_monitor_socket(_EVENTS)
             router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # libzmq closes its own
             name = f"[{host}]" if ":" in host else host
             self.port = int(self._listener.getsockname()[1])
@@ -54,8 +55,10 @@ class LaneDoor:
 
     def follow_connections(self) -> None:
         """Take note of who came and went."""
-        while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+        for _ in range(MOST_EVENTS):
+            if not self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                break
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             kind = int(event["event"])
             if kind == zmq.Event.ACCEPTED:
                 self._open.add(event["value"])
@@ -69,6 +72,11 @@ class LaneDoor:
         elif self._shut and len(self._open) <= max(self._most - ROOM, 0):
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             self._shut = False
+
+    def stop_watching(self, router: zmq.Socket[bytes]) -> None:
+        """Before the router is closed."""
+        router.disable_monitor()
+        self._monitor.close(linger=0)
 
     def close(self) -> None:
         """After the router: libzmq has closed its listener."""
