@@ -27,6 +27,7 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
+from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
@@ -80,6 +81,7 @@ def serve_command(
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     exits.run_command(cli)
 
 
@@ -153,6 +155,7 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         _raise_open_files(section, log)
+        make_private_directory(section.directory, "slaves.directory")
         parts = _build_parts(config, section, log, stack)
         tls = _open_tls(config, section, log)
         guard = Guard(tls) if tls is not None else None

@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dips.errors import ConfigError, DipsError, RemoteProtocolError, Unavailable, class_named
 from dips.identity.tls_files import LoadedTls
+from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
 from dips.transport.gate import ERROR_KEY, CallGate, Report
 from dips.transport.guard import Guard
@@ -145,18 +146,18 @@ _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 def _to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
-    cls = _class_named(error)
+    cls, said = _class_named(error), make_printable(error.details() or "")
     if cls is not None:
-        return cls(error.details() or cls.__name__)
+        return cls(said or cls.__name__)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return unavailable(f"{peer} did not answer within {deadline_s:g} s")
     if error.code() in _NOBODY:
-        return unavailable(f"{peer} cannot be reached: {error.details()}")
+        return unavailable(f"{peer} cannot be reached: {said}")
     if (
         error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     ):  # gRPC's own: a message above MAX_MESSAGE_BYTES, or too many calls
-        return RemoteProtocolError(f"{peer}: {error.details()}")
-    return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {error.details()}")
+        return RemoteProtocolError(f"{peer}: {said}")
+    return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {said}")
 
 
 def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:
