@@ -38,6 +38,7 @@ from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
+from dips.private_files import keep_files_private, make_private_directory
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport.endpoints import master_peer
@@ -96,6 +97,7 @@ SUBCOMMANDS = {"check": "dips.client.preflight.app"}
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if module is None:
         exits.run_command(command_line)
@@ -106,7 +108,7 @@ def main() -> None:
 
 def _lock_directory(directory: Path) -> PidLock:
     """Hold the directory until the end: a second agent would fence the first."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private_directory(directory, "directory")
     busy = f"directory: {directory} is in use by another agent"
     advice = "one agent for a cluster, or another directory for another cluster"
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)

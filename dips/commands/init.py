@@ -12,6 +12,7 @@ import typer
 from dips.commands import templates
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
+from dips.private_files import keep_files_private
 
 
 def init(
@@ -53,6 +54,7 @@ def init(
       dips init --config dips.yaml --model llama.safetensors --factory mymodel:build
       dips init --config dips.yaml --model adapters.safetensors --trainable '*.lora_*'
     """
+    keep_files_private()
     from dips.master.genesis import make_run
 
     if template:

@@ -13,6 +13,7 @@ from dips.commands.options import CONFIG
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.pidlock import lock_holder
+from dips.private_files import keep_files_private
 from dips.telemetry import logs
 
 
@@ -40,6 +41,7 @@ def recover(
     Example:
       dips recover --config dips.yaml --model model.safetensors
     """
+    keep_files_private()
     from dips.master import recover as counters
     from dips.slave.rebuild import Rebuild
 

@@ -6,7 +6,6 @@ A file is replaced in one piece, so that a daemon that looks meanwhile sees the 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from dips.errors import ConfigError
 from dips.fsync import sync_path, write_aside
 from dips.identity.certificates import MOST_PEM, Key
+from dips.private_files import require_private
 
 PRIVATE, PUBLIC = 0o600, 0o644
 CRL_END = b"-----END X509 CRL-----"
@@ -29,7 +29,6 @@ _MADE = {  # what is missing → where it comes from
     "tls.key": "`dips certs request` makes it, together with the request",
 }
 _IN_A_POD = "in a pod, see that its Secret exists and is mounted"
-_OTHERS = stat.S_IRWXO  # a group may read: Kubernetes mounts secrets as root:fsGroup 0440
 
 Document = TypeVar("Document")
 
@@ -53,9 +52,7 @@ def read_pem(path: Path, key: str) -> bytes:
 def read_key_pem(path: Path, key: str) -> bytes:
     """Read a private key's file; raise ConfigError if others may read it."""
     content = read_pem(path, key)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & _OTHERS:
-        raise ConfigError(f"{key}: {path} can be read by everybody on this machine (mode {mode:o}): chmod 600 it")
+    require_private(path, key)
     return content
 
 
@@ -105,6 +102,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         with write_aside(path) as aside:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            os.fchmod(descriptor, mode)  # whatever the umask is
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             sync_path(aside)

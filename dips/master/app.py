@@ -27,6 +27,7 @@ from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
 from dips.open_files import raise_open_files
+from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
@@ -94,6 +95,7 @@ def serve_command(
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     exits.run_command(cli)
 
 
@@ -108,6 +110,7 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         _raise_open_files(config, log)
+        make_private_directory(config.master.directory, "master.directory")
         restore.restore_if_lost(config, log)
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)

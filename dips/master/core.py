@@ -182,6 +182,8 @@ class MasterCore:
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
             event = replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
+        elif isinstance(event, SlaveRegistered):
+            event = replace(event, rival_heard_s=self._judge.slave_heard_s(event.slave, now))
         elif isinstance(event, PushFinished):  # what it brings is held against them
             self._report_tokens(event.push.cluster, now)
         self._step_event(event, now, question)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
 from dips.protocol import pulls, pushes
-from dips.protocol.claims import ToldProgress
+from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
@@ -26,7 +26,6 @@ from dips.protocol.run_state import RunState
 
 MAX_CLUSTERS = 10_000  # names ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
-SILENT_HEARTBEATS = 2  # missed by an incarnation that may be dead already
 REASON_CHARS = 300  # of why a cluster left
 
 

@@ -6,6 +6,8 @@ same fields as their messages in `protos/dips/v1`, so that one table-driven conv
 
 from __future__ import annotations
 
+from math import inf
+
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
@@ -46,6 +48,7 @@ class SlaveRegistered:
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
+    rival_heard_s: float = inf  # since the name's present incarnation was heard: the Judge fills it in
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
 from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, settlement
-from dips.protocol.claims import find_absurd_register
+from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
@@ -47,6 +47,9 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
             problem or Failed(ConfigError, _why_unknown(run, event.slave)),
         )
         return
+    if taken := _find_rival(run, slave, event):
+        run.reply_to(event.req, taken)
+        return
     if leave := _from_the_future(run, event):
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
@@ -84,6 +87,19 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
     if event.key and not is_key(event.key):
         return Failed(RemoteProtocolError, f"key of slave {event.slave}: expected {KEY_CHARS} characters of Z85")
     return find_absurd_register(event, run.term, run.next_round)
+
+
+def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed | None:
+    """Another process bears the name and was heard just now: nothing that this one says counts, terms included.
+
+    A slave that was restarted asks again, and is taken as soon as the process before it has been silent so long.
+    """
+    silent_s = SILENT_HEARTBEATS * run.options.timing.heartbeat_s
+    if slave.nonce == event.nonce or event.rival_heard_s >= silent_s:
+        return None
+    return Failed(
+        Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives"
+    )
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:

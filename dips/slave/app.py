@@ -27,6 +27,7 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
+from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
@@ -44,6 +45,7 @@ from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
+from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
@@ -79,6 +81,7 @@ def serve_command(
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     exits.run_command(cli)
 
 
@@ -152,11 +155,12 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         _raise_open_files(section, log)
+        make_private_directory(section.directory, "slaves.directory")
         parts = _build_parts(config, section, log, stack)
         tls = _open_tls(config, section, log)
         guard = Guard(tls) if tls is not None else None
         report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
-        server = control.make_server(report, guard)
+        server = control.make_server(report, guard, SLAVE_LIMITS)
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"

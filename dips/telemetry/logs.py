@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import structlog
+from structlog.typing import EventDict
+
+from dips.printable import make_lines_printable, make_printable
 
 Log = structlog.stdlib.BoundLogger
 
@@ -25,6 +29,7 @@ def configure_log(role: str, name: str, level: str = "info") -> Log:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _make_printable,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -33,3 +38,13 @@ def configure_log(role: str, name: str, level: str = "info") -> Log:
     )
     log: Log = structlog.get_logger().bind(role=role, name=name)
     return log
+
+
+def _make_printable(_: Any, __: str, event: EventDict) -> EventDict:
+    """What peers say is a field of many events; only a traceback, which is ours, has lines."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = make_lines_printable(value) if key == "exception" else make_printable(value)
+        elif isinstance(value, BaseException):
+            event[key] = make_printable(repr(value))
+    return event

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from dips.errors import ConfigError
+from dips.telemetry.refusal_metric import RefusalCollector
 
 Status = Mapping[str, Any]
 
@@ -137,6 +138,7 @@ def serve_metrics(
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Reader(read, collect))
+    registry.register(RefusalCollector())
     host, port = address
     try:
         server, thread = start_http_server(port, host, registry)

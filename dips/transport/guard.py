@@ -20,6 +20,7 @@ from dips.errors import Denied
 from dips.identity.certificates import identity_of, utc_now
 from dips.identity.names import PeerIdentity
 from dips.identity.rights import check_enrolled, check_right
+from dips.transport.handshakes import HandshakeWatch
 from dips.transport.tls import TlsSource
 
 KEPT_CALLERS = 4096  # certificates that were read; 1,000 clusters and 1,000 slaves, each renewed once
@@ -49,6 +50,7 @@ class Guard:
         self._callers: dict[bytes, Caller] = {}
         self._trusted = b""  # the authorities by which these were looked at
         self.refused: Counter[str] = Counter()  # by method
+        self.handshakes = HandshakeWatch()
 
     def check_call(self, method: str, request: Any, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity:
         """Return who asks; raise Denied with the reason if it may not."""
@@ -66,6 +68,13 @@ class Guard:
             self.refused[method] += 1
             raise
         return caller.identity
+
+    def identify_caller(self, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity | None:
+        """Who a connection's certificate says that it is, whatever that may; None if it does not say."""
+        try:
+            return self._identify(context).identity
+        except Denied:
+            return None
 
     def _identify(self, context: Mapping[str, Iterable[bytes]]) -> Caller:
         pem = next(iter(context.get(PEM_KEY, ())), None)

@@ -185,6 +185,9 @@ async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
         await server.stop(None)
 
 
+CALLS_EACH = 20  # of a connection at once, in a burst
+
+
 async def ask(method: Any, obj: object) -> Any:
     return await control.call_method(
         method, messages.to_proto(obj), deadline_s=15.0, peer="the master", unavailable=UnavailableMaster
@@ -196,6 +199,7 @@ class ClusterScript:
 
     def __init__(self, config: RunFile, channel: Any, name: str = "a") -> None:
         self.config, self.channel, self.stub = config, channel, ClusterServiceStub(channel)
+        self.address = ""
         self.name, self.inc = name, 0
         self.done = Counter[str]()  # tokens and inner steps, as heartbeats tell them
 
@@ -257,7 +261,9 @@ async def running_master(config: RunFile) -> AsyncIterator[tuple[ClusterScript, 
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert await slave.register(stub) == ["LoadVersion", "Hold"]
-        yield ClusterScript(config, channel), slaves, stub
+        cluster = ClusterScript(config, channel)
+        cluster.address = address
+        yield cluster, slaves, stub
 
 
 @pytest.fixture
@@ -354,10 +360,13 @@ async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile
 
 async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
-    async with running_master(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _), AsyncExitStack() as stack:
         await cluster.join()
         said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
-        answers = await asyncio.gather(*[ask(cluster.stub.Heartbeat, said) for _ in range(1500)])
+        peer = master_peer(cluster.address, None)
+        channels = [await stack.enter_async_context(control.open_channel(peer)) for _ in range(1500 // CALLS_EACH)]
+        stubs = [ClusterServiceStub(channel) for channel in channels] * CALLS_EACH
+        answers = await asyncio.gather(*[ask(stub.Heartbeat, said) for stub in stubs])
     assert {answer.standing for answer in answers} == {"live"}
 
 

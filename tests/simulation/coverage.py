@@ -65,6 +65,8 @@ POINTS: dict[str, str] = {
     "extended": "a run was extended before its end",
     "resumed": "a finished run was extended, and its clusters came back",
     "fragments": "a version was merged whose fragments were pulled an inner step apart, as those of its push were",
+    "forged_register": "another process registered in the name of a slave that lives, and was refused",
+    "forged_order": "an order of a term of which no master told was refused",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 

@@ -26,6 +26,7 @@ from tests.simulation.extensions import ExtendingOperator, TargetsInvariant
 from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
+from tests.simulation.forgeries import ForgeryInvariant
 from tests.simulation.indexes import IndexInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
 from tests.simulation.numerics import FiniteInvariant
@@ -143,13 +144,16 @@ class SeedTrial(Trial):
         super().__init__(World(seed, scenario or scenario_of(seed)))
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
-        operator = ExtendingOperator(self.world)
+        operator, stranger = ExtendingOperator(self.world), ForgeryInvariant(self.world)
 
         def plan_all(world: World) -> None:
             self.faults.plan(world)
             operator.plan()
+            stranger.plan()
 
-        return super().run([Enough(self.world, self.result, self.liveness), operator, *observers], plan or plan_all)
+        return super().run(
+            [Enough(self.world, self.result, self.liveness), operator, stranger, *observers], plan or plan_all
+        )
 
 
 def play(task: tuple[int, str | None]) -> Result:

@@ -91,7 +91,7 @@ class Teller:
             req=0, slave=slave, nonce=words.get("process", "p1"), run=RUN, address=f"{slave}:1", lanes=(f"{slave}:2",),
             term_seen=int(words.get("term", "0")), memory=VersionId.parse(held) if held else None,
             prepared=VersionId.parse(words["prepared"]) if "prepared" in words else None, complete=complete,
-            slots=self.slots, reason=words.get("reason", ""),
+            slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
         )  # fmt: skip
         return self.step(event, slave)
 

@@ -14,7 +14,7 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.ids", "dips.errors", "dips.dataclass"}
+LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.printable"}
 CONFIG = {
     "dips.config",
     "dips.differences",
@@ -23,6 +23,7 @@ CONFIG = {
     "dips.mirror",
     "dips.open_files",
     "dips.pidlock",
+    "dips.private_files",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport", "dips.identity"}
@@ -34,6 +35,8 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": {"dips.client.load"},
     "dips.errors": set(),
     "dips.dataclass": set(),
+    "dips.printable": set(),
+    "dips.private_files": LOW,
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
@@ -42,19 +45,19 @@ MAY: dict[str, set[str]] = {
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options", "dips.identity.names", "dips.identity.paths"},
-    "dips.identity": LOW | {"dips.fsync"},
+    "dips.identity": LOW | {"dips.fsync", "dips.private_files"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
+    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
     "dips.client.agent": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc"},
     "dips.client.rank": LOW | BELOW_LIBRARY | {"dips.config", "dips.client.ipc", "dips.client.parallel"},
-    "dips.client.ipc": LOW | {"dips.config", "dips.protocol"},
+    "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
