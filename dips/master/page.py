@@ -14,7 +14,7 @@ from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
 from dips.master.status import build_status
 from dips.page.memory import PageMemory, RoundMemory
-from dips.page.rates import SlaveRates
+from dips.page.rates import SeenTransfers, SlaveRates
 from dips.page.routes import page_routes
 from dips.page.spans import SpanKind
 from dips.page.view import make_state
@@ -39,7 +39,8 @@ class MasterPage:
 
     def __init__(self, heartbeat_s: float) -> None:
         """`heartbeat_s` of the master's timing."""
-        self._memory, self._heartbeat_s, self._rates = PageMemory(), heartbeat_s, SlaveRates()
+        self._memory, self._heartbeat_s = PageMemory(), heartbeat_s
+        self._rates, self._seen = SlaveRates(), SeenTransfers()
 
     def recall_ledger(self, ledger: Ledger, state: LedgerState) -> None:
         """What the ledger has of the newest rounds; before the first step."""
@@ -85,7 +86,8 @@ class MasterPage:
         }
         self._memory.end_idle_lanes(busy, wall)
         rates = self._rates.measure_rates(status["slaves"], now)
-        return make_state(status, self._memory, rates=rates, heartbeat_s=self._heartbeat_s, wall=wall)
+        seen = self._seen.note_transfers(status["slaves"], status["clusters"])
+        return make_state(status, self._memory, rates=rates, seen=seen, heartbeat_s=self._heartbeat_s, wall=wall)
 
 
 def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> None:

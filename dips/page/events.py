@@ -32,6 +32,7 @@ class PageEvent:
     gravity: Gravity
     who: str
     what: str
+    times: int = 1  # in a row
 
 
 _GOOD, _PLAIN, _ATTENTION, _BROKEN = Gravity.GOOD, Gravity.PLAIN, Gravity.ATTENTION, Gravity.BROKEN

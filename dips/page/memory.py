@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dips.errors import Busy, Unavailable
 from dips.page.curves import LossCurves
 from dips.page.events import PageEvent, cluster_of_push, describe_note
 from dips.page.spans import RUN_LANE, Span, SpanBook, SpanKind
-from dips.page.text import clean_text
+from dips.page.text import NAME_CHARS, clean_text
 from dips.protocol.effects import Effect, Failed, Note, Refused, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult
 from dips.protocol.events import ClusterJoined, Event, PullFinished, PullRequested, PushRequested, SlaveRegistered
@@ -22,7 +23,7 @@ from dips.protocol.records import OutcomeRow, RolledBack, RoundEnded, VersionCom
 
 EVENTS_KEPT = 64
 ROUNDS_KEPT = 16
-REFUSALS_KEPT = 32  # by (who, why), the newest
+REJECTIONS_KEPT = 32  # by (who, what, why), the newest
 VERDICTS_KEPT = 4096  # clusters whose last outcome is known
 UNDO_KEPT = 1024  # versions whose tokens are known: no rollback goes farther
 
@@ -42,8 +43,8 @@ class RoundMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Somebody was told no, so many times, last at `at`."""
+class Rejection:
+    """Somebody's push did not count, or somebody was told no; so many times, last at `at`."""
 
     who: str
     what: str
@@ -69,7 +70,7 @@ class PageMemory:
         self.curves, self.spans = LossCurves(), SpanBook()
         self.events: deque[PageEvent] = deque(maxlen=EVENTS_KEPT)
         self.rounds: deque[RoundMemory] = deque(maxlen=ROUNDS_KEPT)
-        self.refusals: dict[tuple[str, str], Refusal] = {}
+        self.rejections: dict[tuple[str, str, str], Rejection] = {}
         self.outcomes: dict[str, LastOutcome] = {}
         self.head_at: float | None = None  # when the head was made
         self._tokens = 0  # of the head's lineage
@@ -129,7 +130,7 @@ class PageMemory:
     def _on_note(self, note: Note, wall: float) -> None:
         fields = dict(note.fields)
         if (line := describe_note(note.kind, fields, wall)) is not None:
-            self.events.append(line)
+            self._keep_event(line)
         cluster = cluster_of_push(fields.get("push", "")) or fields.get("cluster", "")
         match note.kind:
             case "push_granted":
@@ -139,7 +140,7 @@ class PageMemory:
             case "push_dropped" | "cluster_gone":
                 self.spans.end_span(cluster, wall, broken=True)
             case "claim_refused":
-                self._keep_refusal(cluster, "push", fields.get("reason", ""), wall)
+                self._keep_rejection(cluster, "push refused", fields.get("reason", ""), wall)
             case "round_opened":
                 self._phases.clear()
                 self._begin_phase(SpanKind.WINDOW, fields.get("round", ""), wall)
@@ -147,6 +148,14 @@ class PageMemory:
                 self._begin_phase(SpanKind.APPLY, fields.get("round", ""), wall)
             case "round_persisting":
                 self._begin_phase(SpanKind.PERSIST, fields.get("round", ""), wall)
+
+    def _keep_event(self, event: PageEvent) -> None:
+        """What happens again and again is one line."""
+        last = self.events[-1] if self.events else None
+        if last is not None and (last.who, last.what) == (event.who, event.what):
+            self.events[-1] = replace(event, times=last.times + 1)
+        else:
+            self.events.append(event)
 
     def _begin_phase(self, kind: SpanKind, number: str, wall: float) -> None:
         self._phases[kind] = wall
@@ -189,26 +198,26 @@ class PageMemory:
 
     def _on_refused(self, event: Event, result: Failed | Refused, wall: float) -> None:
         """Somebody who wanted to join, register or push may not."""
+        if isinstance(result, Failed) and issubclass(result.error, Unavailable | Busy):
+            return  # it is to ask again, and its state says so
+        why = result.message if isinstance(result, Failed) else result.reason
         match event:
             case ClusterJoined():
-                who, what = event.cluster, "join"
+                self._keep_rejection(event.cluster, "may not join", why, wall)
             case SlaveRegistered():
-                who, what = event.slave, "register"
+                self._keep_rejection(event.slave, "may not register", why, wall)
             case PushRequested() if isinstance(result, Failed):
-                who, what = event.push.cluster, "push"
-            case _:
-                return  # a push or pull that is to be asked for again: the cluster's state says so
-        why = result.message if isinstance(result, Failed) else result.reason
-        self._keep_refusal(clean_text(who, 63), what, why, wall)
+                self._keep_rejection(event.push.cluster, "may not push", why, wall)
 
-    def _keep_refusal(self, who: str, what: str, why: str, wall: float) -> None:
-        why = clean_text(why)
-        before = self.refusals.pop((who, why), None)
-        times = before.times + 1 if before is not None else 1
-        self.refusals[who, why] = Refusal(who, what, why, wall, times)
-        if len(self.refusals) > REFUSALS_KEPT:
-            del self.refusals[next(iter(self.refusals))]
+    def _keep_rejection(self, who: str, what: str, why: str, wall: float) -> None:
+        key = (clean_text(who, NAME_CHARS), what, clean_text(why))
+        before = self.rejections.pop(key, None)
+        self.rejections[key] = Rejection(*key, wall, before.times + 1 if before is not None else 1)
+        if len(self.rejections) > REJECTIONS_KEPT:
+            del self.rejections[next(iter(self.rejections))]
 
     def _keep_outcome(self, cluster: str, outcome: LastOutcome) -> None:
         if cluster in self.outcomes or len(self.outcomes) < VERDICTS_KEPT:
             self.outcomes[cluster] = outcome
+        if outcome.kind != OutcomeKind.ACCEPTED:
+            self._keep_rejection(cluster, f"{outcome.kind} in round {outcome.round}", outcome.reason, outcome.at)

@@ -1,8 +1,8 @@
-"""Clusters, slaves and links as the page lists them: bounded rows, each with a word, its gravity and why."""
+"""Clusters and slaves as the page lists them: bounded rows, each with a word, its gravity and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dips.page.events import LEFT, Gravity
@@ -11,7 +11,6 @@ from dips.page.text import clean_text, number_of, seconds_of
 
 MOST_CLUSTERS = 48  # listed, those that ask for attention first; the rest is summed
 MOST_SLAVES = 48
-MOST_LINKS = 48
 SILENT_HEARTBEATS = 2.0  # so long without a word, and it is shown as silent; its lease ends after five
 ENDED = frozenset({LEFT, "its incarnation ended", "known from the ledger"})
 CRASHING = "crashing"  # what a cluster's note begins with while its trainer is dead
@@ -49,31 +48,6 @@ def list_slaves(
     listed, rest = _cut_rows(rows, MOST_SLAVES)
     ready = sum(peer.get("state") == "ready" for peer in status.get("slaves", {}).values())
     return {"rows": listed, "count": len(rows), "ready": ready, "rest": {"count": len(rest)}}
-
-
-def list_links(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What moves now between clusters and slaves, the fastest first."""
-    found = sorted(_find_links(status), key=lambda link: -(link["rate"] or 0.0))
-    total = {way: sum(link["rate"] or 0.0 for link in found if link["way"] == way) for way in ("push", "pull")}
-    return {
-        "rows": found[:MOST_LINKS],
-        "count": len(found),
-        "push_rate": number_of(total["push"]),
-        "pull_rate": number_of(total["pull"]),
-    }
-
-
-def _find_links(status: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for slave, peer in status.get("slaves", {}).items():
-        for t in peer.get("transfers", ()):
-            yield {
-                "cluster": clean_text(t.get("cluster")),
-                "slave": clean_text(slave),
-                "way": "push" if t.get("push") else "pull",
-                "bytes": number_of(t.get("nbytes")),
-                "total": number_of(t.get("total")),
-                "rate": number_of(t.get("bytes_per_s")),
-            }
 
 
 def _cut_rows(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -155,6 +129,7 @@ def _slave_row(
 ) -> dict[str, Any]:
     word, gravity, why = _judge_slave(s, heartbeat_s, uptime_s)
     mirror = s.get("mirror")
+    rates = None if word in ("lost", "silent") else rates
     return {
         "name": clean_text(name),
         "word": word,

@@ -1,4 +1,4 @@
-"""Bytes a second of each slave, from the sums that its heartbeats report."""
+"""Bytes a second of each slave and between clusters and slaves, from what heartbeats report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+MOST_SEEN = 8192  # pairs of a cluster and a slave
 SAMPLES = 6  # heartbeats over which a rate is the mean
 
 
@@ -13,6 +14,31 @@ class _Sample(NamedTuple):
     at: float
     received: int
     sent: int
+
+
+class SeenTransfer(NamedTuple):
+    """A push or pull as a slave's heartbeat told of it."""
+
+    push: bool
+    rate: float  # bytes a second
+
+
+class SeenTransfers:
+    """The last one with a rate between each cluster and slave that are here; most last for less than a heartbeat."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], SeenTransfer] = {}
+
+    def note_transfers(
+        self, slaves: Mapping[str, Any], clusters: Mapping[str, Any]
+    ) -> Mapping[tuple[str, str], SeenTransfer]:
+        self._seen = {ends: seen for ends, seen in self._seen.items() if ends[0] in clusters and ends[1] in slaves}
+        for slave, peer in slaves.items():
+            for t in peer.get("transfers", ()):
+                ends = (str(t.get("cluster")), slave)
+                if (rate := t.get("bytes_per_s") or 0.0) > 0 and ends[0] in clusters and len(self._seen) < MOST_SEEN:
+                    self._seen[ends] = SeenTransfer(bool(t.get("push")), rate)
+        return self._seen
 
 
 class SlaveRates:

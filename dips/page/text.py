@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 MOST_CHARS = 240  # of a reason or note; the heartbeat's own limit
+NAME_CHARS = 63  # of a cluster or slave
 DIGITS = 6  # significant, of a number that is shown
 # Control and format characters: among the latter are those that turn the direction of what follows.
 _HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})

@@ -12,10 +12,12 @@ from typing import Any
 
 from dips.page.curves import LossCurve
 from dips.page.health import judge_health
+from dips.page.links import list_links
 from dips.page.memory import PageMemory
-from dips.page.peers import list_clusters, list_links, list_slaves
+from dips.page.peers import list_clusters, list_slaves
+from dips.page.rates import SeenTransfer
 from dips.page.spans import RUN_LANE, Span
-from dips.page.text import clean_text, number_of, seconds_of
+from dips.page.text import NAME_CHARS, clean_text, number_of, seconds_of
 
 FORMAT = 1  # of the document; the page comes with it
 ROUNDS_DRAWN = 8  # newest, whose times the timeline covers
@@ -23,7 +25,7 @@ LEAST_DRAWN_S, MOST_DRAWN_S = 20.0, 86_400.0
 MOST_LANES = 12  # of clusters
 MOST_SPANS = 400  # drawn, the newest
 MOST_EVENTS = 40
-MOST_REFUSALS = 16
+MOST_REJECTIONS = 16
 MOST_FROM = 24  # clusters named in one round
 
 
@@ -32,10 +34,16 @@ def make_state(
     memory: PageMemory,
     *,
     rates: Mapping[str, tuple[float, float]],
+    seen: Mapping[tuple[str, str], SeenTransfer],
     heartbeat_s: float,
     wall: float,
 ) -> dict[str, Any]:
-    """The whole document; `rates` of each slave in bytes a second, `wall` is now in Unix seconds."""
+    """The whole document.
+
+    rates  of each slave: bytes a second, in and out
+    seen   the last transfer between a cluster and a slave that a heartbeat showed
+    wall   now, in Unix seconds
+    """
     clusters = list_clusters(status, memory, heartbeat_s, wall)
     slaves = list_slaves(status, rates, heartbeat_s)
     head_age_s = None if memory.head_at is None else max(0.0, wall - memory.head_at)
@@ -53,16 +61,22 @@ def make_state(
         "ranges": {key: number_of(n) for key, n in islice(status.get("ranges", {}).items(), 8)},
         "clusters": clusters,
         "slaves": slaves,
-        "links": list_links(status),
+        "links": list_links(status, seen),
         "timeline": _timeline(memory, wall),
         "history": [_round_row(r) for r in reversed(memory.rounds)],
         "events": [
-            {"at": seconds_of(e.at), "gravity": e.gravity.value, "who": clean_text(e.who, 63), "what": e.what}
+            {
+                "at": seconds_of(e.at),
+                "gravity": e.gravity.value,
+                "who": clean_text(e.who, NAME_CHARS),
+                "what": e.what,
+                "times": e.times,
+            }
             for e in islice(reversed(memory.events), MOST_EVENTS)
         ],
-        "refusals": [
+        "rejections": [
             {"who": r.who, "what": r.what, "why": r.why, "at": seconds_of(r.at), "times": r.times}
-            for r in islice(reversed(memory.refusals.values()), MOST_REFUSALS)
+            for r in islice(reversed(memory.rejections.values()), MOST_REJECTIONS)
         ],
         "losses": _losses(memory),
     }

@@ -33,7 +33,7 @@ def main(step_s: float, tokens: int, wild: bool) -> None:
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=size)
             taken += 1
-            noise = float(torch.randn(())) * 0.03
+            noise = float(torch.randn(())) * 0.03 + step_s
             outer.step(tokens=tokens, loss=2.0 + 3.5 * math.exp(-outer.version.version / 25) + noise)
 
 
