@@ -17,15 +17,16 @@ def list_links(status: Mapping[str, Any], seen: Mapping[tuple[str, str], SeenTra
     """A row for each cluster that is here; `seen`: the last transfers by (cluster, slave)."""
     here = {name: c for name, c in status.get("clusters", {}).items() if c.get("state") != "gone"}
     moving = sorted(here, key=lambda name: (here[name].get("state") not in _WAYS, name))
-    slaves = sorted(status.get("slaves", {}))
-    rows = [_link_row(name, here[name], seen, slaves) for name in sorted(moving[:MOST_LINKS])]
+    listed = sorted(moving[:MOST_LINKS])
+    ends: dict[str, list[tuple[str, SeenTransfer]]] = {name: [] for name in listed}
+    for (cluster, slave), transfer in seen.items():
+        if cluster in ends:
+            ends[cluster].append((slave, transfer))
+    rows = [_link_row(name, here[name], sorted(ends[name])) for name in listed]
     return {"rows": rows, "more": max(0, len(here) - MOST_LINKS)}
 
 
-def _link_row(
-    name: str, c: Mapping[str, Any], seen: Mapping[tuple[str, str], SeenTransfer], slaves: list[str]
-) -> dict[str, Any]:
-    ends = [(slave, seen[name, slave]) for slave in slaves if (name, slave) in seen]
+def _link_row(name: str, c: Mapping[str, Any], ends: list[tuple[str, SeenTransfer]]) -> dict[str, Any]:
     return {
         "cluster": clean_text(name),
         "way": _WAYS.get(str(c.get("state"))),

@@ -17,22 +17,23 @@ CRASHING = "crashing"  # what a cluster's note begins with while its trainer is 
 _PLAIN_REASONS = frozenset({"training", "joined", "asks for a push", "its push is committed"})
 _RANK = {Gravity.BROKEN: 0, Gravity.ATTENTION: 1, Gravity.GOOD: 2, Gravity.PLAIN: 3}
 Peer = Mapping[str, Any]
+Judgement = tuple[str, Gravity, str]  # the word for its state, how grave that is, and why
 
 
 def list_clusters(status: Mapping[str, Any], memory: PageMemory, heartbeat_s: float, wall: float) -> dict[str, Any]:
     """The rows, how many there are, and what is not listed in one sum."""
-    uptime_s = float(status.get("uptime_s") or 0.0)
-    finished = bool(status.get("finished"))
-    rows = [
-        _cluster_row(name, peer, memory.outcomes.get(name), heartbeat_s, uptime_s, wall, finished)
-        for name, peer in status.get("clusters", {}).items()
-    ]
-    listed, rest = _cut_rows(rows, MOST_CLUSTERS)
+    uptime_s, finished = float(status.get("uptime_s") or 0.0), bool(status.get("finished"))
+    clusters = status.get("clusters", {})
+    judged = {
+        name: _judge_cluster(c, memory.outcomes.get(name), heartbeat_s, uptime_s, finished)
+        for name, c in clusters.items()
+    }
+    listed, rest = _cut_rows(judged, MOST_CLUSTERS)
     return {
-        "rows": listed,
-        "count": len(rows),
-        "live": sum(row["live"] for row in rows),
-        "rest": {"count": len(rest), "tokens": sum(row["tokens"] or 0 for row in rest)},
+        "rows": [_cluster_row(n, clusters[n], judged[n], memory.outcomes.get(n), wall) for n in listed],
+        "count": len(clusters),
+        "live": sum(c.get("state") != "gone" for c in clusters.values()),
+        "rest": {"count": len(rest), "tokens": sum(clusters[name].get("tokens_accepted") or 0 for name in rest)},
     }
 
 
@@ -40,26 +41,25 @@ def list_slaves(
     status: Mapping[str, Any], rates: Mapping[str, tuple[float, float]], heartbeat_s: float
 ) -> dict[str, Any]:
     """Likewise of slaves; `rates` are bytes a second, in and out."""
-    uptime_s = float(status.get("uptime_s") or 0.0)
-    rows = [
-        _slave_row(name, peer, rates.get(name), heartbeat_s, uptime_s)
-        for name, peer in status.get("slaves", {}).items()
-    ]
-    listed, rest = _cut_rows(rows, MOST_SLAVES)
-    ready = sum(peer.get("state") == "ready" for peer in status.get("slaves", {}).values())
-    return {"rows": listed, "count": len(rows), "ready": ready, "rest": {"count": len(rest)}}
+    uptime_s, slaves = float(status.get("uptime_s") or 0.0), status.get("slaves", {})
+    judged = {name: _judge_slave(s, heartbeat_s, uptime_s) for name, s in slaves.items()}
+    listed, rest = _cut_rows(judged, MOST_SLAVES)
+    return {
+        "rows": [_slave_row(name, slaves[name], judged[name], rates.get(name)) for name in listed],
+        "count": len(slaves),
+        "ready": sum(s.get("state") == "ready" for s in slaves.values()),
+        "rest": {"count": len(rest)},
+    }
 
 
-def _cut_rows(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """By name; if there are too many, those that are well are left out first."""
-    kept = sorted(rows, key=lambda row: (_RANK[row["gravity"]], row["name"]))
-    return sorted(kept[:most], key=lambda row: str(row["name"])), kept[most:]
+def _cut_rows(judged: Mapping[str, Judgement], most: int) -> tuple[list[str], list[str]]:
+    """Names to list, in their order, and the others; if there are too many, those that are well are left out first."""
+    kept = sorted(judged, key=lambda name: (_RANK[judged[name][1]], name))
+    return sorted(kept[:most]), kept[most:]
 
 
-def _cluster_row(
-    name: str, c: Peer, last: LastOutcome | None, heartbeat_s: float, uptime_s: float, wall: float, finished: bool
-) -> dict[str, Any]:
-    word, gravity, why = _judge_cluster(c, last, heartbeat_s, uptime_s, finished)
+def _cluster_row(name: str, c: Peer, judged: Judgement, last: LastOutcome | None, wall: float) -> dict[str, Any]:
+    word, gravity, why = judged
     return {
         "name": clean_text(name),
         "word": word,
@@ -88,10 +88,7 @@ def _cluster_row(
     }
 
 
-def _judge_cluster(
-    c: Peer, last: LastOutcome | None, heartbeat_s: float, uptime_s: float, finished: bool
-) -> tuple[str, Gravity, str]:
-    """The word for its state, how grave that is, and why."""
+def _judge_cluster(c: Peer, last: LastOutcome | None, heartbeat_s: float, uptime_s: float, finished: bool) -> Judgement:
     state, reason = str(c.get("state", "–")), str(c.get("reason") or "")
     note = str(c.get("note") or "")
     if state == "gone":
@@ -124,10 +121,8 @@ def _explain_silence(silent_s: float, peer: Peer, state: str) -> str:
     return f"no heartbeat {when}; it was {state}"
 
 
-def _slave_row(
-    name: str, s: Peer, rates: tuple[float, float] | None, heartbeat_s: float, uptime_s: float
-) -> dict[str, Any]:
-    word, gravity, why = _judge_slave(s, heartbeat_s, uptime_s)
+def _slave_row(name: str, s: Peer, judged: Judgement, rates: tuple[float, float] | None) -> dict[str, Any]:
+    word, gravity, why = judged
     mirror = s.get("mirror")
     rates = None if word in ("lost", "silent") else rates
     return {
@@ -153,7 +148,7 @@ def _slave_row(
     }
 
 
-def _judge_slave(s: Peer, heartbeat_s: float, uptime_s: float) -> tuple[str, Gravity, str]:
+def _judge_slave(s: Peer, heartbeat_s: float, uptime_s: float) -> Judgement:
     state, reason, mirror = str(s.get("state", "–")), str(s.get("reason") or ""), s.get("mirror") or {}
     if state == "lost":
         return state, Gravity.BROKEN, reason

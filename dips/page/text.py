@@ -16,7 +16,7 @@ _HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
 def clean_text(text: object, most: int = MOST_CHARS) -> str:
     """One line of visible characters, at most `most` of them."""
     line = str(text)[: most + 1]
-    shown = "".join(" " if unicodedata.category(c) in _HIDDEN else c for c in line)
+    shown = line if line.isprintable() else "".join(" " if unicodedata.category(c) in _HIDDEN else c for c in line)
     return shown if len(line) <= most else shown[: most - 1] + "…"
 
 
