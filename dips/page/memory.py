@@ -177,7 +177,7 @@ class PageMemory:
         self.spans.end_span(RUN_LANE, wall, broken=version is None)
         begun = list(self._phases.items())
         ends = [at for _, at in begun[1:]] + [wall]
-        phases = {phase: end - at for (phase, at), end in zip(begun, ends, strict=True)}
+        phases = {phase: end - at for (phase, at), end in zip(begun, ends, strict=False)}  # none of a recovered version
         told = tuple((o.push.cluster, str(o.kind), clean_text(o.reason)) for o in outcomes)
         begin = begun[0][1] if begun else wall
         self.rounds.append(RoundMemory(number, str(kind), version, clean_text(reason), begin, wall, phases, told))

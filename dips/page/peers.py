@@ -103,6 +103,8 @@ def _judge_cluster(c: Peer, last: LastOutcome | None, heartbeat_s: float, uptime
         return ("crashing" if crashing else "stopped"), Gravity.ATTENTION, "" if crashing else reason
     if last is not None and last.kind == "gated":
         return state, Gravity.ATTENTION, f"its last push was gated: {last.reason}"
+    if state == "idle" and c.get("trainer") == "starting":
+        return "starting", Gravity.PLAIN, note
     if state == "idle":
         return state, Gravity.PLAIN if finished else Gravity.ATTENTION, reason
     dull = reason in _PLAIN_REASONS or reason.startswith(("trains on ", "pulling ", "it has "))
