@@ -23,6 +23,7 @@ from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.outside import MasterOutside
+from dips.master.page import MasterPage
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
@@ -125,7 +126,8 @@ async def serve(
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
-        runtime = _build_runtime(config, ledger, outside, log, timeline, stack)
+        page = MasterPage(config.master.timing.heartbeat_s)
+        runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
         checker = await _add_services(server, runtime, _describe_run(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
@@ -160,8 +162,9 @@ def _raise_open_files(config: RunFile, log: logs.Log) -> None:
 
 
 def _build_runtime(
-    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
-) -> Runtime:
+    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack,
+    page: MasterPage,
+) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
     journal = None
@@ -173,7 +176,8 @@ def _build_runtime(
     _warn_of_other_targets(config, ledger, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
-    step = _logged_step(coordinator, journal, log)
+    page.recall_ledger(ledger, state)
+    step = page.watch_steps(_logged_step(coordinator, journal, log))
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
 

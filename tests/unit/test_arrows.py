@@ -51,7 +51,8 @@ MAY: dict[str, set[str]] = {
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
     "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
-    "dips.master": BELOW_ROLES - {"dips.outer"},
+    "dips.page": LOW | {"dips.protocol"},
+    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
@@ -101,6 +102,7 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
+    "dips.page": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},
 }
