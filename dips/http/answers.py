@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dips.http.access import PROBES, Door
-from dips.http.connection import CERTIFICATE
+from dips.http.connection import CERTIFICATE, MAX_HEADER_BYTES
 
 METHODS = ("GET", "HEAD")
 Probe = Callable[[], Awaitable[tuple[bool, dict[str, Any]]]]  # whether all is well, and what to say
@@ -67,6 +67,8 @@ class RequestGate:
             raise
 
     def _refuse_request(self, scope: Any) -> Response | None:
+        if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return _refuse(431, f"more than {MAX_HEADER_BYTES} bytes of headers")  # h11 bounds what comes in pieces
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if scope["method"] not in METHODS:
             return _refuse(405, "this port is read-only: GET or HEAD", {"allow": "GET, HEAD"})

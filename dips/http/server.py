@@ -120,6 +120,7 @@ class HttpServer:
             self._accepted += 1
             number = self._accepted
             task = loop.create_task(self._begin_connection(number, connection))
+            task.add_done_callback(lambda done, held=connection: held.close() if done.cancelled() else None)
             self._open[number] = task.cancel  # type: ignore[assignment]
 
     async def _begin_connection(self, number: int, connection: socket.socket) -> None:
@@ -139,10 +140,6 @@ class HttpServer:
             count_refusal("http_handshake")
             self._forget(number)
             connection.close()
-        except asyncio.CancelledError:
-            self._forget(number)
-            connection.close()
-            raise
         else:
             if number in self._open:
                 self._open[number] = made[0].transport.abort
