@@ -20,6 +20,7 @@ CONFIG = {
     "dips.differences",
     "dips.distribution",
     "dips.fsync",
+    "dips.http",
     "dips.mirror",
     "dips.open_files",
     "dips.pidlock",
@@ -48,6 +49,7 @@ MAY: dict[str, set[str]] = {
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
     "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
+    "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
@@ -91,6 +93,7 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
+    "dips.http": {"torch", "numpy", "numba", "zmq"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},
 }
