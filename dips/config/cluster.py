@@ -83,7 +83,7 @@ class ClusterFile(HttpKeys):
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "streaming", "lazy"] = "whole"
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
-    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback

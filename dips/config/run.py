@@ -69,7 +69,7 @@ def load_run(path: Path) -> RunFile:
         lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
         lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
         control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
-        plain += [(f"slaves.{s.name}.{key}", address) for key, address in lanes if s.curve_key is None]
+        control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
     check_names(path, [(name, "cluster") for name in config.clusters or ()])
     check_transport(path, config.insecure, config.tls, control, plain)
     return config

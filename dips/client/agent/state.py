@@ -98,6 +98,7 @@ class TrainerAttempt:
     launch: int = 0  # the newest start of the training command that has attached
     push_ranks: int = 1
     pull_ranks: int = 1
+    keys: tuple[str, ...] = ()  # public, of the ranks that move bytes
     base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
     must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
     attached: bool = False  # it was told so
@@ -129,6 +130,7 @@ class OuterSync:
     waits_since: float = 0.0  # when it was first asked
     # the transfer
     grant: Grant | None = None
+    keys: tuple[str, ...] = ()  # of the ranks for which the present push or pull was asked
     frozen: bool = False  # the ranks have the order to freeze the model for the present push
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps what was trained since the push was frozen

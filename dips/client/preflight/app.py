@@ -14,15 +14,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dips.client.agent.master_link import MasterLink
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
 from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.identity.names import PeerRole
+from dips.protocol.effects import Pending
+from dips.protocol.events import ProbeAsked
 from dips.protocol.manifest import Manifest
 from dips.telemetry import exits
 from dips.transport import control
+from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import open_source
 from dips.wire.generated.status_pb2 import DescribeRequest
@@ -81,11 +85,13 @@ def make_rows(
     """Make all rows; what depends on the master is left out if it does not answer."""
     rows = checks.check_host(config)
     try:
-        described = asyncio.run(describe_run(_master_of(config)))
+        master = _master_of(config)
+        described = asyncio.run(describe_run(master))
+        keys = asyncio.run(_admit_probe(master, config)) if master.tls is not None else None
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
-    return rows + checks.check_lanes(described, most_bytes, seconds)
+    return rows + checks.check_lanes(described, keys, most_bytes, seconds)
 
 
 async def describe_run(master: Endpoint) -> dict[str, Any]:
@@ -104,6 +110,20 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
         await channel.close()
     described: dict[str, Any] = json.loads(reply.json)
     return described
+
+
+async def _admit_probe(master: Endpoint, config: ClusterFile) -> KeyPair:
+    """Have the slaves admit a new key; raise UnavailableMaster if they do not know it in time."""
+    keys, link, why = new_keys(), MasterLink(master, {}), "it does not answer"
+    try:
+        async with asyncio.timeout(MASTER_S):
+            while isinstance(result := await link.ask_master(ProbeAsked(0, config.cluster, keys.public)), Pending):
+                why = result.reason
+    except TimeoutError:
+        raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
+    finally:
+        await link.close()
+    return keys
 
 
 def _master_of(config: ClusterFile) -> Endpoint:
