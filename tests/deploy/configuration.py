@@ -77,7 +77,7 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
 def _cluster(cluster: ClusterFile, pods: list[Pod]) -> Iterator[str]:
     for pod in pods:
         yield from _ports(pod, {"http": cluster.http})
-        yield from _paths(pod, cluster.directory, cluster.tls_files())
+        yield from _paths(pod, cluster.directory, cluster.tls_files)
         if pod.labels.get("dips/cluster") != cluster.cluster:
             yield f"{pod.name} is labelled as {pod.labels.get('dips/cluster')}, its file says {cluster.cluster}"
         if cluster.token is None or not _is_mounted(pod, cluster.token, "secret"):

@@ -44,7 +44,8 @@ class PodNetwork:
         self.parties: dict[str, Party] = {}  # by pod name, with their addresses
         _ip("netns", "add", self.router)
         _ip("-n", self.router, "link", "set", "lo", "up")
-        self._sysctl(self.router, "net.ipv4.ip_forward=1")
+        for setting in ("ip_forward=1", "icmp_ratelimit=0", "icmp_msgs_per_sec=100000"):  # every refusal is told
+            self._sysctl(self.router, f"net.ipv4.{setting}")
 
     def add_pod(self, name: str, party: Party) -> Party:
         """Plug a pod in; return it with its address."""
