@@ -70,8 +70,6 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
         inside = section.advertise is not None and section.advertise.endswith(".svc")
         if inside and section.advertise not in pod.host_names:
             yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"
-    for pod in (p for p in pods if p.app == "dips-seed"):
-        yield from _paths(pod, None, run.tls_files("operator", PeerRole.OPERATOR))
 
 
 def _cluster(cluster: ClusterFile, pods: list[Pod]) -> Iterator[str]:
