@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
 from dips.config.section import Section
 from dips.config.shared import Shared
@@ -41,7 +42,7 @@ class PaceSection(Section):
         return self
 
 
-class ClusterFile(Section):
+class ClusterFile(HttpKeys):
     """`cluster.yaml`: one training cluster."""
 
     shared: Shared
@@ -81,7 +82,6 @@ class ClusterFile(Section):
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "streaming", "lazy"] = "whole"
-    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
@@ -105,8 +105,8 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    plain = [("metrics", config.metrics)] if config.metrics else []
-    check_transport(path, config.insecure, config.tls, [("master", config.master)], plain)
+    control = [("master", config.master), *([("http", config.http)] if config.http else [])]
+    check_transport(path, config.insecure, config.tls, control, [])
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")

@@ -42,7 +42,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 _PATH_KEYS = frozenset(
-    {"directory", "initial_model", "socket", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
+    {
+        "directory",
+        "initial_model",
+        "socket",
+        "token",
+        "http_token",
+        "mirror",
+        "tensorboard",
+        "ca",
+        "cert",
+        "key",
+        "crl",
+    }
 )
 
 
@@ -64,6 +76,7 @@ RENAMED_KEYS = {
     "askers": "concurrent_streams",
     "speakers": "max_transfer_ranks",
     "performer": "supervisor",
+    "metrics": "http",
 }
 
 

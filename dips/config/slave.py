@@ -8,14 +8,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dips.config.addresses import host_port
-from dips.config.section import MIB, Section
+from dips.config.http import HttpKeys
+from dips.config.section import MIB
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
 
-class SlaveSection(Section):
+class SlaveSection(HttpKeys):
     """One holder of layers."""
 
     name: str
@@ -34,7 +35,6 @@ class SlaveSection(Section):
     concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a rank that owes or refuses bytes for so long has stalled
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
-    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     supervisor: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
 
     @property

@@ -15,10 +15,10 @@ import typer
 from grpc import aio
 from grpc_health.v1 import health
 
-from dips.config import RunFile, host_port, load_run
+from dips.config import RunFile, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import genesis, operate, restore, status
+from dips.master import genesis, metrics, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
@@ -35,7 +35,7 @@ from dips.protocol.events import Event
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import RunRow
-from dips.telemetry import exits, logs, metrics
+from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.guard import Guard
@@ -47,7 +47,6 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
-SCRAPE_S = 5.0  # Prometheus waits for 10
 # At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
 GRACE_S = 2.0  # calls under way at the end may finish for so long
@@ -130,7 +129,7 @@ async def serve(
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
         checker = await _add_services(server, runtime, _describe_run(config, row))
         await server.start()
-        end_metrics = _serve_metrics(config, runtime, log)
+        await _serve_http(config, tls, runtime, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log)
         outside.begin_track(config, file, log)
@@ -139,7 +138,6 @@ async def serve(
         ready(address)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
-        await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
     return code
@@ -234,21 +232,26 @@ async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, 
     return await control.serve_health(server, SERVICES)
 
 
-def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the run file says where; scrapes come in threads, the core belongs to the event loop."""
-    if config.master.metrics is None:
-        return lambda: None
-    loop = asyncio.get_running_loop()
+async def _serve_http(
+    config: RunFile, tls: TlsSource | None, runtime: Runtime, log: logs.Log, stack: AsyncExitStack
+) -> None:
+    """Probes, metrics and the page, if the run file says where."""
+    section = config.master
+    if section.http is None:
+        return
+    from dips.http.daemon import HttpSubject, MakeRoutes, serve_http  # 0.2 s that only its users pay
 
-    async def read_status() -> dict[str, Any]:
-        return status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
+    def read_status() -> dict[str, Any]:
+        merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
+        return {**merged, "meters": runtime.meters.read_meters()}
 
-    address = host_port(config.master.metrics)
-    port, end = metrics.serve_metrics(
-        address, lambda: asyncio.run_coroutine_threadsafe(read_status(), loop).result(SCRAPE_S)
-    )
-    log.info("metrics", address=f"{address[0]}:{port}")
-    return end
+    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
+    subject = HttpSubject(
+        "master", read_status, metrics.collect, lambda: runtime.build_view()["unready"],
+        {"directory": section.directory, **mirror},
+    )  # fmt: skip
+    extra_routes: MakeRoutes = lambda read: ()  # noqa: E731 (the page's)
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, extra_routes))
 
 
 def _stop_on_signals(runtime: Runtime) -> None:

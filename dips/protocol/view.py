@@ -8,6 +8,7 @@ from typing import Any
 from dips.protocol import mirrors, window
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import DurabilityState
+from dips.protocol.roster import in_order, name_some
 from dips.protocol.run_state import RunState
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
@@ -24,6 +25,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
         "targets": asdict(run.targets),
         "finished": str(run.finished) if run.finished else None,
+        "unready": explain_unready(run),
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,
@@ -50,6 +52,14 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
             "undone": len(run.ranges.undone),
         },
     }
+
+
+def explain_unready(run: RunState) -> str:
+    """Why the run cannot take an outer step now, whatever clusters do; empty: it can."""
+    if not run.is_proven:
+        away = name_some([s.name for s in in_order(run.slaves, run.roster.unregistered)])
+        return f"not yet registered: {away}"
+    return run.why_missing()
 
 
 def _why_idle(run: RunState) -> str:

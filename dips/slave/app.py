@@ -41,7 +41,7 @@ from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
-from dips.telemetry import exits, logs, metrics
+from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
@@ -113,7 +113,7 @@ class Parts:
             self.mirror.bind_layers(registered.layers)
 
     def read_metrics(self) -> dict[str, Any]:
-        """What Prometheus reads; from any thread."""
+        """What Prometheus reads, but for the disk; from any thread."""
         standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit_bytes
         return {
             "sinc": standing.sinc,
@@ -126,9 +126,8 @@ class Parts:
             "staged": len(standing.staged),
             "persist_s": thread.persist_s,
             "apply_s": thread.apply_s,
-            "orders": slave_metrics.order_times(thread.spent),
+            "orders": thread.spent,
             "refused": dict(self.flow.refused_frames),
-            **slave_metrics.count_snapshots(self.section.directory),
             **self.flow.link_bytes(),
         }
 
@@ -168,11 +167,7 @@ async def serve(
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
-        if section.metrics is not None:
-            where = host_port(section.metrics)
-            port, end = metrics.serve_metrics(where, parts.read_metrics, slave_metrics.collect)
-            stack.callback(end)
-            log.info("metrics", address=f"{where[0]}:{port}")
+        await _serve_http(section, tls, parts, runtime, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         await _until_stopped(asyncio.create_task(runtime.run()))
@@ -185,6 +180,26 @@ async def serve(
 def _open_tls(config: RunFile, section: SlaveSection, log: logs.Log) -> TlsSource | None:
     files = config.tls_files(section.name, PeerRole.SLAVE)
     return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, logs.warn_of_certificates(log))
+
+
+async def _serve_http(
+    section: SlaveSection,
+    tls: TlsSource | None,
+    parts: Parts,
+    runtime: SlaveRuntime,
+    log: logs.Log,
+    stack: AsyncExitStack,
+) -> None:
+    if section.http is None:
+        return
+    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+
+    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
+    subject = HttpSubject(
+        "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
+        {"directory": section.directory, **mirror}, lambda: slave_metrics.count_snapshots(section.directory),
+    )  # fmt: skip
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log))
 
 
 def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:

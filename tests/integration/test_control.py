@@ -80,7 +80,7 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
     timing = {"heartbeat_s": 0.5, "lease_heartbeats": 8, "window_s": 0.05, "order_s": 5.0}
     raw = {
         "shared": {"run": "toy", **shared},
-        "master": {"listen": "127.0.0.1:0", "directory": "m", "metrics": "127.0.0.1:0", "timing": timing},
+        "master": {"listen": "127.0.0.1:0", "directory": "m", "http": "127.0.0.1:0", "timing": timing},
         "slaves": slaves,
         "insecure": True,
     }
@@ -608,7 +608,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
     process = start(tmp_path)
     try:
         assert process.stderr is not None
-        scraped = next(json.loads(line)["address"] for line in process.stderr if '"metrics"' in line)
+        scraped = next(json.loads(line)["address"] for line in process.stderr if '"http"' in line)
         address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
         assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
         with urllib.request.urlopen(f"http://{scraped}/metrics", timeout=10) as answer:

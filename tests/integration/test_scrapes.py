@@ -46,12 +46,12 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     with harness.Run(tmp_path, tensors, shared={"penalty": {"rule": "none"}}) as run:
         content = yaml.safe_load(run.file.read_text())
         for section in (content["master"], *content["slaves"]):
-            section["metrics"] = f"127.0.0.1:{ports[section.get('name', 'master')]}"
+            section["http"] = f"127.0.0.1:{ports[section.get('name', 'master')]}"
         run.file.write_text(yaml.safe_dump(content))
         run.start_master()
         run.start_slaves()
         command = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "1", str(tmp_path / "slow.out")]
-        run.start_cluster("slow", command, steps=1, relay="127.0.0.1", metrics=f"127.0.0.1:{ports['slow']}")
+        run.start_cluster("slow", command, steps=1, relay="127.0.0.1", http=f"127.0.0.1:{ports['slow']}")
 
         def pushes() -> float:
             try:
@@ -85,8 +85,8 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     for slave in run.slaves:
         shard = scraped[slave]
         assert 0 < shard["dips_shard_pool_bytes", ()] <= shard["dips_shard_pool_limit_bytes", ()]
-        assert shard["dips_shard_orders_total", (("order", "persist"),)] >= 4
-        assert shard["dips_shard_order_seconds_total", (("order", "persist"),)] > 0
+        assert shard["dips_shard_order_seconds_count", (("order", "persist"),)] >= 4
+        assert shard["dips_shard_order_seconds_sum", (("order", "persist"),)] > 0
         assert shard["dips_shard_snapshots", ()] >= 1 and shard["dips_shard_snapshot_bytes", ()] > 0
     assert scraped["master"]["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
     for text in texts.values():

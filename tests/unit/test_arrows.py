@@ -20,6 +20,7 @@ CONFIG = {
     "dips.differences",
     "dips.distribution",
     "dips.fsync",
+    "dips.http",
     "dips.mirror",
     "dips.open_files",
     "dips.pidlock",
@@ -53,6 +54,7 @@ MAY: dict[str, set[str]] = {
     "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
     "dips.page": LOW | {"dips.protocol"},
     "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
+    "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
@@ -103,6 +105,7 @@ NEVER: dict[str, set[str]] = {
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
     "dips.page": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
+    "dips.http": {"torch", "numpy", "numba", "zmq"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},
 }
