@@ -123,7 +123,7 @@ async def serve(
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack)
-        checker = await _add_services(server, runtime, _describe_run(config, row))
+        checker = await _add_services(server, runtime, guard, _describe_run(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
         supervisor = _make_supervisor(config, file, runtime, log)
@@ -219,10 +219,12 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     }
 
 
-async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
+async def _add_services(
+    server: aio.Server, runtime: Runtime, guard: Guard | None, agreed: dict[str, Any]
+) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(runtime), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, guard), server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 

@@ -14,6 +14,7 @@ from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import (
     asking,
+    audit,
     clusters,
     drain,
     durability,
@@ -23,10 +24,12 @@ from dips.protocol import (
     movement,
     pulls,
     pushes,
+    quarantine,
     readmit,
     round,
     settlement,
     slaves,
+    tuning,
     view,
     window,
 )
@@ -37,6 +40,7 @@ from dips.protocol.enums import ClusterStanding, FanoutKind
 from dips.protocol.events import (
     BandwidthMeasured,
     Blind,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -44,6 +48,8 @@ from dips.protocol.events import (
     Event,
     ExtensionAsked,
     MirrorReported,
+    OperatorAsked,
+    OperatorReported,
     OrderAnswered,
     OrderFailed,
     PullFinished,
@@ -53,6 +59,7 @@ from dips.protocol.events import (
     PushRefused,
     PushRequested,
     PushStaged,
+    QuarantineAsked,
     RangesRequested,
     ReadmissionAsked,
     RoundAwaited,
@@ -62,6 +69,7 @@ from dips.protocol.events import (
     TokensReported,
     TrainerChanged,
     TransferAwaited,
+    TuningAsked,
 )
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
@@ -147,6 +155,11 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     ReadmissionAsked: readmit.on_readmission_asked,
     DrainAsked: drain.on_drain_asked,
     ExtensionAsked: extension.on_extension_asked,
+    TuningAsked: tuning.on_tuning_asked,
+    QuarantineAsked: quarantine.on_quarantine_asked,
+    OperatorAsked: audit.on_operator_asked,
+    OperatorReported: audit.on_operator_reported,
+    ClusterExpelled: clusters.on_cluster_expelled,
     Blind: _on_blind,
     Ticked: _on_tick,
 }
