@@ -19,10 +19,12 @@ from dips.commands import (
     history,
     init,
     plot,
+    quarantine,
     readmit,
     rebalance,
     recover,
     status,
+    tune,
     verify,
 )
 from dips.data import app as data
@@ -56,6 +58,8 @@ Keeping it going:
   dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
+  dips quarantine CLUSTER --config dips.yaml                keep a cluster out of the outer step
+  dips tune KEY=VALUE --config dips.yaml                    change lr, window or gate while the run goes on
   dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
@@ -100,6 +104,8 @@ for word in (
     verify.verify,
     export.export,
     readmit.readmit,
+    quarantine.quarantine,
+    tune.tune,
     extend.extend,
     drain.drain,
     rebalance.rebalance,

@@ -2,7 +2,8 @@
 
 The shell says who asks (a certificate's name) and what time it is. The row stands before the answer, so nobody is told
 of a change that the ledger does not know. A question that is asked again while it is Pending, and changes nothing,
-makes no row. What changes nothing, refused requests above all, has a budget: nobody fills the ledger by asking.
+makes no row. What changes nothing has a budget, and what the shell denied another: nobody fills the ledger by asking,
+nor hides by it what an operator asked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from dips.dataclass import dataclass
 from dips.protocol import drain, extension, quarantine, readmit, tuning
+from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
 from dips.protocol.events import (
     DrainAsked,
@@ -63,22 +65,24 @@ def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
         return  # asked again: the first row says it
     said, refused = _describe_result(result)
     row = OperatorActed(event.caller, audited.action, audited.describe(event.request), said, refused, event.wall)
-    if (made := _make_row(run, row, always=changed)) is not None:
+    if not row.arguments:
+        return  # nothing was named: a look
+    if (made := _make_row(run, row, None if changed else run.idle_rows)) is not None:
         run.out.insert(at, made)
 
 
 def on_operator_reported(run: RunState, event: OperatorReported) -> None:
     """The shell refused a call, or changed something by itself (a run file that was edited)."""
     row = OperatorActed(event.caller, event.action, event.arguments, event.outcome, event.refused, event.wall)
-    if (made := _make_row(run, row, always=not event.refused)) is not None:
+    if (made := _make_row(run, row, run.denied_rows if event.refused else None)) is not None:
         run.emit_record(made)
 
 
-def _make_row(run: RunState, row: OperatorActed, *, always: bool) -> OperatorActed | None:
-    """The row with its texts bounded; None if it changed nothing and there have been too many of these."""
-    if not always and not run.audit.take_row(run.now):
+def _make_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> OperatorActed | None:
+    """The row with its texts bounded; None if its budget has no room."""
+    if budget is not None and not budget.take_row(run.now):
         return None
-    passed_over, run.audit.passed_over = run.audit.passed_over, 0
+    passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
     caller, action, arguments, outcome = map(cut_text, (row.caller, row.action, row.arguments, row.outcome))
     return OperatorActed(caller, action, arguments, outcome, row.refused, row.wall, passed_over)
 

@@ -25,3 +25,8 @@ class AuditBudget:
             return False
         self.left -= 1.0
         return True
+
+    def take_passed_over(self) -> int:
+        """How many had no row since this was asked last."""
+        passed_over, self.passed_over = self.passed_over, 0
+        return passed_over

@@ -42,7 +42,7 @@ class RunState:
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
         self.tuned = {change.key: change for change in state.tuned}  # the options that were tuned, in them already
         self.quarantined = dict(state.quarantined)  # by an operator, and why: see quarantine.py
-        self.audit = AuditBudget(now)
+        self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
         self.now = self.started = now
         self.out: list[Effect] = []
         self.slaves = {name: Slave(name, layers, i) for i, (name, layers) in enumerate(state.row.placement)}
