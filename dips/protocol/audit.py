@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dips.dataclass import dataclass
+from dips.dataclass import dataclass, replace
 from dips.protocol import drain, extension, quarantine, readmit, tuning
 from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
@@ -58,7 +58,7 @@ def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
     """Legal any time; carry the request out, and put its row before its answer."""
     begin = len(run.out)
     audited = REQUESTS[type(event.request)]
-    audited.handle(run, event.request)
+    audited.handle(run, replace(event.request, req=event.req))
     at, result = _find_reply(run.out, begin)
     changed = any(not isinstance(effect, Reply) for effect in run.out[begin:])
     if isinstance(result, Pending) and not changed:

@@ -264,7 +264,7 @@ OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked |
 class OperatorAsked:
     """Somebody asked something of an operator: the ledger keeps who, and what came of it."""
 
-    req: int  # of the request
+    req: int  # the request's own means nothing
     caller: str  # a certificate's name, or LOCAL_CALLER
     wall: float  # Unix seconds at the shell
     request: OperatorRequest

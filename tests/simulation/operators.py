@@ -72,14 +72,16 @@ class TuningOperator(Observer):
     def _deny(self) -> None:
         process = self.world.master.process
         if process is not None:
-            process.on_message(OperatorReported("eve.viewer", "drain", "slave-0", "for operators", True, 0.0), None)
+            process.on_message(
+                OperatorReported("eve.viewer", "drain", "slave-0", "for operators", True, 0.0), self.answers.append
+            )
 
     def _expel(self) -> None:
         """The shell refuses its calls: its agent ends, and is started again with another certificate."""
         process, name = self.world.master.process, self._rng.choice(list(self.world.clusters))
         if process is None:
             return
-        process.on_message(ClusterExpelled(name, EXPELLED), None)
+        process.on_message(ClusterExpelled(name, EXPELLED), self.answers.append)
         cluster = self.world.clusters[name]
         cluster.crash()
         self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", cluster.start)
@@ -132,9 +134,9 @@ class OperatorInvariant(Invariant):
                 self._check_version(record.version, record)
             case ClusterEnded(reason=reason, open_seq=0) if reason == EXPELLED:
                 self.world.monitor.rare_event_occurred("expelled")
-        if isinstance(record, VersionCommitted | RoundEnded):
-            if any(o.reason.startswith(QUARANTINED) for o in record.outcomes):
-                self.world.monitor.rare_event_occurred("operator_quarantine")
+        outcomes = record.outcomes if isinstance(record, VersionCommitted | RoundEnded) else ()
+        if any(outcome.reason.startswith(QUARANTINED) for outcome in outcomes):
+            self.world.monitor.rare_event_occurred("operator_quarantine")
 
     def _check_version(self, version: VersionId, record: VersionCommitted) -> None:
         self.require(record.lr in self.held["outer.lr"], f"{version} names lr {record.lr}, {self.held} held")
@@ -143,5 +145,5 @@ class OperatorInvariant(Invariant):
         self.require(not folded & self.out, f"{version} folded {folded & self.out}, who were quarantined")
 
     def master_restored(self, state: LedgerState) -> None:
-        self.require(dict((c.key, c) for c in state.tuned) == self.tuned, f"a new master has {state.tuned}")
+        self.require({c.key: c for c in state.tuned} == self.tuned, f"a new master has {state.tuned}")
         self.require(dict(state.quarantined) == self.quarantined, f"a new master has {state.quarantined}")

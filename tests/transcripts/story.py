@@ -265,8 +265,7 @@ class Teller:
         return self.step(ev.ClusterExpelled(cluster, words["why"]))
 
     def _audited(self, caller: str, request: ev.OperatorRequest) -> list[str]:
-        numbered = replace(request, req=len(self.asked) + 1)  # type: ignore[type-var]
-        return self.step(ev.OperatorAsked(0, caller, self.now, numbered), caller)
+        return self.step(ev.OperatorAsked(0, caller, self.now, request), caller)
 
     # ---- commands: beginnings that other stories tell in full ------------------------------------------------------
 
