@@ -23,6 +23,7 @@ from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.outside import MasterOutside
+from dips.master.reloading import MasterReload
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
@@ -62,7 +63,10 @@ def serve_command(
         Path | None,
         typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None,
+        typer.Option(help="debug (every event and order), info, warning or error, instead of the file's log_level."),
+    ] = None,
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
@@ -85,11 +89,10 @@ def serve_command(
         return
     if config is None:
         raise typer.BadParameter("which run? name its run file", param_hint="--config")
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    fixed = logs.check_level(log_level)
     run_file = load_run(config)
-    log = logs.configure_log("master", run_file.shared.run, log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
+    log = logs.configure_log("master", run_file.shared.run, fixed or run_file.log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None)))
 
 
 def main() -> None:
@@ -98,11 +101,16 @@ def main() -> None:
 
 
 async def serve(
-    config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
+    config: RunFile,
+    log: logs.Log,
+    ready: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    fixed_level: bool = False,
 ) -> int:
     """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
-    `file` is where `config` was read, for the slaves that this master starts itself.
+    `file` is where `config` was read: it is looked at again while the master runs, and the slaves that it starts itself
+    read it. `fixed_level`: the file does not change the log's level.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
@@ -132,6 +140,8 @@ async def serve(
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
+        beside = asyncio.create_task(MasterReload(file, config, guard, runtime, log, fixed_level).run())
+        stack.callback(beside.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
         await asyncio.to_thread(end_metrics)
