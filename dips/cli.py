@@ -12,12 +12,14 @@ import typer
 from dips import __version__
 from dips.commands import (
     certs,
+    config,
     demo,
     drain,
     export,
     extend,
     history,
     init,
+    plan,
     plot,
     quarantine,
     readmit,
@@ -31,7 +33,7 @@ from dips.data import app as data
 from dips.telemetry import exits
 
 cli = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -44,7 +46,9 @@ First look:
 
 \b
 A run:
+  dips plan memory --parameters N                           what it will need
   dips init --config dips.yaml ...                          make it
+  dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
   dips-master --config dips.yaml                            serve it
   dips-slave --config dips.yaml --name NAME                 once for each slave
   dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
@@ -73,6 +77,8 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 
 cli.add_typer(data.words, name="data")
 cli.add_typer(certs.words, name="certs")
+cli.add_typer(config.words, name="config")
+cli.add_typer(plan.words, name="plan")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dips.commands import operator
+from dips.commands.completing import complete_change
 from dips.commands.options import AS_JSON, CREDENTIALS, MASTER, WHOSE, find_master
 from dips.protocol.effects import Refused
 from dips.protocol.events import TuningAsked
@@ -20,7 +21,10 @@ OFF = "off"
 
 def tune(
     changes: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys as in the run file; none: show all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...", help="Keys as in the run file; none: show all.", autocompletion=complete_change
+        ),
     ] = None,
     config: WHOSE = None,
     master: MASTER = None,

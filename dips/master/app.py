@@ -264,14 +264,9 @@ def _stop_on_signals(runtime: Runtime) -> None:
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
-    path, row = genesis.ledger_path(config), ledger.run_row()
+    row = ledger.run_row()
     genesis.check_is_of_run(config, row)
-    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
-    if placed != named:
-        raise ConfigError(
-            f"{path} places layers on {', '.join(placed)}, the run file's slaves are {', '.join(named)}: "
-            "`dips rebalance` moves layers to other slaves"
-        )
+    genesis.check_placement(config, row)
     _check_manifest(config, row)
     return row
 

@@ -74,12 +74,13 @@ class MasterReload:
             if self._watch is not None:
                 tasks.create_task(keep_watching(self._watch, self.apply_changes, self._hurry))
             if self._guard is not None:
-                tasks.create_task(self._expel_clusters(self._guard))
+                tasks.create_task(self._keep_expelling(self._guard))
 
     def apply_changes(self, config: RunFile, keys: list[str]) -> None:
         """Take over what may change; the ledger keeps it."""
         if "clusters" in keys and self._guard is not None:
             self._guard.change_clusters(config.clusters)
+            self._expel_clusters(self._guard)
         if "log_level" in keys and not self._fixed_level:
             logs.set_level(config.log_level)
         told = describe_keys(config, keys)
@@ -93,12 +94,15 @@ class MasterReload:
         action = method.removeprefix(OPERATOR_SERVICE)
         self._report_act(who or NOBODY, action.lower(), _describe_request(action, request), reason, refused=True)
 
-    async def _expel_clusters(self, guard: Guard) -> None:
+    async def _keep_expelling(self, guard: Guard) -> None:
         while True:
-            for cluster, reason in guard.take_expelled():
-                self._log.warning("cluster expelled", cluster=cluster, reason=reason)
-                self._runtime.put_event(events.ClusterExpelled(cluster, reason))
+            self._expel_clusters(guard)
             await asyncio.sleep(LOOK_S)
+
+    def _expel_clusters(self, guard: Guard) -> None:
+        for cluster, reason in guard.take_expelled():
+            self._log.warning("cluster expelled", cluster=cluster, reason=reason)
+            self._runtime.put_event(events.ClusterExpelled(cluster, reason))
 
     def _report_act(self, who: str, action: str, arguments: str, outcome: str, *, refused: bool) -> None:
         event = events.OperatorReported(who, action, arguments, outcome, refused, self._wall())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 import uuid
@@ -211,7 +210,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
-    workers = section.threads or os.cpu_count() or 1
+    workers = section.threads or available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
     begun = time.monotonic()

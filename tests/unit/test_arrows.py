@@ -16,6 +16,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 
 LOW = {"dips.ids", "dips.errors", "dips.dataclass"}
 CONFIG = {
+    "dips.cgroup",
     "dips.config",
     "dips.differences",
     "dips.distribution",
@@ -37,6 +38,7 @@ MAY: dict[str, set[str]] = {
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
+    "dips.cgroup": LOW,
     "dips.fsync": LOW,
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
@@ -47,7 +49,7 @@ MAY: dict[str, set[str]] = {
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
+    "dips.transport": LOW | {"dips.cgroup", "dips.protocol", "dips.wire", "dips.identity"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
