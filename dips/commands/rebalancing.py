@@ -22,6 +22,7 @@ from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
 from dips.master.ledger import Ledger
+from dips.master.local_audit import make_local_row
 from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
@@ -71,7 +72,8 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
         if not work.changes_nothing:
             digests = _make_snapshots(work)
             ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
-            ledger.write_records(work.plan.records(digests))
+            placed = ", ".join(name for name, _ in work.plan.after)
+            ledger.write_records([*work.plan.records(digests), make_local_row("rebalance", f"to {placed}")])
             for copy in work.copies:
                 promote_snapshot(copy.directory, version, discard)
         in_use = {section.directory.resolve() for section in after.slaves}
