@@ -31,6 +31,7 @@ from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
+from dips.client.agent.reloading import watch_file
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
@@ -61,7 +62,9 @@ def dips_client(
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
     ] = None,
     take_over: Annotated[bool, typer.Option("--take-over", help="Replace an agent of this name that lives.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error, instead of the file's log_level.")
+    ] = None,
 ) -> None:
     """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
 
@@ -87,8 +90,9 @@ def dips_client(
         )
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    fixed = logs.check_level(log_level)
     with closing(_lock_directory(file.directory)):
-        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level, take_over)))
+        raise typer.Exit(asyncio.run(_run_agent(file, config.absolute(), command or [], fixed, take_over)))
 
 
 # Subcommands; each is a command line of its own.
@@ -114,8 +118,8 @@ def _lock_directory(directory: Path) -> PidLock:
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str, take_over: bool) -> int:
-    log = logs.configure_log("client", config.cluster, log_level)
+async def _run_agent(config: ClusterFile, path: Path, command: list[str], level: str | None, take_over: bool) -> int:
+    log = logs.configure_log("client", config.cluster, level or config.log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
@@ -144,12 +148,14 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_http = await _serve_http(config, tls, core.state, relay, log)
+    watching = watch_file(path, config, log, level is not None)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
         async with listen_for_ranks(config, agent.ranks, log) as found:
             return await agent.run(command, {**known, **found})
     finally:
+        watching.cancel()
         await end_http()
         if relay:
             await asyncio.to_thread(relay.close)

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 
 from dips.commands import operator
-from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.commands.options import CREDENTIALS, MASTER, SLAVE, WHOSE, find_master
 from dips.protocol.effects import Acknowledged, Pending
 from dips.protocol.events import DrainAsked
 
 
 def drain(
-    slave: Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.")],
+    slave: SLAVE,
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,

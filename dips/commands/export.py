@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from dips.commands.completing import complete_version
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
@@ -24,7 +25,10 @@ def export(
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
-    version: Annotated[str | None, typer.Option(metavar="vN@rM", help="Which version; default the head.")] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(metavar="vN@rM", help="Which version; default the head.", autocompletion=complete_version),
+    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
     ] = SAFETENSORS,

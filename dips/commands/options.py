@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dips.commands.completing import complete_cluster, complete_slave
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
@@ -18,6 +19,8 @@ from dips.transport.tls import TlsSource
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")]
 WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file; names the master.")]
+CLUSTER = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_cluster)]
+SLAVE = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_slave)]
 MASTER = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The master, instead of --config.")]
 CREDENTIALS = Annotated[
     Path | None,
@@ -26,6 +29,7 @@ CREDENTIALS = Annotated[
         help="Your certificate NAME.operator.crt or NAME.viewer.crt; its .key and ca.crt lie beside it.",
     ),
 ]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 OPERATOR = "operator"  # whose files the run file's `tls` names for a command
 
 

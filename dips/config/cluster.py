@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import Section
+from dips.config.section import LogLevel, Section
 from dips.config.shared import Shared
 from dips.config.tls import TlsSection
 from dips.errors import ConfigError
@@ -85,6 +85,7 @@ class ClusterFile(HttpKeys):
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
+    log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import Section
+from dips.config.section import LogLevel, Section
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
 from dips.config.tls import TlsSection
@@ -25,6 +25,7 @@ class RunFile(Section):
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 

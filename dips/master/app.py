@@ -24,6 +24,7 @@ from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.outside import MasterOutside
 from dips.master.page import MasterPage
+from dips.master.reloading import MasterReload
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
@@ -63,7 +64,10 @@ def serve_command(
         Path | None,
         typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None,
+        typer.Option(help="debug (every event and order), info, warning or error, instead of the file's log_level."),
+    ] = None,
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
@@ -86,11 +90,10 @@ def serve_command(
         return
     if config is None:
         raise typer.BadParameter("which run? name its run file", param_hint="--config")
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    fixed = logs.check_level(log_level)
     run_file = load_run(config)
-    log = logs.configure_log("master", run_file.shared.run, log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
+    log = logs.configure_log("master", run_file.shared.run, fixed or run_file.log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None)))
 
 
 def main() -> None:
@@ -100,11 +103,16 @@ def main() -> None:
 
 
 async def serve(
-    config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
+    config: RunFile,
+    log: logs.Log,
+    ready: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    fixed_level: bool = False,
 ) -> int:
     """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
-    `file` is where `config` was read, for the slaves that this master starts itself.
+    `file` is where `config` was read: it is looked at again while the master runs, and the slaves that it starts itself
+    read it. `fixed_level`: the file does not change the log's level.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
@@ -127,7 +135,7 @@ async def serve(
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         page = MasterPage(config.master.timing.heartbeat_s)
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
-        checker = await _add_services(server, runtime, _describe_run(config, row))
+        checker = await _add_services(server, runtime, guard, _describe_run(config, row))
         await server.start()
         await _serve_http(config, tls, runtime, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
@@ -136,6 +144,8 @@ async def serve(
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
+        beside = asyncio.create_task(MasterReload(file, config, guard, runtime, log, fixed_level).run())
+        stack.callback(beside.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
         await checker.enter_graceful_shutdown()
@@ -224,10 +234,12 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     }
 
 
-async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
+async def _add_services(
+    server: aio.Server, runtime: Runtime, guard: Guard | None, agreed: dict[str, Any]
+) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(runtime), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, guard), server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
@@ -262,14 +274,9 @@ def _stop_on_signals(runtime: Runtime) -> None:
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
-    path, row = genesis.ledger_path(config), ledger.run_row()
+    row = ledger.run_row()
     genesis.check_is_of_run(config, row)
-    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
-    if placed != named:
-        raise ConfigError(
-            f"{path} places layers on {', '.join(placed)}, the run file's slaves are {', '.join(named)}: "
-            "`dips rebalance` moves layers to other slaves"
-        )
+    genesis.check_placement(config, row)
     _check_manifest(config, row)
     return row
 

@@ -54,6 +54,16 @@ def check_is_of_run(config: RunFile, row: RunRow) -> None:
         )
 
 
+def check_placement(config: RunFile, row: RunRow) -> None:
+    """Raise ConfigError unless the ledger's layers lie on the run file's slaves."""
+    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
+    if placed != named:
+        raise ConfigError(
+            f"{ledger_path(config)} places layers on {', '.join(placed)}, the run file's slaves are "
+            f"{', '.join(named)}: `dips rebalance` moves layers to other slaves"
+        )
+
+
 def _describe_differences(config: RunFile, row: RunRow) -> str:
     """Name the keys, if what `dips init` wrote down beside the model is there."""
     try:

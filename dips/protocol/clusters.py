@@ -12,6 +12,7 @@ from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
     BandwidthMeasured,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -214,6 +215,13 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
         end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
+
+
+def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
+    """It may take part no more: what moves is dropped on the slaves, and its questions are answered, at once."""
+    cluster = run.clusters.get(event.cluster)
+    if cluster is not None and cluster.live:
+        end_incarnation(run, cluster, event.reason[:REASON_CHARS], cluster.consumed, cluster.lost)
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:

@@ -14,6 +14,7 @@ from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import (
     asking,
+    audit,
     clusters,
     drain,
     durability,
@@ -24,10 +25,12 @@ from dips.protocol import (
     probe_keys,
     pulls,
     pushes,
+    quarantine,
     readmit,
     round,
     settlement,
     slaves,
+    tuning,
     view,
     window,
 )
@@ -38,6 +41,7 @@ from dips.protocol.enums import ClusterStanding, FanoutKind
 from dips.protocol.events import (
     BandwidthMeasured,
     Blind,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -45,6 +49,8 @@ from dips.protocol.events import (
     Event,
     ExtensionAsked,
     MirrorReported,
+    OperatorAsked,
+    OperatorReported,
     OrderAnswered,
     OrderFailed,
     ProbeAsked,
@@ -55,6 +61,7 @@ from dips.protocol.events import (
     PushRefused,
     PushRequested,
     PushStaged,
+    QuarantineAsked,
     RangesRequested,
     ReadmissionAsked,
     RoundAwaited,
@@ -64,6 +71,7 @@ from dips.protocol.events import (
     TokensReported,
     TrainerChanged,
     TransferAwaited,
+    TuningAsked,
 )
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
@@ -150,6 +158,11 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     ReadmissionAsked: readmit.on_readmission_asked,
     DrainAsked: drain.on_drain_asked,
     ExtensionAsked: extension.on_extension_asked,
+    TuningAsked: tuning.on_tuning_asked,
+    QuarantineAsked: quarantine.on_quarantine_asked,
+    OperatorAsked: audit.on_operator_asked,
+    OperatorReported: audit.on_operator_reported,
+    ClusterExpelled: clusters.on_cluster_expelled,
     Blind: _on_blind,
     Ticked: _on_tick,
 }

@@ -10,7 +10,7 @@ from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
-from dips.protocol.options import Targets
+from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
@@ -343,6 +343,13 @@ class Extended:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuned:
+    """Everything that was ever tuned, as it holds now."""
+
+    changes: tuple[TunedOption, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request is answered with an error; `raise error(message)` at the asker."""
 
@@ -364,6 +371,7 @@ Result = (
     | Ranges
     | Acknowledged
     | Extended
+    | Tuned
     | Failed
 )
 

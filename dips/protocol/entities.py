@@ -18,6 +18,7 @@ from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
+from dips.protocol.options import OuterOptions
 from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
 
@@ -187,6 +188,7 @@ class Round:
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
+    outer: OuterOptions | None = None  # those that its Apply named; `dips tune` may change them meanwhile
     acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
     scale: float = 0.0
     delta_norm: float = 0.0

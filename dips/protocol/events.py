@@ -12,10 +12,12 @@ from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
+from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
 PROTOCOL = 6
+LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -251,6 +253,49 @@ class DrainAsked:
     slave: str
 
 
+@dataclass(frozen=True, slots=True)
+class TuningAsked:
+    """Change options while the run goes on; what is not named stays."""
+
+    req: int
+    changes: tuple[TunedOption, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineAsked:
+    """Gate what this cluster pushes, or with `release` no longer."""
+
+    req: int
+    cluster: str
+    release: bool
+    reason: str
+
+
+OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAsked:
+    """Somebody asked something of an operator: the ledger keeps who, and what came of it."""
+
+    req: int  # the request's own means nothing
+    caller: str  # a certificate's name, or LOCAL_CALLER
+    wall: float  # Unix seconds at the shell
+    request: OperatorRequest
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorReported:
+    """The shell refused an operator's call, or changed something by itself: the ledger keeps it."""
+
+    caller: str
+    action: str
+    arguments: str
+    outcome: str
+    refused: bool
+    wall: float  # Unix seconds
+
+
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
@@ -280,6 +325,14 @@ class ClusterSilent:
     silent_s: float
     tokens_consumed: int  # by this incarnation in all, as of its last heartbeat
     tokens_lost: int = 0  # of those, lost with dead trainers
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterExpelled:
+    """The shell found that a cluster may take part no more: its certificate is revoked, or no list names it."""
+
+    cluster: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +430,11 @@ Event = (
     | ReadmissionAsked
     | DrainAsked
     | ExtensionAsked
+    | TuningAsked
+    | QuarantineAsked
+    | OperatorAsked
+    | OperatorReported
+    | ClusterExpelled
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

@@ -24,6 +24,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "head": str(run.head),
         "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
         "targets": asdict(run.targets),
+        "tuned": {key: None if change.off else change.value for key, change in run.tuned.items()},
         "finished": str(run.finished) if run.finished else None,
         "unready": explain_unready(run),
         "round": {
@@ -95,7 +96,8 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
         "claims_refused": c.claims_refused,
         "norm": statistics.last_norm,
         "score": c.outcome.score if c.outcome else 0.0,
-        "quarantined": statistics.quarantined,
+        "quarantined": statistics.quarantined or c.name in run.quarantined,
+        "quarantine": run.quarantined.get(c.name, ""),
     }
 
 

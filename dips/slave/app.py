@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 import uuid
@@ -18,7 +17,6 @@ import typer
 
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
-from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
@@ -34,6 +32,7 @@ from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
+from dips.slave.reloading import watch_file
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -60,7 +59,9 @@ cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 def serve_command(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run file (dips.yaml).")],
     name: Annotated[str, typer.Option("--name", "-n", help="Which of the run file's slaves this process is.")],
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error, instead of the file's log_level.")
+    ] = None,
 ) -> None:
     """A slave of one run: holds its layers of the global model and takes their outer steps.
 
@@ -72,11 +73,11 @@ def serve_command(
 
     Example:  dips-slave --config dips.yaml --name slave-0
     """
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    fixed = logs.check_level(log_level)
     run_file = load_run(config)
     section = run_file.slave_section(name)
-    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure_log("slave", name, log_level))))
+    log = logs.configure_log("slave", name, fixed or run_file.log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, section, log, file=config, fixed_level=fixed is not None)))
 
 
 def main() -> None:
@@ -146,9 +147,17 @@ class Parts:
 
 
 async def serve(
-    config: RunFile, section: SlaveSection, log: logs.Log, ready: Callable[[str], None] = lambda _: None
+    config: RunFile,
+    section: SlaveSection,
+    log: logs.Log,
+    ready: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    fixed_level: bool = False,
 ) -> int:
     """Run until stopped; return the exit code. `ready` gets host:port of the control server once it serves.
+
+    `file` is where `config` was read: it is looked at again while the slave runs. `fixed_level`: it does not change the
+    log's level.
 
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
@@ -170,6 +179,8 @@ async def serve(
         await _serve_http(section, tls, parts, runtime, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
+        if file is not None:
+            stack.callback(watch_file(file, config, section.name, log, fixed_level).cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
@@ -218,7 +229,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
-    workers = section.threads or os.cpu_count() or 1
+    workers = section.threads or available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
     begun = time.monotonic()

@@ -250,6 +250,8 @@ def _is_crashing(peer: Mapping[str, Any]) -> bool:
 def _state_reason(peer: Mapping[str, Any]) -> str:
     """Why it is in its state; empty if the state says it all."""
     reason, dull = str(peer.get("reason") or ""), DULL.get(str(peer.get("state")))
+    if peer.get("quarantine"):
+        return f"quarantined by an operator: {peer['quarantine']}; {reason}"
     if peer.get("quarantined"):
         return f"quarantined by the gate until `dips readmit`; {reason}"
     return "" if dull and dull.fullmatch(reason) else reason

@@ -16,6 +16,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 
 LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.printable"}
 CONFIG = {
+    "dips.cgroup",
     "dips.config",
     "dips.differences",
     "dips.distribution",
@@ -41,6 +42,7 @@ MAY: dict[str, set[str]] = {
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
+    "dips.cgroup": LOW,
     "dips.fsync": LOW,
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
@@ -51,7 +53,7 @@ MAY: dict[str, set[str]] = {
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
+    "dips.transport": LOW | {"dips.cgroup", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
     "dips.page": LOW | {"dips.protocol"},
     "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
     "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},

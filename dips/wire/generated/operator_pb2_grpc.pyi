@@ -37,6 +37,10 @@ class OperatorServiceStub:
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+    Tune: _grpc.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]
+    """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+    Quarantine: _grpc.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]
+    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -47,6 +51,10 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]  # type: ignore[assignment]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+    Tune: _aio.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]  # type: ignore[assignment]
+    """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+    Quarantine: _aio.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]  # type: ignore[assignment]
+    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +80,21 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.ExtendReply, _abc.Awaitable[_operator_pb2.ExtendReply]]:
         """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+
+    @_abc_1.abstractmethod
+    def Tune(
+        self,
+        request: _operator_pb2.TuningAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.TuneReply, _abc.Awaitable[_operator_pb2.TuneReply]]:
+        """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+
+    @_abc_1.abstractmethod
+    def Quarantine(
+        self,
+        request: _operator_pb2.QuarantineAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.QuarantineReply, _abc.Awaitable[_operator_pb2.QuarantineReply]]:
+        """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
