@@ -22,6 +22,7 @@ from dips.commands import (
     readmit,
     rebalance,
     recover,
+    seed,
     status,
     verify,
 )
@@ -43,6 +44,7 @@ First look:
 \b
 A run:
   dips init --config dips.yaml ...                          make it
+  dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
   dips-master --config dips.yaml                            serve it
   dips-slave --config dips.yaml --name NAME                 once for each slave
   dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
@@ -94,6 +96,7 @@ def _common_options(
 for word in (
     demo.demo,
     init.init,
+    seed.seed,
     status.status,
     history.history,
     plot.plot,

@@ -27,6 +27,7 @@ class OpenPush:
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
     order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
     first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
+    seed: bool = False  # it brings v0@r0: legal for a slave that holds no version
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,13 @@ class DropPush:
 
     push: PushId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSeed:
+    """Hold the staged push of a seed against the digests of v0@r0 and write it to the disk."""
+
+    push: PushId
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,7 @@ OrderBody = (
     OpenPush
     | Reorder
     | DropPush
+    | KeepSeed
     | Measure
     | Fold
     | Apply
@@ -324,6 +333,14 @@ class Extended:
 
 
 @dataclass(frozen=True, slots=True)
+class SeedGranted:
+    """These slaves take v0@r0 as the push of this name."""
+
+    push: PushId
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request is answered with an error; `raise error(message)` at the asker."""
 
@@ -345,6 +362,7 @@ Result = (
     | Ranges
     | Acknowledged
     | Extended
+    | SeedGranted
     | Failed
 )
 

@@ -13,7 +13,7 @@ from dips.protocol.data import BegunRange
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 5
+PROTOCOL = 6
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -46,6 +46,7 @@ class SlaveRegistered:
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
+    unseeded: bool = False  # its layers of v0@r0 are not on its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +238,25 @@ class DrainAsked:
     slave: str
 
 
+@dataclass(frozen=True, slots=True)
+class RunProposed:
+    """The model that a run without a ledger is to begin with, as `dips init` would measure it; never a step's event."""
+
+    manifest: str  # JSON
+    genesis: tuple[str, ...]  # xxh3-128 of each layer, in hexadecimal
+    genesis_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedAsked:
+    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
+
+    req: int
+    seeder: str  # nonce of the process
+    genesis: tuple[str, ...]  # of the model that it would bring
+    given_up: int = 0  # seq of the push that broke at its end; 0: none
+
+
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
@@ -362,6 +382,7 @@ Event = (
     | ReadmissionAsked
     | DrainAsked
     | ExtensionAsked
+    | SeedAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

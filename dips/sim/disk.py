@@ -51,6 +51,7 @@ class SimDisk:
         self._rng = rng
         self._passed_over = passed_over
         self.files: dict[VersionId, Snapshot] = {}
+        self.seeded = True  # v0@r0 lies here, or where initial_model points
         self.full = False
         self.slowness = 1.0
         self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
@@ -141,7 +142,7 @@ class SimDisk:
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         snapshot = self.files.get(version)
-        if snapshot is None and version == GENESIS:
+        if snapshot is None and version == GENESIS and self.seeded:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
         if snapshot is None or not snapshot.good:
             self._passed_over()
@@ -151,6 +152,16 @@ class SimDisk:
             array[:] = snapshot.theta[layer]
         for layer, array in momentum.items():
             array[:] = snapshot.momentum[layer]
+
+    def holds_initial(self) -> bool:
+        return self.seeded
+
+    def keep_initial(self, theta: Arrays) -> None:
+        if self.full:
+            raise OSError(28, "no space left on the simulated disk")
+        if any(not np.array_equal(theta[layer], held) for layer, held in self._genesis.items()):
+            raise CorruptSnapshot("what was brought is not this run's first model")
+        self.seeded = True
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""
