@@ -46,12 +46,15 @@ class SimDisk:
     page cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
     """
 
-    def __init__(self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None, shared: bool = True
+    ) -> None:
         self._genesis = genesis
         self._rng = rng
         self._passed_over = passed_over
         self.files: dict[VersionId, Snapshot] = {}
-        self.seeded = True  # v0@r0 lies here, or where initial_model points
+        self.shared = shared  # v0@r0 lies where initial_model points, whatever becomes of this disk
+        self.seeded = shared  # or was brought here
         self.full = False
         self.slowness = 1.0
         self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
@@ -86,6 +89,7 @@ class SimDisk:
         """The disk is gone for good; another, empty, is in its place."""
         self.harmed.update(self.files)
         self.files = {}
+        self.seeded = self.shared
 
     def bring_back(self, version: VersionId, snapshot: Snapshot) -> None:
         """A copy from a mirror, which is no harm any more."""
