@@ -84,7 +84,7 @@ def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked) -> Result:
     if not seed.opened:
         return Pending("the slaves are making room for it")
     if not seed.unstaged:
-        return Pending(f"{name_some(tuple(seed.slaves))} write it to their disks")
+        return Pending(f"being written to the disk: {name_some(tuple(seed.slaves))}")
     grant = run.make_grant(GENESIS, run.options.timing.lease_s)
     takers = tuple(address for address in grant.slaves if address.name in seed.slaves)
     return SeedGranted(seed.push, replace(grant, slaves=takers))
