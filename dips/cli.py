@@ -25,6 +25,7 @@ from dips.commands import (
     readmit,
     rebalance,
     recover,
+    seed,
     status,
     tune,
     verify,
@@ -49,6 +50,7 @@ A run:
   dips plan memory --parameters N                           what it will need
   dips init --config dips.yaml ...                          make it
   dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
+  dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
   dips-master --config dips.yaml                            serve it
   dips-slave --config dips.yaml --name NAME                 once for each slave
   dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
@@ -104,6 +106,7 @@ def _common_options(
 for word in (
     demo.demo,
     init.init,
+    seed.seed,
     status.status,
     history.history,
     plot.plot,

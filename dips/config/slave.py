@@ -26,7 +26,7 @@ class SlaveSection(HttpKeys):
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked as long as it runs
-    initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
+    initial_model: Path | None = None  # safetensors of `dips init`, read for v0@r0; null: `dips seed` brings it
     mirror: str | None = None  # URL where snapshots are copied to: another disk, NFS, s3://…; null: nowhere
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers

@@ -18,7 +18,7 @@ from grpc_health.v1 import health
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import genesis, metrics, operate, restore, status
+from dips.master import begin, genesis, metrics, operate, restore, status, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
@@ -32,7 +32,7 @@ from dips.open_files import raise_open_files
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
-from dips.protocol.events import Event
+from dips.protocol.events import Event, RunProposed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import RunRow
@@ -120,22 +120,28 @@ async def serve(
         _raise_open_files(config, log)
         make_private_directory(config.master.directory, "master.directory")
         restore.restore_if_lost(config, log)
+        tls = _open_tls(config, log)
+        guard = Guard(tls, config.clusters) if tls is not None else None
+        report = partial(_report_call, log)
+        if not genesis.ledger_path(config).exists():
+            found = await waiting.wait_for_ledger(config, guard, log, ready, report)
+            if found is None:
+                return 0
+            config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
-        tls = _open_tls(config, log)
-        guard = Guard(tls, config.clusters) if tls is not None else None
         outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
-        server = control.make_server(partial(_report_call, log), guard)
+        server = control.make_server(report, guard)
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         page = MasterPage(config.master.timing.heartbeat_s)
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
-        checker = await _add_services(server, runtime, guard, _describe_run(config, row))
+        checker = await _add_services(server, runtime, guard, row, _describe_run(config, row))
         await server.start()
         await _serve_http(config, tls, runtime, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
@@ -235,13 +241,17 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
 
 
 async def _add_services(
-    server: aio.Server, runtime: Runtime, guard: Guard | None, agreed: dict[str, Any]
+    server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any]
 ) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, guard), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
+
+
+async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
+    begin.check_repeated(row, proposed)
 
 
 async def _serve_http(

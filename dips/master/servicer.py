@@ -7,11 +7,12 @@ decides.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from dips.errors import UnavailableMaster
 from dips.master import status
 from dips.master.runtime import Runtime
 from dips.protocol import events, heartbeats
@@ -100,8 +101,23 @@ class SlaveServicer(SlaveServiceServicer):
 class OperatorServicer(OperatorServiceServicer):
     """Requests of an operator to the master; the ledger keeps who asked, and when."""
 
-    def __init__(self, runtime: Runtime, guard: Guard | None = None, wall: Callable[[], float] = time.time) -> None:
-        self._runtime, self._guard, self._wall = runtime, guard, wall
+    def __init__(
+        self,
+        runtime: Runtime,
+        begin: Callable[[events.RunProposed], Awaitable[None]],
+        guard: Guard | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`begin` makes the run's ledger, or raises why not; nothing if it was made with that model."""
+        self._runtime, self._begin, self._guard, self._wall = runtime, begin, guard, wall
+
+    async def Begin(self, request: Any, context: Any) -> operator_pb2.BeginReply:
+        await self._begin(messages.from_proto(request, events.RunProposed))
+        return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
+
+    async def Seed(self, request: Any, context: Any) -> operator_pb2.SeedReply:
+        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.SeedAsked, req=req))
+        return cast(operator_pb2.SeedReply, messages.wrap_oneof(result, operator_pb2.SeedReply))
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
         return await self._ask_audited(request, context, events.ReadmissionAsked, operator_pb2.ReadmitReply)
@@ -132,7 +148,9 @@ class StatusServicer(StatusServiceServicer):
     """Calls of `dips status`, of the live view and of `dips-client check`."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
-        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest."""
+        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest; empty before
+        it has a ledger.
+        """
         self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
@@ -141,6 +159,8 @@ class StatusServicer(StatusServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.build_view()
+        if not self._agreed:
+            raise UnavailableMaster(f"run {view['run']!r} {view['waiting']}")
         present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
         return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
 

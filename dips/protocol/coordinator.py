@@ -28,6 +28,7 @@ from dips.protocol import (
     quarantine,
     readmit,
     round,
+    seeding,
     settlement,
     slaves,
     tuning,
@@ -65,6 +66,7 @@ from dips.protocol.events import (
     RangesRequested,
     ReadmissionAsked,
     RoundAwaited,
+    SeedAsked,
     SlaveRegistered,
     SlaveSilent,
     Ticked,
@@ -103,6 +105,8 @@ CONTINUATIONS: dict[FanoutKind, Continuation] = {
     FanoutKind.PERSIST_LATE: durability.on_late_snapshot_answered,
     FanoutKind.COMMIT: flip.on_slaves_flipped,
     FanoutKind.PING: slaves.on_ping_answered,
+    FanoutKind.OPEN_SEED: seeding.on_seed_opened,
+    FanoutKind.KEEP_SEED: seeding.on_seed_kept,
     FanoutKind.STANDALONE: _nothing_follows,
 }
 
@@ -113,6 +117,16 @@ def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
         CONTINUATIONS[fanout.kind](run, fanout)
 
 
+def _on_push_staged(run: RunState, event: PushStaged) -> None:
+    if not seeding.take_staged(run, event):
+        pushes.on_push_staged(run, event)
+
+
+def _on_push_refused(run: RunState, event: PushRefused) -> None:
+    if not seeding.take_refused(run, event):
+        pushes.on_push_refused(run, event)
+
+
 def _on_blind(run: RunState, event: Blind) -> None:
     """The master did not run: every deadline moves by the gap (docs/rationale.md#12)."""
     run.started += event.gap_s
@@ -121,6 +135,8 @@ def _on_blind(run: RunState, event: Blind) -> None:
     if run.round is not None:
         run.round.closes += event.gap_s
     run.transfers.shift_times(event.gap_s)
+    if run.seed is not None:
+        run.seed.deadline += event.gap_s
     for cluster in run.clusters.values():
         if cluster.requested_at is not None:
             cluster.requested_at += event.gap_s
@@ -138,8 +154,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     SlaveSilent: slaves.on_slave_silent,
     OrderAnswered: _on_order_answered,
     OrderFailed: slaves.on_order_failed,
-    PushStaged: pushes.on_push_staged,
-    PushRefused: pushes.on_push_refused,
+    PushStaged: _on_push_staged,
+    PushRefused: _on_push_refused,
     ClusterJoined: clusters.on_cluster_joined,
     ClusterLeft: clusters.on_cluster_left,
     ClusterSilent: clusters.on_cluster_silent,
@@ -163,6 +179,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     OperatorAsked: audit.on_operator_asked,
     OperatorReported: audit.on_operator_reported,
     ClusterExpelled: clusters.on_cluster_expelled,
+    SeedAsked: seeding.on_seed_asked,
     Blind: _on_blind,
     Ticked: _on_tick,
 }
@@ -170,6 +187,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 def _next_deadline(run: RunState) -> float:
     due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
+    if run.seed is not None:
+        due = min(due, run.seed.deadline)
     if run.round is not None:
         return min((due, *window.window_deadlines(run)))
     if run.targets.wall_s and not run.finished:
@@ -199,6 +218,8 @@ class Coordinator:
             round.advance_round(run)
             if run.roster.draining:
                 drain.settle_drains(run)
+            if run.seed is not None:
+                seeding.settle_seed(run)
             if run.roster.garbage:
                 slaves.delete_garbage(run)
         return run.out

@@ -48,6 +48,7 @@ class Slave:
     unanswered: int = 0  # orders in a row past their deadline
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
     mirrored: VersionId | None = None  # the newest version in its mirror that is on offer
+    unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
     def set_state(self, state: SlaveState, reason: str) -> None:
@@ -97,6 +98,18 @@ class Pull:
     deadline_s: float
     opened: bool = False
     first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
+
+
+@dataclass
+class Seed:
+    """v0@r0 on its way to the slaves that lack it; forgotten by a master that restarts."""
+
+    push: PushId
+    seeder: str  # nonce of the process that brings it
+    deadline: float  # unless it is asked for again
+    slaves: dict[str, int]  # that have yet to keep it → the incarnation that is asked to
+    opened: bool = False  # all of them take it
+    unstaged: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

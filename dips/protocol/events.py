@@ -51,6 +51,7 @@ class SlaveRegistered:
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
     rival_heard_s: float = inf  # since the name's present incarnation was heard: the Judge fills it in
+    unseeded: bool = False  # its layers of v0@r0 are not on its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +297,25 @@ class OperatorReported:
     wall: float  # Unix seconds
 
 
+@dataclass(frozen=True, slots=True)
+class RunProposed:
+    """The model that a run without a ledger is to begin with, as `dips init` would measure it; never a step's event."""
+
+    manifest: str  # JSON
+    genesis: tuple[str, ...]  # xxh3-128 of each layer, in hexadecimal
+    genesis_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedAsked:
+    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
+
+    req: int
+    seeder: str  # nonce of the process
+    genesis: tuple[str, ...]  # of the model that it would bring
+    given_up: int = 0  # seq of the push that broke at its end; 0: none
+
+
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
@@ -435,6 +455,7 @@ Event = (
     | OperatorAsked
     | OperatorReported
     | ClusterExpelled
+    | SeedAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

@@ -17,7 +17,18 @@ from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
-from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, ProbeAdmission, Push, Round, Slave, Subject
+from dips.protocol.entities import (
+    Bodies,
+    Cluster,
+    Durability,
+    Fanout,
+    ProbeAdmission,
+    Push,
+    Round,
+    Seed,
+    Slave,
+    Subject,
+)
 from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
@@ -94,6 +105,9 @@ class RunState:
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
+        self.seed: Seed | None = None
+        self.seeds = 0  # of this term: names of their pushes
+        self.failed_seed: tuple[str, str] | None = None  # nonce of its process, and why: told when it asks again
         self.orders = OrderBook()
         self.transfers = TransferBook()
         self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, settlement
+from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, seeding, settlement
 from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
@@ -128,7 +128,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
-    slave.key = event.key
+    slave.key, slave.unseeded = event.key, event.unseeded
     slave.unanswered = 0
     run.roster.follow_register(slave, event.slots, run.slaves)
 
@@ -160,6 +160,8 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return AbortVersion(event.prepared)
     if event.memory == run.head:
         return Hold()
+    if run.head == GENESIS and event.unseeded:
+        return RegisterLater(RETRY_S, "; ".join(why for why in (seeding.WAITS, event.reason) if why))
     if run.head in event.complete or run.head == GENESIS:
         return LoadVersion(run.head)
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
@@ -292,6 +294,8 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
             end(run, cluster, reason)
     elif fanout.kind in settlement.ROUND_ORDERS:
         settlement.skip_round(run, reason)
+    elif fanout.kind in (FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED):
+        seeding.drop_seed(run, reason)
     elif fanout.kind is FanoutKind.PERSIST_LATE:
         durability.on_late_snapshot_failed(run, slave, fanout, event)
     elif fanout.kind is FanoutKind.COMMIT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from dips.protocol import mirrors, window
+from dips.protocol import mirrors, seeding, window
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import DurabilityState
 from dips.protocol.roster import in_order, name_some
@@ -69,6 +69,8 @@ def _why_idle(run: RunState) -> str:
     if run.durability.state is DurabilityState.STOPPED:
         return run.durability.reason
     missing = run.slaves_missing()
+    if unseeded := seeding.explain_unseeded(run):
+        return unseeded
     if missing and run.rollback_waits:
         return run.rollback_waits
     if missing:

@@ -38,6 +38,7 @@ class Scenario:
     parameters: tuple[int, ...] = (2, 1)  # of each layer, by their elements; each rank's piece of one is a chunk
     ranges_at_once: int = 2  # data ranges that an agent leases together
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
+    seeded: bool = True  # v0@r0 lies where every slave finds it; else an operator brings it to empty disks
     mirrors: bool = False  # every slave's directory has one
     steady: bool = True  # no message is lost, late or doubled but by a planned failure
     work_s: float = 0.0  # at least, of each piece of a slave's work that grows with the model, and of each load

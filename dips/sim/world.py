@@ -24,6 +24,7 @@ from dips.sim.model import NoiseModel, SimModel
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario
+from dips.sim.seeder import SimSeeder
 from dips.sim.site import Site
 from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
@@ -76,7 +77,9 @@ class World:
         self.clusters = {
             name: SimCluster(self, self._make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
         }
-        self.master = MasterMachine(self, self._run_row(placement))
+        row = self._run_row(placement)
+        self.master = MasterMachine(self, row)
+        self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
     def _make_site(self, number: int) -> Site:
         name, shape = NAMES[number], self.scenario.clusters[number]
@@ -130,6 +133,8 @@ class World:
             machine.start()
         for cluster in self.clusters.values():
             cluster.start()
+        if self.seeder is not None:
+            self.seeder.start()
         if plan is not None:
             plan(self)
 

@@ -62,6 +62,8 @@ POINTS: dict[str, str] = {
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "seeded": "slaves that began with empty disks were brought the first model",
+    "seed_broken": "that broke on the way, and was begun anew",
     "extended": "a run was extended before its end",
     "resumed": "a finished run was extended, and its clusters came back",
     "tuned": "an operator changed the outer step while the run went on",

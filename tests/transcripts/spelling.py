@@ -30,9 +30,12 @@ def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
             first = f", from worker {body.first}" if body.first else ""
-            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}"
+            seed = ", to bring v0@r0" if body.seed else ""
+            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}{seed}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
+        case e.KeepSeed():
+            return f"KeepSeed {body.push}"
         case e.DropPush():
             return f"DropPush {body.push}: {body.reason}"
         case e.Measure():
@@ -96,6 +99,8 @@ def spell_result(result: e.Result) -> str:
             return f"Failed {result.error.__name__}: {result.message}"
         case e.Acknowledged():
             return "Acknowledged"
+        case e.SeedGranted():
+            return f"SeedGranted {result.push} of {_grant(result.grant)}"
         case e.Extended():
             again = f", and goes on from {result.resumed}" if result.resumed else ""
             return f"Extended: the run goes to {_targets(result.targets)}{again}"

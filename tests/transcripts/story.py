@@ -93,6 +93,7 @@ class Teller:
             term_seen=int(words.get("term", "0")), memory=VersionId.parse(held) if held else None,
             prepared=VersionId.parse(words["prepared"]) if "prepared" in words else None, complete=complete,
             slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
+            unseeded="empty" in words,
         )  # fmt: skip
         return self.step(event, slave)
 
@@ -235,6 +236,12 @@ class Teller:
     def extend(self, _: str, words: Words) -> list[str]:
         changes = tuple(ev.TargetChange(key, float(value)) for key, value in words.items())
         return self.step(ev.ExtensionAsked(0, changes), "operator")
+
+    def seed(self, seeder: str, words: Words) -> list[str]:
+        """An operator's process asks to bring the first model."""
+        genesis = self.ledger.read_state().row.genesis
+        digests = (*genesis[:-1], "0ther") if words.get("model") == "another" else genesis
+        return self.step(ev.SeedAsked(0, seeder, digests, int(words.get("gives_up", "0"))), "operator")
 
     def drain(self, slave: str, words: Words) -> list[str]:
         return self.step(ev.DrainAsked(0, slave), "operator")

@@ -59,6 +59,16 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.QuarantineAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.QuarantineReply.FromString,
                 _registered_method=True)
+        self.Begin = channel.unary_unary(
+                '/dips.v1.OperatorService/Begin',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RunProposed.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.BeginReply.FromString,
+                _registered_method=True)
+        self.Seed = channel.unary_unary(
+                '/dips.v1.OperatorService/Seed',
+                request_serializer=dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -99,6 +109,20 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Begin(self, request, context):
+        """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Seed(self, request, context):
+        """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +150,16 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Quarantine,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.QuarantineAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.QuarantineReply.SerializeToString,
+            ),
+            'Begin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Begin,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RunProposed.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.BeginReply.SerializeToString,
+            ),
+            'Seed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Seed,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.SeedAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.SeedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +297,60 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Quarantine',
             dips_dot_v1_dot_operator__pb2.QuarantineAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.QuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Begin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Begin',
+            dips_dot_v1_dot_operator__pb2.RunProposed.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.BeginReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Seed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Seed',
+            dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
             options,
             channel_credentials,
             insecure,
