@@ -12,6 +12,7 @@ from pathlib import Path
 from dips.errors import ConfigError
 
 PRIVATE_MASK = 0o077
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _given = -1  # the umask that we were started with; -1: ours was not changed, as subprocess spells it
 
 
@@ -28,22 +29,20 @@ def umask_given() -> int:
 
 
 def make_private_directory(path: Path, key: str) -> None:
-    """Make it, or take it from everybody else; raise ConfigError if others may write there and we cannot change it.
+    """Make it, or take it from everybody else; raise ConfigError if others may write in it and it is not ours to change.
 
-    A group stays: Kubernetes gives volumes to one (fsGroup).
+    What belongs to another user is left to a group: Kubernetes gives volumes to one (fsGroup).
     """
     path.mkdir(parents=True, exist_ok=True)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if not mode & stat.S_IRWXO:
-        return
-    try:
-        path.chmod(mode & ~stat.S_IRWXO)
-    except OSError as error:
-        if mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"{key}: everybody on this machine may write in {path} (mode {mode:o}), and it is another user's: "
-                f"chmod o-rwx it"
-            ) from error
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid():
+        if mode & _OTHERS:
+            path.chmod(mode & ~_OTHERS)
+    elif mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), and it is another user's: chmod o-rwx"
+        )
 
 
 def require_private(path: Path, key: str) -> None:

@@ -23,12 +23,6 @@ from dips.transport.limits import CallLimits, ServerLimits
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
 COUNTED = (Denied, RemoteProtocolError, Corrupt, Busy, Unavailable)  # refusals by handlers, counted by their labels
-    Denied,
-    RemoteProtocolError,
-    Corrupt,
-    Busy,
-    Unavailable,
-)  # errors of handlers that are refusals, by their labels
 
 Report = Callable[[str, BaseException], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -87,6 +87,14 @@ class Deployment:
         self.metrics = {name: f"127.0.0.1:{harness.free_port()}" for name in ("master", "ps0", "ps1")}
         shared = {"penalty": {"rule": "none"}, "stop": {"versions": 1_000_000}}
         self.run = harness.Run(self.directory, tensors(), shared=shared, slaves=2, security=security)
+        try:
+            self._start()
+        except BaseException as error:
+            self.run.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         self._serve_metrics()
         self.daemons = {"master": self.run.start_master()}
         self.daemons |= {name: self.run.start_slave(name) for name in self.run.slaves}
@@ -94,7 +102,6 @@ class Deployment:
             self.run.start_cluster(cluster, tiny(self.directory), steps=10)
         self.run.until(lambda: self._has_begun(), 90.0, "both clusters train")
         self._rss = {name: self.read_rss(name) for name in self.daemons}
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.run.__exit__(kind, error, at)
