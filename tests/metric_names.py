@@ -15,7 +15,7 @@ from dips.slave import metrics as slave_metrics
 from dips.telemetry import process
 from dips.telemetry.metrics import Table
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "metrics.md"
+GUIDE = Path(__file__).parents[1].joinpath("docs/guides/metrics.md")
 BEGIN, END = "<!-- {} begins: python -m tests.metric_names --write -->", "<!-- {} ends -->"
 ROLES: dict[str, tuple[Table, ...]] = {
     "process": process.TABLES,
