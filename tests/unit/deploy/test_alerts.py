@@ -13,7 +13,7 @@ import yaml
 from tests.expressions import ALERTMANAGER, ALERTS, SCRAPE, STORIES, list_alerts, list_panels, names_in
 from tests.metric_names import GUIDE, ROLES, series_of, table_of, with_tables
 
-RUNBOOK = GUIDE.with_name("runbook.md")
+RUNBOOK = GUIDE.with_stem("runbook")
 NAMES = [rule["alert"] for rule in list_alerts()]
 
 
