@@ -34,6 +34,11 @@ def series_of(*roles: str) -> set[str]:
     return plain | {row.name + part for row in rows if row.histogram for part in parts}
 
 
+def kinds_of(*roles: str) -> dict[str, str]:
+    """What daemons of these roles register, with its type."""
+    return {row.series: row.kind for role in roles for table, _ in ROLES[role] for row in table}
+
+
 def unit_of(name: str) -> str:
     """By its ending, as Prometheus wants it."""
     return next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if name.endswith(end)), "")
