@@ -92,7 +92,10 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
 
     run_file = load_run(config)
     if wanted == GENESIS:  # no slave writes it down
-        shutil.copyfile(run_file.master.directory / INITIAL_MODEL, output)
+        initial = run_file.master.directory / INITIAL_MODEL
+        if not initial.exists():
+            raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
+        shutil.copyfile(initial, output)
         return GENESIS
     return export_snapshot([s.directory for s in run_file.slaves], wanted, output)
 

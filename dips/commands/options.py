@@ -56,6 +56,15 @@ def operator_peer(config: RunFile, name: str) -> Endpoint:
     return master_peer(config.master.listen, source)
 
 
+def slave_peer(config: Path, slave: str) -> Endpoint:
+    """The run's master, asked by this slave with the certificate that the run file names for it."""
+    run_file = load_run(config)
+    section = run_file.slave_section(slave)
+    files = run_file.tls_files(slave, PeerRole.SLAVE)
+    source = TlsSource(files, slave, PeerRole.SLAVE, run_file.shared.run, _warn) if files else None
+    return master_peer(section.master, source)
+
+
 def _own_source(cert: Path) -> TlsSource:
     files = TlsFiles(cert.with_name("ca.crt"), cert, cert.with_suffix(".key"))
     own = load_tls(files).identity

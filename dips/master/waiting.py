@@ -27,6 +27,7 @@ from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
 from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
 
+REMEDY = "if this run had begun, put its newest ledger back and do not seed it"
 LOOK_S = 1.0  # for a ledger that `dips init` wrote
 GRACE_S = 2.0  # the answer to Begin may leave for so long
 
@@ -74,7 +75,7 @@ async def wait_for_ledger(
         loop.add_signal_handler(number, stopped.set)
     await server.start()
     try:
-        log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS)
+        log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
         ready(address)
         while not (begun.is_set() or stopped.is_set() or genesis.ledger_path(config).exists()):
             await _wait_for_any(begun, stopped)

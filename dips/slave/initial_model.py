@@ -32,7 +32,7 @@ class InitialModel:
 
     def __init__(self, directory: Path, run: str, given: Path | None, on_piece: Callable[[int], None]) -> None:
         """`given`: what `dips init` wrote, all layers of the model; None: it waits for `dips seed`."""
-        self._own, self._given, self._run, self._on_piece = directory / OWN_FILE, given, run, on_piece
+        self._own, self.given, self._run, self._on_piece = directory / OWN_FILE, given, run, on_piece
         self._manifest: Manifest | None = None
         self._digests: Mapping[int, str] = {}
         self._bad: set[_Version] = set()  # looked into, and of no use
@@ -89,7 +89,7 @@ class InitialModel:
     def _find_versions(self) -> list[_Version]:
         """The files that are there, what was brought first."""
         found = []
-        for path in (self._own, self._given):
+        for path in (self._own, self.given):
             try:
                 if path is not None:
                     status = path.stat()
@@ -103,7 +103,7 @@ class InitialModel:
             if self._may_serve(version):
                 return version
         raise FileNotFoundError(
-            f"initial_model: no first model of this slave's layers is at {self._given or self._own}: run `dips seed`, "
+            f"initial_model: no first model of this slave's layers is at {self.given or self._own}: run `dips seed`, "
             "or copy <master.directory>/initial/model.safetensors of `dips init` to where initial_model points"
         )
 

@@ -61,6 +61,7 @@ class Snapshots:
         self._directory, self._run, self._slave = directory, run, slave
         self._initial = InitialModel(directory, run, initial_model, self._meter.add)
         self._log = log
+        self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by us
         self._bad: set[VersionId] = set()  # passed over; logged once
         self._manifest: Manifest | None = None
@@ -178,8 +179,14 @@ class Snapshots:
             raise
 
     def holds_initial(self) -> bool:
-        """Whether v0@r0 can be read, as far as names and shapes tell."""
-        return self._initial.is_held()
+        """Whether v0@r0 can be read, as far as names and shapes tell; if it should lie here, say so once."""
+        held = self._initial.is_held()
+        if not held and self._initial.given is not None and not self._said_missing:
+            remedy = "run `dips seed`, or copy it from <master.directory>/initial/ of `dips init`"
+            where = "or name where it lies under the key initial_model"
+            self._log.error("initial_model_missing", path=str(self._initial.given), remedy=f"{remedy}, {where}")
+            self._said_missing = True
+        return held
 
     def keep_initial(self, theta: Arrays) -> None:
         """Make v0@r0 durable; CorruptSnapshot if it is another model."""

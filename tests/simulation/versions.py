@@ -157,12 +157,10 @@ class DurableInvariant(Invariant):
         for machine in self.world.machines.values():
             known = machine.mirror is not None and machine.mirror.listed
             held = [
-                v
-                for v in self.world.books.offered_versions
-                if machine.mirror is not None
-                and v in machine.mirror.files
-                and machine.mirror.copied_at[v] < heard_before
+                v for v in self.world.books.offered_versions if machine.mirror is not None and v in machine.mirror.files
             ]
+            if machine.mirror is not None:
+                known = known and any(machine.mirror.copied_at[v] < heard_before for v in held)
             left = [v for v in held if v not in record.versions]
             self.require(
                 not known or not held or bool(left),

@@ -211,6 +211,7 @@ LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons
     ("Measured", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
     ("ClusterJoined", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
+    ("RunProposed", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("Registered", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
 }
 
