@@ -96,9 +96,9 @@ def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
 def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
     """Port 0 takes a free one; the same port twice on one host is taken by whoever comes first."""
     users = defaultdict[tuple[str, int], list[str]](list)
-    listening = [("master.listen", run.master.listen), ("master.metrics", run.master.metrics)]
+    listening = [("master.listen", run.master.listen), ("master.http", run.master.http)]
     for s in run.slaves:
-        listening += [(f"slaves.{s.name}.{key}", getattr(s, key)) for key in ("listen", "metrics")]
+        listening += [(f"slaves.{s.name}.{key}", getattr(s, key)) for key in ("listen", "http")]
         listening += [(f"slaves.{s.name}.lanes", lane) for lane in s.lanes]
     for key, address in listening:
         if address is not None and host_port(address)[1]:

@@ -21,6 +21,7 @@ from dips.protocol.events import RunProposed
 from dips.protocol.seeding import WAITS
 from dips.telemetry.logs import Log
 from dips.transport import control
+from dips.transport.gate import Report
 from dips.transport.guard import Guard
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
@@ -58,7 +59,7 @@ class ModelAwaiting:
 
 
 async def wait_for_ledger(
-    config: RunFile, guard: Guard | None, log: Log, ready: Callable[[str], None], report: control.Report
+    config: RunFile, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
 ) -> str | None:
     """Serve until there is a ledger; return host:port where this did, None if it was stopped before."""
     begun, stopped = asyncio.Event(), asyncio.Event()

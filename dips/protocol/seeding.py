@@ -11,7 +11,7 @@ disks stays. It ends when nobody has asked for a lease, or a slave that takes it
 from __future__ import annotations
 
 from dips.dataclass import replace
-from dips.errors import ConfigError
+from dips.errors import ConfigError, RemoteProtocolError
 from dips.ids import GENESIS, PushId
 from dips.protocol.effects import (
     Acknowledged,
@@ -30,6 +30,7 @@ from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PushRefused, PushStaged, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
+from dips.protocol.rank_keys import find_wrong_keys
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import RunState
 
@@ -48,6 +49,8 @@ def on_seed_asked(run: RunState, event: SeedAsked) -> None:
 def _answer_asked(run: RunState, event: SeedAsked) -> Result:
     if problem := describe_other_model(run.manifest, run.row.genesis, event.genesis):
         return Failed(ConfigError, problem)
+    if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
     if run.head != GENESIS:
         return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
     if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:
@@ -94,7 +97,7 @@ def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None
     run.seeds += 1
     push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
     run.seed = Seed(push, event.seeder, run.now + timing.lease_s, lacking, unstaged=dict.fromkeys(lacking))
-    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, seed=True)
+    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, keys=event.keys, seed=True)
     run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(lacking, order), timing.order_s)
     run.emit_note("seed_opened", push=push, slaves=",".join(lacking))
 

@@ -17,6 +17,7 @@ from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Chance, Heap
+from dips.sim.keys import make_keys
 from dips.sim.network import Network
 from dips.sim.streams import SimTransfer
 from dips.sim.transfer import DataNetwork
@@ -57,7 +58,7 @@ class SimSeeder:
         self._world, self._digests = world, row.genesis
         self._rng: Random = world.chance.generator_for("seeder")
         self._gate = Gate()
-        self._lives = 0
+        self._lives, self._keys = 0, tuple[str, ...]()
         self._story: Fiber | None = None
         self._granted: SeedGranted | None = None
         self._moving: SimTransfer | None = None
@@ -70,10 +71,10 @@ class SimSeeder:
         self._story = Fiber(self._bring_model(f"seeder-{self._lives}"))
 
     def _bring_model(self, nonce: str) -> Story:
-        world = self._world
+        world, self._keys = self._world, make_keys(nonce, SEED_RANKS)
         while True:
             given_up = self._granted.push.seq if self._granted is not None and self._moved is False else 0
-            asked = SeedAsked(0, nonce, self._digests, given_up)
+            asked = SeedAsked(0, nonce, self._digests, given_up, self._keys)
             answer: Any = yield partial(world.network.call_host, OPERATOR, "master", asked, CALL_S)
             if isinstance(answer, SeedGranted):
                 self._begin_transfer(answer)
@@ -92,7 +93,7 @@ class SimSeeder:
         self._granted = granted
         ended: Callable[[bool], None] = partial(self._on_ended, granted)
         self._moving = self._world.data.begin_push(
-            granted.push, granted.grant, self._spell, SEED_RANKS, self._gate, 1, ended
+            granted.push, granted.grant, self._spell, self._keys, self._gate, 1, ended
         )
         if self._rng.random() < DEATHS:
             self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", self._die)
