@@ -37,7 +37,7 @@ WAYS = ("push", "pull")
 
 
 @dataclass
-class Way:
+class LaneWay:
     """One slave and this rank, over its lanes."""
 
     slave: LineProgram
@@ -80,7 +80,7 @@ def _measure(bench: Bench, mib: int, lanes: int, sealed: float) -> None:
     nbytes, what = mib << 20, f"{lanes} lane{'s' if lanes > 1 else ''}"
     with open_programs() as start:
 
-        def begin(secret: bool) -> Way:
+        def begin(secret: bool) -> LaneWay:
             keys = curve.new_keys()
             words = [keys.public] if secret else []
             slave = start(HERE, "link_end", "slave", "127.0.0.1", str(lanes), str(mib), *words)
@@ -90,7 +90,7 @@ def _measure(bench: Bench, mib: int, lanes: int, sealed: float) -> None:
             model = link_end.manifest(mib)
             pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
             grant = Grant(GENESIS, (there,), link_end.WAIT_S)
-            return Way(slave, grant, pieces, keys, itertools.count(1), {way: [] for way in WAYS})
+            return LaneWay(slave, grant, pieces, keys, itertools.count(1), {way: [] for way in WAYS})
 
         ways = {"CURVE": begin(True), "plain": begin(False)}
         works: dict[str, Callable[[], object]] = {}

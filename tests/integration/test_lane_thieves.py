@@ -45,7 +45,7 @@ WAIT_S = 30.0
 
 
 @dataclass
-class Member:
+class PlayedCluster:
     """A cluster that the test plays: it has joined with its certificate, and its lease is kept."""
 
     name: str
@@ -72,7 +72,7 @@ class Member:
 
 
 @asynccontextmanager
-async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[Member]:
+async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[PlayedCluster]:
     files = {key: Path(path.format(name=name, role="cluster")) for key, path in run.security["tls"].items()}
     source = TlsSource(TlsFiles(**files), name, PeerRole.CLUSTER, RUN)
     master = master_peer(run.address, source)
@@ -84,7 +84,7 @@ async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[Member]
     rates = [TransferRate(0, 0, 0.0)]
     lease = asyncio.create_task(_keep_lease(link, PullId(name, joined.inc, seq), rates, threading.Event()))
     try:
-        yield Member(name, joined.inc, master, link, manifest, curve.new_keys(), lease)
+        yield PlayedCluster(name, joined.inc, master, link, manifest, curve.new_keys(), lease)
     finally:
         lease.cancel()
         await asyncio.gather(lease, return_exceptions=True)

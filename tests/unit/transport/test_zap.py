@@ -16,7 +16,7 @@ RAW: bytes = z85.decode(OURS.encode())
 ASKED = [b"1.0", b"7", b"", b"10.0.0.9", b"", b"CURVE", RAW]
 
 
-class Asker:
+class HandshakeAsker:
     """libzmq's end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -38,15 +38,15 @@ class Asker:
 
 
 @pytest.fixture(name="asker")
-def made_asker() -> Iterator[Asker]:
+def made_asker() -> Iterator[HandshakeAsker]:
     with zmq.Context() as context:
-        asker = Asker(context)
+        asker = HandshakeAsker(context)
         yield asker
         asker.socket.close()
         asker.handler.close()
 
 
-def test_an_open_key_becomes_the_connections_user(asker: Asker) -> None:
+def test_an_open_key_becomes_the_connections_user(asker: HandshakeAsker) -> None:
     """The User-Id is the key as the orders spell it; what is asked later has the same answer."""
     for _ in range(2):
         assert asker.ask(ASKED) == [b"1.0", b"7", b"200", b"OK", OURS.encode(), b""]
@@ -67,7 +67,7 @@ def test_an_open_key_becomes_the_connections_user(asker: Asker) -> None:
     ],
     ids=["stranger", "short", "empty", "null", "plain", "version", "more", "less"],
 )
-def test_all_else_is_refused(asker: Asker, parts: list[bytes]) -> None:
+def test_all_else_is_refused(asker: HandshakeAsker, parts: list[bytes]) -> None:
     """Another key, another mechanism, or no question at all: 400 without a user, and the next one is answered."""
     version, _, status, text, user, metadata = asker.ask(parts)
     assert (version, status, user, metadata) == (b"1.0", b"400", b"", b"") and text
