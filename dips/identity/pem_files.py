@@ -20,18 +20,12 @@ from dips.fsync import sync_path, write_aside
 from dips.identity.certificates import MOST_PEM, Key
 
 PRIVATE, PUBLIC = 0o600, 0o644
-CRL_END = b"-----END X509 CRL-----"
-BEGIN, END = b"-----BEGIN ", b"-----END "
-_MADE = {  # what is missing → where it comes from
-    "tls.ca": "copy the authority's ca.crt there",
-    "tls.crl": "copy the authority's crl.pem there, or leave the key out",
-    "tls.cert": "`dips certs request` and `dips certs issue` make it",
-    "tls.key": "`dips certs request` makes it, together with the request",
-}
-_IN_A_POD = "in a pod, see that its Secret exists and is mounted"
 _OTHERS = stat.S_IRWXO  # a group may read: Kubernetes mounts secrets as root:fsGroup 0440
 
 Document = TypeVar("Document")
+
+# of a block of PEM
+BEGIN, END, CRL_END = b"-----BEGIN ", b"-----END ", b"-----END X509 CRL-----"
 
 
 def read_pem(path: Path, key: str) -> bytes:
@@ -40,9 +34,7 @@ def read_pem(path: Path, key: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError) and key in _MADE
-        remedy = f": {_MADE[key]}; {_IN_A_POD}" if missing else ""
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{remedy}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
     if len(content) > MOST_PEM:
         raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
     if content.count(BEGIN) != content.count(END):

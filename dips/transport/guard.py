@@ -45,9 +45,9 @@ class Guard:
         wall: Callable[[], datetime] = utc_now,
     ) -> None:
         """`clusters`: those that may join; None: all whose certificate says so."""
+        self._trusted = b""  # the authorities by which callers were looked at
         self.source, self._clusters, self._wall = source, clusters, wall
         self._callers: dict[bytes, Caller] = {}
-        self._trusted = b""  # the authorities by which these were looked at
         self.refused: Counter[str] = Counter()  # by method
 
     def check_call(self, method: str, request: Any, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity:
