@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow frameworks mutants check sim chaos bench proto clean
+.PHONY: help demo test test-slow frameworks mutants check sim chaos attacks bench proto clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -54,6 +54,9 @@ sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed p
 
 chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600; SECURE=1: all with certificates)
 	@DIPS_STORM_S=$(STORM_S) DIPS_CHAOS_SECURE=$(SECURE) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
+
+attacks: $(VENV)/dev.stamp ## attack real daemons, with and without a valid certificate, while a run trains; a table at the end
+	@$(BIN)/python -m pytest -m attacks tests/attacks $(ARGS)
 
 bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/LOG.md (ARGS="--quick kernels")
 	@$(BIN)/python -m benchmarks --log $(ARGS)

@@ -208,7 +208,7 @@ def train(outer: OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) ->
 
 
 def spent(address: str) -> dict[str, float]:
-    """Seconds by cause since its start, as the agent tells Prometheus; nothing without an address."""
+    """Seconds by cause since its start, as the agent told Prometheus at most a second ago; sums of rounds even out."""
     if not address:
         return {}
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:

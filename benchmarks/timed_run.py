@@ -38,7 +38,7 @@ class TimedRun(WholeRun):
 
     def _keys(self, name: str) -> dict[str, Any]:
         metrics = self._plans[name].metrics
-        return {**self._own_keys, **({"metrics": metrics} if metrics else {})}
+        return {**self._own_keys, **({"http": metrics} if metrics else {})}
 
     def _words(self, name: str) -> list[str]:
         return ["benchmarks.timed_rank", name, str(self.meeting), json.dumps(asdict(self._plans[name]))]

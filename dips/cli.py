@@ -12,24 +12,29 @@ import typer
 from dips import __version__
 from dips.commands import (
     certs,
+    config,
     demo,
     drain,
     export,
     extend,
     history,
     init,
+    plan,
     plot,
+    quarantine,
     readmit,
     rebalance,
     recover,
+    seed,
     status,
+    tune,
     verify,
 )
 from dips.data import app as data
 from dips.telemetry import exits
 
 cli = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,7 +47,10 @@ First look:
 
 \b
 A run:
+  dips plan memory --parameters N                           what it will need
   dips init --config dips.yaml ...                          make it
+  dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
+  dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
   dips-master --config dips.yaml                            serve it
   dips-slave --config dips.yaml --name NAME                 once for each slave
   dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
@@ -56,6 +64,8 @@ Keeping it going:
   dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
+  dips quarantine CLUSTER --config dips.yaml                keep a cluster out of the outer step
+  dips tune KEY=VALUE --config dips.yaml                    change lr, window or gate while the run goes on
   dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
@@ -69,6 +79,8 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 
 cli.add_typer(data.words, name="data")
 cli.add_typer(certs.words, name="certs")
+cli.add_typer(config.words, name="config")
+cli.add_typer(plan.words, name="plan")
 
 
 def main() -> None:
@@ -94,12 +106,15 @@ def _common_options(
 for word in (
     demo.demo,
     init.init,
+    seed.seed,
     status.status,
     history.history,
     plot.plot,
     verify.verify,
     export.export,
     readmit.readmit,
+    quarantine.quarantine,
+    tune.tune,
     extend.extend,
     drain.drain,
     rebalance.rebalance,

@@ -1,18 +1,24 @@
 # A training image with Di-PS in it.   docker build -f deploy/docker/client.Dockerfile --build-arg BASE=my/training -t dips-client .
-# BASE brings Python and the torch that fits its accelerators; it is kept, nothing of CUDA is fetched here.
+#
+#   BASE    brings Python and the torch that fits its accelerators; it is kept, nothing of CUDA is fetched here.
+#           Pin it: --build-arg BASE=my/training@sha256:…
+#   WHEELS  a directory of the build context with all wheels, hatchling's too: then nothing is fetched
 ARG BASE
-FROM python:3.12-slim AS wheel
+FROM ${BASE}
+ARG WHEELS=deploy/docker/wheels
+USER 0:0
 WORKDIR /src
-RUN pip install --no-cache-dir build
+COPY ${WHEELS} /wheels
 COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
 COPY dips ./dips
-RUN python -m build --wheel --outdir /wheels
-
-FROM ${BASE}
-COPY --from=wheel /wheels /wheels
-RUN python -c 'import torch; print("keeping torch", torch.__version__)' \
-    && pip install --no-cache-dir /wheels/*.whl \
-    && rm -r /wheels
+COPY deploy/nodes.sh /usr/local/bin/dips-nodes
+RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
+    && python3 -c 'import torch; print("torch==" + torch.__version__)' >/tmp/kept \
+    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -c /tmp/kept . \
+    && chmod 755 /usr/local/bin/dips-nodes \
+    && install -d -o 10001 -g 10001 /var/lib/dips \
+    && rm -r /src /wheels /tmp/kept
+WORKDIR /
 # The agent is the job's first process: it starts torchrun, forwards signals, ends with its exit code.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001:10001

@@ -1,21 +1,26 @@
 # Master and slaves: no torch, no GPU.   docker build -f deploy/docker/daemons.Dockerfile -t dips-daemons .
+#
+#   BASE    an image with Python 3.11 or newer; pin it: --build-arg BASE=python@sha256:…
+#   WHEELS  a directory of the build context with all wheels, hatchling's too (`pip download`): then nothing is fetched
+#
 # The container runs as a user without rights, on a root file system that may be read-only: what is written goes to
 # /var/lib/dips (ledger, snapshots: a volume), /var/cache/dips (compiled kernels) and /tmp.
-FROM python:3.12-slim AS wheel
+ARG BASE=docker.io/library/python:3.12-slim-bookworm
+FROM ${BASE} AS install
+ARG WHEELS=deploy/docker/wheels
 WORKDIR /src
-RUN pip install --no-cache-dir build
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY ${WHEELS} /wheels
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md ./
 COPY dips ./dips
-RUN python -m build --wheel --outdir /wheels
+RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
+    && python3 -m venv /opt/dips \
+    && /opt/dips/bin/pip install --no-cache-dir --no-compile -c constraints.txt . \
+    && /opt/dips/bin/pip uninstall -qy pip
 
-FROM python:3.12-slim
-COPY constraints.txt /tmp/constraints.txt
-COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir --no-compile -c /tmp/constraints.txt /wheels/*.whl \
-    && rm -r /wheels /tmp/constraints.txt \
-    && useradd --system --uid 10001 --no-create-home dips \
-    && install -d -o dips -g dips /var/lib/dips /var/cache/dips
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/var/cache/dips HOME=/tmp
+FROM ${BASE}
+COPY --from=install /opt/dips /opt/dips
+RUN install -d -o 10001 -g 10001 /var/lib/dips /var/cache/dips
+ENV PATH=/opt/dips/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/var/cache/dips HOME=/tmp
 USER 10001:10001
 VOLUME ["/var/lib/dips"]
 CMD ["dips", "--help"]

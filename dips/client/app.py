@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,21 +31,22 @@ from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
+from dips.client.agent.reloading import watch_file
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
-from dips.config import AUTO_LANES, ClusterFile, host_port, load_cluster
+from dips.config import AUTO_LANES, ClusterFile, load_cluster
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
-from dips.telemetry import exits, logs, metrics
+from dips.private_files import keep_files_private, make_private_directory
+from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport.endpoints import master_peer
-from dips.transport.tls import open_source
+from dips.transport.tls import TlsSource, open_source
 
 MASTER_CONNECTIONS = 2
-SCRAPE_S = 5.0  # Prometheus waits for 10
 # Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
 # and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
 RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -60,7 +62,9 @@ def dips_client(
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
     ] = None,
     take_over: Annotated[bool, typer.Option("--take-over", help="Replace an agent of this name that lives.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error, instead of the file's log_level.")
+    ] = None,
 ) -> None:
     """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
 
@@ -86,8 +90,9 @@ def dips_client(
         )
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    fixed = logs.check_level(log_level)
     with closing(_lock_directory(file.directory)):
-        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level, take_over)))
+        raise typer.Exit(asyncio.run(_run_agent(file, config.absolute(), command or [], fixed, take_over)))
 
 
 # Subcommands; each is a command line of its own.
@@ -96,6 +101,7 @@ SUBCOMMANDS = {"check": "dips.client.preflight.app"}
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if module is None:
         exits.run_command(command_line)
@@ -106,14 +112,14 @@ def main() -> None:
 
 def _lock_directory(directory: Path) -> PidLock:
     """Hold the directory until the end: a second agent would fence the first."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private_directory(directory, "directory")
     busy = f"directory: {directory} is in use by another agent"
     advice = "one agent for a cluster, or another directory for another cluster"
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str, take_over: bool) -> int:
-    log = logs.configure_log("client", config.cluster, log_level)
+async def _run_agent(config: ClusterFile, path: Path, command: list[str], level: str | None, take_over: bool) -> int:
+    log = logs.configure_log("client", config.cluster, level or config.log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
@@ -141,14 +147,16 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
-    end_metrics = _serve_metrics(config, core.state, relay, log)
+    end_http = await _serve_http(config, tls, core.state, relay, log)
+    watching = watch_file(path, config, log, level is not None)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
         async with listen_for_ranks(config, agent.ranks, log) as found:
             return await agent.run(command, {**known, **found})
     finally:
-        await asyncio.to_thread(end_metrics)
+        watching.cancel()
+        await end_http()
         if relay:
             await asyncio.to_thread(relay.close)
         await master.close()
@@ -165,21 +173,22 @@ def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
         log.warning("open_files", problem=warning)
 
 
-def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the cluster file says where; scrapes come in threads, the state belongs to the loop."""
-    if config.metrics is None:
-        return lambda: None
-    loop, address = asyncio.get_running_loop(), host_port(config.metrics)
+async def _serve_http(
+    config: ClusterFile, tls: TlsSource | None, state: AgentState, relay: Relay | None, log: logs.Log
+) -> Callable[[], Awaitable[None]]:
+    """Probes and metrics, if the cluster file says where; return what ends them."""
+    if config.http is None:
+        return partial(asyncio.sleep, 0)
+    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
 
-    async def read_core() -> dict[str, Any]:
+    def read_state() -> dict[str, Any]:
         return {**agent_metrics.read_metrics(state, time.monotonic()), **agent_metrics.read_relay(relay)}
 
-    def read_on_loop() -> dict[str, Any]:
-        return asyncio.run_coroutine_threadsafe(read_core(), loop).result(SCRAPE_S)
+    def explain_unready() -> str:
+        return "" if state.joined else f"not joined: {state.sync.reason}"
 
-    port, end = metrics.serve_metrics(address, read_on_loop, agent_metrics.collect)
-    log.info("metrics", address=f"{address[0]}:{port}")
-    return end
+    subject = HttpSubject("agent", read_state, agent_metrics.collect, explain_unready, {"directory": config.directory})
+    return await serve_http(config.http, config.http_token, tls, subject, log)
 
 
 if __name__ == "__main__":

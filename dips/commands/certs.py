@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 from cryptography import x509
 
+from dips.commands.options import AS_JSON
 from dips.errors import ConfigError, Denied
 from dips.identity import certificates, pem_files
 from dips.identity.authority import LEAF_DAYS, REVOCATIONS, ROOT, ROOT_DAYS, Authority
@@ -130,13 +132,22 @@ def revoke_command(
 
 
 @words.command("show")
-def show_command(files: Annotated[list[Path], typer.Argument(help="Certificates.")]) -> None:
-    """Show who each certificate is of, how long it is valid, and what is wrong with it."""
+def show_command(files: Annotated[list[Path], typer.Argument(help="Certificates.")], as_json: AS_JSON = False) -> None:
+    """Show who each certificate is of, how long it is valid, and what is wrong with it.
+
+    Exit codes: 0 all are valid; 1 one is not; 78 one cannot be read.
+    """
     states = []
     for path in files:
         certificate = pem_files.parse_certificate(pem_files.read_pem(path, "certificate"), path, "certificate")
         who, state = _describe(certificate)
         states.append(state)
+        if as_json:
+            print(json.dumps({
+                "file": str(path), "who": who, "state": state, "serial": f"{certificate.serial_number:x}",
+                "until": certificate.not_valid_after_utc.isoformat(),
+            }))  # fmt: skip
+            continue
         until = f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
         print(f"{path}: {who}\n  {state}, until {until}, serial {certificate.serial_number:x}")
     raise typer.Exit(0 if set(states) <= {VALID, EXPIRES_SOON} else 1)

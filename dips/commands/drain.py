@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from dips.commands import operator
-from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.commands.options import CREDENTIALS, MASTER, SLAVE, WHOSE, find_master, slave_peer
+from dips.errors import ConfigError, UnavailableMaster
 from dips.protocol.effects import Acknowledged, Pending
 from dips.protocol.events import DrainAsked
+from dips.transport.endpoints import Endpoint
+
+RETRY_S = 1.0  # between two questions to a master that does not answer
+LEAST_S = 1.0  # for one question
 
 
 def drain(
-    slave: Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.")],
+    slave: SLAVE,
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
+    own: Annotated[
+        bool,
+        typer.Option("--self", help="Ask as the slave itself, with its certificate of the run file: before it ends."),
+    ] = False,
     wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for what is open on it.")] = 600.0,
 ) -> None:
     """Take a slave out of service, when nothing is open on it.
@@ -27,6 +36,9 @@ def drain(
     From now on no push and no pull begins (clusters train on and ask again); what moves goes to its end, and so does
     the open round. Then the slave may be stopped, moved or updated, and no round is skipped for it. It serves again
     when it is started again. A slave that is stopped without this costs the open round and nothing else.
+
+    With --self a slave's own machine asks, as a preStop hook does: one that is not in service, or whose run has no
+    model yet, may be stopped at once, and a master that does not answer is asked again until --wait-s is over.
 
     A cluster needs no such word: SIGTERM to its dips-client ends the training and gives its unfinished work back: its
     data ranges are leased to others, its tokens since the last accepted push count as lost.
@@ -37,7 +49,13 @@ def drain(
     \b
     Example:
       dips drain slave-0 --config dips.yaml && systemctl restart dips-slave@slave-0
+      dips drain slave-0 --config dips.yaml --self --wait-s 240
     """
+    if own:
+        if config is None or master is not None or credentials is not None:
+            raise ConfigError("--self: expected --config, which names the master and the slave's certificate, alone")
+        _drain_self(slave, slave_peer(config, slave), wait_s)
+        return
     peer, until = find_master(config, master, credentials), time.monotonic() + wait_s
     console = Console(stderr=True)
     with console.status(f"draining {slave}") as line:
@@ -51,3 +69,30 @@ def drain(
         return
     print(f"not drained: {answer.reason}")
     raise typer.Exit(1)
+
+
+def _drain_self(slave: str, peer: Endpoint, wait_s: float) -> None:
+    """Return when the slave may end. What is waited for is said when it changes, one line each: it goes to a log."""
+    until, said = time.monotonic() + wait_s, ""
+    while True:
+        try:
+            answer = asyncio.run(_ask_until(peer, slave, until))
+        except (UnavailableMaster, TimeoutError) as error:
+            answer = Pending(str(error) or f"{peer} did not answer in time")
+            time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+        if not isinstance(answer, Pending):
+            break
+        if answer.reason != said:
+            print(f"waits: {answer.reason}", flush=True)
+            said = answer.reason
+        if time.monotonic() >= until:
+            print(f"not drained within {wait_s:g} s: {answer.reason}")
+            raise typer.Exit(1)
+    why = "drained" if isinstance(answer, Acknowledged) else answer.reason
+    print(f"{slave} may be stopped: {why}")
+
+
+async def _ask_until(peer: Endpoint, slave: str, until: float) -> Any:
+    """The master holds a question open for longer than a hook may have left."""
+    async with asyncio.timeout(max(LEAST_S, until - time.monotonic())):
+        return await operator.ask_master(peer, "Drain", DrainAsked(0, slave))

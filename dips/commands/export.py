@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from dips.commands.completing import complete_version
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
@@ -24,7 +25,10 @@ def export(
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
-    version: Annotated[str | None, typer.Option(metavar="vN@rM", help="Which version; default the head.")] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(metavar="vN@rM", help="Which version; default the head.", autocompletion=complete_version),
+    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
     ] = SAFETENSORS,
@@ -33,6 +37,10 @@ def export(
     ] = None,
     like: Annotated[
         Path | None, typer.Option(help="hf: a directory with config.json; its tokenizer is copied.")
+    ] = None,
+    convert: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="hf: makes the PreTrainedModel of a dict of the tensors by name."),
     ] = None,
 ) -> None:
     """Write one version as a safetensors file, or as a directory of transformers.
@@ -48,6 +56,7 @@ def export(
       dips export --config dips.yaml --output early.safetensors --version v12@r17
       dips export --master 127.0.0.1:7800 --output model.safetensors
       dips export --config dips.yaml --output my-model --format hf --factory mymodel:build
+      dips export --config dips.yaml --output my-model --format hf --convert mymodel:to_llama
     """
     if form not in (SAFETENSORS, HF):
         raise ConfigError(f"--format: expected {SAFETENSORS} or {HF}, got {form!r}")
@@ -55,12 +64,13 @@ def export(
         written = _write_file(config, master, credentials, version, output)
         print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
         return
-    from dips.commands.export_hf import write_hf_directory
+    from dips.commands.export_hf import ModelSource, write_hf_directory
 
+    (source := ModelSource(factory, like, convert)).check()
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".unfinished-") as aside:
         written = _write_file(config, master, credentials, version, file := Path(aside) / "model.safetensors")
-        write_hf_directory(file, output, factory, like)
+        write_hf_directory(file, output, source)
     print(f"wrote {written} to {output}: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
@@ -82,7 +92,10 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
 
     run_file = load_run(config)
     if wanted == GENESIS:  # no slave writes it down
-        shutil.copyfile(run_file.master.directory / INITIAL_MODEL, output)
+        initial = run_file.master.directory / INITIAL_MODEL
+        if not initial.exists():
+            raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
+        shutil.copyfile(initial, output)
         return GENESIS
     return export_snapshot([s.directory for s in run_file.slaves], wanted, output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,22 +23,32 @@ COPIED = (
 )
 
 
-def write_hf_directory(file: Path, directory: Path, factory: str | None, like: Path | None) -> None:
-    """Write the version in `file` as a directory of transformers.
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What makes the model of transformers: exactly one of the three."""
 
-    factory  MODULE:FUNCTION that makes the model; or
-    like     a directory of transformers with its config.json, whose tokenizer is copied, too
+    factory: str | None = None  # MODULE:FUNCTION that makes the model
+    like: Path | None = None  # a directory of transformers with its config.json, whose tokenizer is copied, too
+    convert: str | None = None  # MODULE:FUNCTION that makes it of the tensors by name; for models with other names
+
+    def check(self) -> None:
+        """Raise ConfigError unless exactly one is given."""
+        if sum(way is not None for way in (self.factory, self.like, self.convert)) != 1:
+            raise ConfigError(
+                "--format hf: of what model? give one of --factory MODULE:FUNCTION, --like DIR and, if the model that "
+                "was trained is none of transformers, --convert MODULE:FUNCTION"
+            )
+
+
+def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None:
+    """Write the version in `file` as a directory of transformers.
 
     Raise ConfigError if `directory` is not empty, or the file is not of that model.
     """
-    if (factory is None) == (like is None):
-        raise ConfigError("--format hf: of what model? give --factory MODULE:FUNCTION or --like DIR, one of them")
+    source.check()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--output: {directory} is there and not empty: name a new directory")
-    from dips.client.load import load_version
-
-    model = _make_model(factory) if factory else _make_like(like)  # type: ignore[arg-type]
-    load_version(model, file)
+    model, like = _read_model(file, source), source.like
     aside = directory.with_name(f".unfinished-{directory.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -54,14 +65,40 @@ def write_hf_directory(file: Path, directory: Path, factory: str | None, like: P
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _make_model(factory: str) -> PreTrainedModel:
-    from transformers import PreTrainedModel
+def _read_model(file: Path, source: ModelSource) -> PreTrainedModel:
+    if source.convert is not None:
+        return _convert_file(file, source.convert)
+    from dips.client.load import load_version
 
+    model = _make_model(source.factory) if source.factory else _make_like(source.like)  # type: ignore[arg-type]
+    load_version(model, file)
+    return model
+
+
+def _convert_file(file: Path, spec: str) -> PreTrainedModel:
+    from safetensors.torch import load_file
+
+    from dips.client.parallel.factory import find_function
+
+    function = find_function(spec, "--convert")
+    try:
+        made = function(load_file(file))
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--convert {spec}: cannot convert this version: {error!r}") from error
+    return _require_pretrained(made, f"--convert {spec}")
+
+
+def _make_model(factory: str) -> PreTrainedModel:
     from dips.client.parallel.factory import make_module
 
-    made = make_module(factory)
+    return _require_pretrained(make_module(factory), f"--factory {factory}")
+
+
+def _require_pretrained(made: object, option: str) -> PreTrainedModel:
+    from transformers import PreTrainedModel
+
     if not isinstance(made, PreTrainedModel):
-        raise ConfigError(f"--factory {factory}: expected a PreTrainedModel of transformers, got {type(made).__name__}")
+        raise ConfigError(f"{option}: expected a PreTrainedModel of transformers, got {type(made).__name__}")
     return made
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dips.commands.history_audit import show_audit
 from dips.commands.options import CONFIG
 from dips.config import load_run
 from dips.ids import VersionId
@@ -29,6 +30,7 @@ def history(
     config: CONFIG,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with everything.")] = False,
     last: Annotated[int, typer.Option(min=1, help="So many of the newest rounds.")] = 20,
+    audit: Annotated[bool, typer.Option("--audit", help="What operators did, instead: who, when, what came.")] = False,
 ) -> None:
     """List the rounds and what they made: versions with loss, tokens, seconds since the round before, data, gates.
 
@@ -39,13 +41,20 @@ def history(
     was rolled back is marked undone, with the reason; its children name another parent than the row above them. What
     `dips rebalance` and `dips extend` did stands between them.
 
+    With --audit: each request of an operator, the refused ones too, by the name of its certificate; with plain text on
+    loopback nobody is known by name. Of requests that changed nothing, those too many are only counted.
+
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
     \b
     Example:
       dips history --config dips.yaml --last 50
+      dips history --config dips.yaml --audit
       dips history --config dips.yaml --json | jq 'select(.undone)'
     """
+    if audit:
+        show_audit(config, last, as_json)
+        return
     rounds = _rows(config, last)
     if as_json:
         for row in rounds:
@@ -67,11 +76,13 @@ def _rows(config: Path, last: int) -> list[dict[str, Any]]:
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
         rounds, rebalances = ledger.read_history(last), ledger.read_rebalances()
+        tunings = ledger.read_tunings()
         extensions = [e for e in ledger.read_extensions() if e.before is not None]
     oldest = rounds[0].round if rounds else 0
     rows = [(row.round, 0, round_as_data(row)) for row in rounds]
     rows += [(r.last_round, i, rebalance_as_data(r)) for i, r in enumerate(rebalances, 1) if r.last_round >= oldest]
     rows += [(e.last_round, i, extension_as_data(e)) for i, e in enumerate(extensions, 1) if e.last_round >= oldest]
+    rows += [(t.last_round, i, tuning_as_data(t)) for i, t in enumerate(tunings, 1) if t.last_round >= oldest]
     return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -93,12 +104,27 @@ def extension_as_data(row: Any) -> dict[str, Any]:
     return {"kind": "extended", "version": row.resumed or None, "last_round": row.last_round, "wall": row.wall, **told}
 
 
+def tuning_as_data(row: Any) -> dict[str, Any]:
+    """One key of a `dips tune` as plain data, in the words of a round."""
+    value = None if row.change.off else row.change.value
+    return {
+        "kind": "tuned",
+        "version": None,
+        "last_round": row.last_round,
+        "wall": row.wall,
+        "key": row.change.key,
+        "value": value,
+    }
+
+
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
     """Draw the rounds, who contributed to each and why it ended so under it."""
     rows, before = list[ListingRow](), None
     for r in rounds:
         rows.append(_round_row(r, before))
-        before = before if r["kind"] == "extended" else r  # which changed neither the head nor what was placed
+        before = (
+            before if r["kind"] in ("extended", "tuned") else r
+        )  # which changed neither the head nor what was placed
     return Listing("rounds", COLUMNS, rows)
 
 
@@ -107,6 +133,8 @@ def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> Listin
         return _rebalanced_row(r)
     if r["kind"] == "extended":
         return _extended_row(r)
+    if r["kind"] == "tuned":
+        return _tuned_row(r)
     undone = r["undone"]
     recovered = r.get("recovered")
     ended = "undone" if undone else "recovered" if recovered else r["kind"]
@@ -150,6 +178,11 @@ def _extended_row(r: Mapping[str, Any]) -> ListingRow:
     none = picture.NONE
     again = f"; it was finished at {r['version']} and goes on" if r["version"] else ""
     return ListingRow((none, r["kind"], *[none] * 6), (f"until {r['said']}{again}",))
+
+
+def _tuned_row(r: Mapping[str, Any]) -> ListingRow:
+    none, value = picture.NONE, r["value"]
+    return ListingRow((none, r["kind"], *[none] * 6), (f"{r['key']} = {'off' if value is None else f'{value:.15g}'}",))
 
 
 def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dips.commands.completing import complete_cluster, complete_slave
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
@@ -18,6 +19,8 @@ from dips.transport.tls import TlsSource
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")]
 WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file; names the master.")]
+CLUSTER = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_cluster)]
+SLAVE = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_slave)]
 MASTER = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The master, instead of --config.")]
 CREDENTIALS = Annotated[
     Path | None,
@@ -26,6 +29,7 @@ CREDENTIALS = Annotated[
         help="Your certificate NAME.operator.crt or NAME.viewer.crt; its .key and ca.crt lie beside it.",
     ),
 ]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 OPERATOR = "operator"  # whose files the run file's `tls` names for a command
 
 
@@ -50,6 +54,15 @@ def operator_peer(config: RunFile, name: str) -> Endpoint:
     files = config.tls_files(name, PeerRole.OPERATOR)
     source = TlsSource(files, name, PeerRole.OPERATOR, config.shared.run, _warn) if files else None
     return master_peer(config.master.listen, source)
+
+
+def slave_peer(config: Path, slave: str) -> Endpoint:
+    """The run's master, asked by this slave with the certificate that the run file names for it."""
+    run_file = load_run(config)
+    section = run_file.slave_section(slave)
+    files = run_file.tls_files(slave, PeerRole.SLAVE)
+    source = TlsSource(files, slave, PeerRole.SLAVE, run_file.shared.run, _warn) if files else None
+    return master_peer(section.master, source)
 
 
 def _own_source(cert: Path) -> TlsSource:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +25,9 @@ PUSHES, RESULTS, PICTURE = "loss.csv", "results.csv", "loss.png"
 def plot(
     config: CONFIG,
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write into.")] = Path("."),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON instead, and write nothing.")
+    ] = False,
 ) -> None:
     """Draw the loss over tokens and over time: of each cluster and of the run, with gates and versions.
 
@@ -32,8 +38,36 @@ def plot(
     Example:
       dips plot --config dips.yaml --output plots
     """
+    if as_json:
+        print(json.dumps(read_numbers(config)))
+        return
     for path in plot_run(config, output):
         print(f"wrote {path}")
+
+
+def read_numbers(config: Path) -> dict[str, Any]:
+    """What the two tables say, by the names of their columns."""
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+    from dips.master.loss_curve import list_pushes, list_results
+
+    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+        rounds = ledger.read_history(EVERY_ROUND)
+    return {
+        "pushes": [_spell_point(point) for point in list_pushes(rounds)],
+        "results": [_spell_point(point) for point in list_results(rounds)],
+    }
+
+
+def _spell_point(point: Any) -> dict[str, Any]:
+    """NaN becomes null, names become text."""
+    return {key: _spell_value(value) for key, value in asdict(point).items()}
+
+
+def _spell_value(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if isinstance(value, bool | int | str | None) else str(value)
 
 
 def plot_run(config: Path, output: Path) -> list[Path]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 import typer
 
 from dips.commands import operator
-from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.commands.options import CLUSTER, CREDENTIALS, MASTER, WHOSE, find_master
 from dips.protocol.effects import Refused
 from dips.protocol.events import ReadmissionAsked
 
 
 def readmit(
-    cluster: Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.")],
+    cluster: CLUSTER,
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,

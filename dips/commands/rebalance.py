@@ -9,6 +9,7 @@ import typer
 
 from dips.commands.options import CONFIG
 from dips.config import load_run
+from dips.private_files import keep_files_private
 
 
 def rebalance(
@@ -44,6 +45,7 @@ def rebalance(
       dips rebalance --config new.yaml --old dips.yaml --dry-run
       dips rebalance --config new.yaml --old dips.yaml
     """
+    keep_files_private()
     from dips.commands import rebalancing
 
     after = load_run(config)

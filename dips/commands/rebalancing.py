@@ -16,18 +16,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from dips.cgroup import available_memory
 from dips.config import RunFile, SlaveSection
 from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
 from dips.master.ledger import Ledger
+from dips.master.local_audit import make_local_row
 from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
 from dips.protocol.records import LedgerState
 from dips.protocol.run_state import OLD_LEDGER
 from dips.slave import rebalance as files
-from dips.slave.machine import machine_bytes, memory_of
+from dips.slave.machine import memory_of
 from dips.slave.snapshot_files import read_manifest, read_through
 from dips.slave.staged_snapshots import delete_snapshot, keep_snapshot, promote_snapshot, staged_path, staged_versions
 
@@ -70,7 +72,8 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
         if not work.changes_nothing:
             digests = _make_snapshots(work)
             ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
-            ledger.write_records(work.plan.records(digests))
+            placed = ", ".join(name for name, _ in work.plan.after)
+            ledger.write_records([*work.plan.records(digests), make_local_row("rebalance", f"to {placed}")])
             for copy in work.copies:
                 promote_snapshot(copy.directory, version, discard)
         in_use = {section.directory.resolve() for section in after.slaves}
@@ -192,7 +195,7 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
         section = after.slave_section(name)
         memory = memory_of(section, sum(model.layers[layer].numel for layer in layers), after.shared.pull_codec)
         try:
-            memory.require_memory(section.memory_bytes or machine_bytes())
+            memory.require_memory(section.memory_bytes or available_memory())
         except ConfigError as error:
             hint = "" if section.memory_bytes else "; if its machine is another one, say slaves.memory_bytes"
             raise ConfigError(f"slaves.{name}: {error}{hint}") from error

@@ -13,6 +13,7 @@ from dips.commands.options import CONFIG
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.pidlock import lock_holder
+from dips.private_files import keep_files_private
 from dips.telemetry import logs
 
 
@@ -40,7 +41,9 @@ def recover(
     Example:
       dips recover --config dips.yaml --model model.safetensors
     """
+    keep_files_private()
     from dips.master import recover as counters
+    from dips.master.local_audit import make_local_row
     from dips.slave.rebuild import Rebuild
 
     run_file, log = load_run(config), logs.configure_log("recover", "dips", "WARNING")
@@ -60,7 +63,8 @@ def recover(
         if not yes and not typer.confirm(f"Make {version} of {model}?"):
             raise typer.Exit(1)
         digests = rebuild.write_version(version, found, max((peer.inc for peer in state.slaves), default=0))
-        ledger.write_records(counters.version_of_file(state, version, str(model), lost, digests), time.time())
+        records = counters.version_of_file(state, version, str(model), lost, digests)
+        ledger.write_records([*records, make_local_row("recover", f"{version} of {model}")], time.time())
     print(f"done: {version}. next: dips-master --config {config}, then the slaves")
 
 

@@ -12,6 +12,7 @@ from rich.live import Live
 
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.errors import UnavailableMaster
+from dips.printable import make_tree_printable
 from dips.telemetry import status as picture
 from dips.transport import control
 from dips.transport.endpoints import Endpoint
@@ -66,7 +67,7 @@ async def _ask_status(stub: Any, master: Endpoint, deadline_s: float) -> dict[st
         unavailable=UnavailableMaster,
         explain=True,
     )
-    answer: dict[str, Any] = json.loads(reply.json)
+    answer: dict[str, Any] = make_tree_printable(json.loads(reply.json))
     return answer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from dips.commands.options import CONFIG
+from dips.commands.options import AS_JSON, CONFIG
 from dips.config import RunFile, SlaveSection, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
@@ -35,6 +37,7 @@ class Known:
 def verify(
     config: CONFIG,
     slave: Annotated[str | None, typer.Option("--slave", help="Only this one's directory; default all here.")] = None,
+    as_json: AS_JSON = False,
 ) -> None:
     """Read all snapshots through, and compare every digest.
 
@@ -55,9 +58,13 @@ def verify(
     run_file = load_run(config)
     known, here = _known_versions(run_file), _local_slaves(run_file, slave)
     results = _read_snapshots(run_file, here, known)
-    Console().print(_results_table(results, known))
     verdict, code = judge_results(results, known, len(here) == len(run_file.slaves))
-    print(verdict)
+    if as_json:
+        found = {name: {str(version): said for version, said in of.items()} for name, of in results.items()}
+        print(json.dumps({"intact": not code, "verdict": verdict, "slaves": found}))
+    else:
+        Console().print(_results_table(results, known))
+        print(verdict)
     if code:
         raise typer.Exit(code)
 
@@ -89,7 +96,7 @@ def _known_versions(config: RunFile) -> Known:
 
     path = ledger_path(config)
     if not path.exists():
-        print(f"note: no ledger at {path}: snapshots are held against their own manifests only")
+        print(f"note: no ledger at {path}: snapshots are held against their own manifests only", file=sys.stderr)
         return Known((), None, {})
     with closing(Ledger.open(path, readonly=True)) as ledger:
         versions = ledger.read_state().versions
@@ -103,7 +110,7 @@ def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
         return [config.slave_section(only)]
     here = [s for s in config.slaves if s.directory.is_dir()]
     for away in (s for s in config.slaves if not s.directory.is_dir()):
-        print(f"note: {away.name} is not on this machine ({away.directory})")
+        print(f"note: {away.name} is not on this machine ({away.directory})", file=sys.stderr)
     if not here:
         raise ConfigError("no slave's directory is on this machine: run this where they are")
     return here

@@ -7,14 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import Section
+from dips.config.section import LogLevel, Section
 from dips.config.shared import Shared
 from dips.config.tls import TlsSection
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
+from dips.protocol.rank_keys import MOST_KEYS
 
 MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
 TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
@@ -41,7 +43,7 @@ class PaceSection(Section):
         return self
 
 
-class ClusterFile(Section):
+class ClusterFile(HttpKeys):
     """`cluster.yaml`: one training cluster."""
 
     shared: Shared
@@ -81,10 +83,10 @@ class ClusterFile(Section):
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "streaming", "lazy"] = "whole"
-    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
+    log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 
@@ -105,8 +107,13 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    plain = [("metrics", config.metrics)] if config.metrics else []
-    check_transport(path, config.insecure, config.tls, [("master", config.master)], plain)
+    control = [("master", config.master), *([("http", config.http)] if config.http else [])]
+    check_transport(path, config.insecure, config.tls, control, [])
+    if config.tls is not None and config.max_transfer_ranks > MOST_KEYS:
+        raise ConfigError(
+            f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "
+            "travel to encrypted lanes"
+        )
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from dips.config.http import HttpKeys
 from dips.config.section import MIB, Section
 from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, RequeuePolicy
 from dips.protocol.options import TimingOptions
@@ -49,12 +50,11 @@ class TrackSection(Section):
         return self
 
 
-class MasterSection(Section):
+class MasterSection(HttpKeys):
     """The one that decides."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, journal, logs, timeline
-    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     timing: TimingOptions = TimingOptions()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2

@@ -29,6 +29,20 @@ def load_file(path: Path, model: type[Model]) -> Model:
         raise ConfigError(f"{path}: {_explain_invalid(error)}") from error
 
 
+def is_cluster_file(path: Path) -> bool:
+    """Whether this is a cluster file, by its keys; what is none of both is read as a run file, and refused by name."""
+    return "cluster" in _read_yaml(path)
+
+
+def list_files(path: Path) -> tuple[Path, ...]:
+    """The file and the one that its `shared` names; the file alone while it cannot be read."""
+    try:
+        shared = _read_yaml(path).get("shared")
+    except ConfigError:
+        return (path,)
+    return (path, path.parent / shared) if isinstance(shared, str) else (path,)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
@@ -42,7 +56,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 _PATH_KEYS = frozenset(
-    {"directory", "initial_model", "socket", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
+    {
+        "directory",
+        "initial_model",
+        "socket",
+        "token",
+        "http_token",
+        "mirror",
+        "tensorboard",
+        "ca",
+        "cert",
+        "key",
+        "crl",
+    }
 )
 
 
@@ -64,6 +90,7 @@ RENAMED_KEYS = {
     "askers": "concurrent_streams",
     "speakers": "max_transfer_ranks",
     "performer": "supervisor",
+    "metrics": "http",
 }
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import Section
+from dips.config.section import LogLevel, Section
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
 from dips.config.tls import TlsSection
@@ -25,6 +25,7 @@ class RunFile(Section):
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 
@@ -58,7 +59,8 @@ def load_run(path: Path) -> RunFile:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
     control = [("master.listen", config.master.listen)]
-    plain = [("master.metrics", config.master.metrics)] if config.master.metrics else []
+    control += [("master.http", config.master.http)] if config.master.http else []
+    plain: list[tuple[str, str]] = []
     for s in config.slaves:
         if s.lanes and s.lane_count:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
@@ -67,8 +69,8 @@ def load_run(path: Path) -> RunFile:
         ]
         lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
         lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
+        control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
-        plain += [(f"slaves.{s.name}.metrics", s.metrics)] if s.metrics else []
     check_names(path, [(name, "cluster") for name in config.clusters or ()])
     check_transport(path, config.insecure, config.tls, control, plain)
     return config

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 MIB = 1 << 20
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Section(BaseModel):

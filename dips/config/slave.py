@@ -8,14 +8,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dips.config.addresses import host_port
-from dips.config.section import MIB, Section
+from dips.config.http import HttpKeys
+from dips.config.section import MIB
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
 
-class SlaveSection(Section):
+class SlaveSection(HttpKeys):
     """One holder of layers."""
 
     name: str
@@ -25,7 +26,7 @@ class SlaveSection(Section):
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked as long as it runs
-    initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
+    initial_model: Path | None = None  # safetensors of `dips init`, read for v0@r0; null: `dips seed` brings it
     mirror: str | None = None  # URL where snapshots are copied to: another disk, NFS, s3://…; null: nowhere
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
@@ -34,7 +35,6 @@ class SlaveSection(Section):
     concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a rank that owes or refuses bytes for so long has stalled
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
-    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     supervisor: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
 
     @property

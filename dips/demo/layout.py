@@ -70,6 +70,10 @@ class DemoLayout:
         return self.directory / "model.safetensors"
 
     @property
+    def exported_directory(self) -> Path:
+        return self.directory / "model-hf"
+
+    @property
     def saved_file(self) -> Path:
         return self.directory / "saved.safetensors"
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 BYTES = 256  # the vocabulary
+NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D] → [..., D]
-        return f.rms_norm(x, self.weight.shape, self.weight, eps=1e-5)
+        return f.rms_norm(x, self.weight.shape, self.weight, eps=NORM_EPS)
 
 
 class Attention(nn.Module):
@@ -126,7 +127,11 @@ def rotate_pairs(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
     """Mean cross entropy of the next byte, in nats per byte; sequences int64 [B, T+1]."""
-    logits = model(sequences[:, :-1])
+    return next_byte_loss(model(sequences[:, :-1]), sequences)
+
+
+def next_byte_loss(logits: Tensor, sequences: Tensor) -> Tensor:
+    """Of the logits [B, T, BYTES] of the bytes but the last; nats per byte."""
     return f.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
 
 

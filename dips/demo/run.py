@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -216,9 +217,10 @@ def _report_results(
         daemons.run_word(
             "export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head
         )
+        directory = _export_directory(files, head)
         snapshots = [files.slave_directory(name) / head for name in layout.SLAVES]
         left = killed.lost.models if killed.lost else ()
-        losses = verdict.evaluate_losses(files.initial_model, snapshots, files.exported_file, sample, left)
+        losses = verdict.evaluate_losses(files.initial_model, snapshots, files.exported_file, sample, left, directory)
     with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
         rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
@@ -228,11 +230,20 @@ def _report_results(
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
     listed += [verdict.check_curve(files.directory, rounds), *refused]
     _print_results(console, losses, head, killed, rounds, tokens, listed)
-    for path in (*drawn, files.exported_file):
+    for path in (*drawn, files.exported_file, *([directory] if directory else [])):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     failed = [check for check in listed if not check.holds]
     console.print("[bold red]not all checks hold[/]" if failed else "[bold green]all checks hold[/]")
     return 1 if failed else 0
+
+
+def _export_directory(files: DemoLayout, head: str) -> Path | None:
+    """Export for transformers, if that is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    words = ("--format", "hf", "--convert", "dips.demo.llama:convert", "--version", head)
+    daemons.run_word("export", "--config", str(files.run_file), "--output", str(files.exported_directory), *words)
+    return files.exported_directory
 
 
 def _print_results(
@@ -250,6 +261,10 @@ def _print_results(
         numbers.add_row(f"{killed.lost.left}, all that was left", f"{losses.left:.4f}")
     numbers.add_row(f"head, {head}", f"{losses.head:.4f}")
     numbers.add_row("exported file", f"{losses.exported:.4f}")
+    pretrained = "not made: transformers is not installed"
+    if losses.transformers is not None:
+        pretrained = f"{losses.transformers:.4f}, by from_pretrained"
+    numbers.add_row("exported directory", pretrained)
     numbers.add_row("entropy of bigrams", f"{losses.bigrams:.4f}")
     console.print(numbers)
     ended = {kind: sum(r.kind == kind for r in rounds) for kind in ("applied", "skipped", "unchanged", "unfinished")}

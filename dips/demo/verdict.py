@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dips.commands.plot import PUSHES, RESULTS
 from dips.demo.data import Text, bigram_entropy
 from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
 from dips.demo.lost_machines import LostMachines
-from dips.demo.model import build, loss_of
+from dips.demo.model import build, loss_of, next_byte_loss
 from dips.ids import VersionId
 from dips.master.ledger_history import RoundHistory
 from dips.slave.snapshot_manifest import MODEL_FILE, MOMENTUM, THETA
@@ -38,6 +39,7 @@ class Losses:
     exported: float  # the file that `dips export` wrote, in a plain module
     bigrams: float  # entropy of a byte given the one before it
     left: float | None = None  # the version from which the run went on when machines were lost
+    transformers: float | None = None  # the exported directory, by from_pretrained; None: transformers is not installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,24 @@ class Check:
 
 
 def evaluate_losses(
-    initial: Path, snapshots: Sequence[Path], exported: Path, sample: Text, left: Sequence[Path] = ()
+    initial: Path,
+    snapshots: Sequence[Path],
+    exported: Path,
+    sample: Text,
+    left: Sequence[Path] = (),
+    directory: Path | None = None,
 ) -> Losses:
     """Evaluate version 0, the head and the exported file.
 
     snapshots  directories of the head, one a slave
     left       files of the version from which the run went on when machines were lost, if it did
+    directory  of the head for transformers, if there is one
     """
     models = (load_file(initial), _join_files([path / MODEL_FILE for path in snapshots]), load_file(exported))
     first, head, plain = (validation_loss(model, sample) for model in models)
     before = validation_loss(_join_files(left), sample) if left else None
-    return Losses(first, head, plain, bigram_entropy(sample), before)
+    pretrained = _pretrained_loss(directory, sample) if directory else None
+    return Losses(first, head, plain, bigram_entropy(sample), before, pretrained)
 
 
 def _join_files(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
@@ -85,9 +94,23 @@ def validation_loss(theta: Mapping[str, torch.Tensor], sample: Text) -> float:
     """Load θ into a plain module, strictly, and evaluate it; sample uint8[rows, length + 1]."""
     model = build()
     model.load_state_dict(dict(theta))
+    return _mean_loss(partial(loss_of, model), sample)
+
+
+def _pretrained_loss(directory: Path, sample: Text) -> float:
+    """As a user of transformers would: from_pretrained, logits, cross entropy."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    return _mean_loss(lambda batch: next_byte_loss(model(batch[:, :-1]).logits, batch), sample)
+
+
+def _mean_loss(loss_of_batch: Callable[[torch.Tensor], torch.Tensor], sample: Text) -> float:
     sequences = torch.from_numpy(sample.astype(np.int64))
     with torch.no_grad():
-        parts = [(float(loss_of(model, batch)), len(batch)) for batch in sequences.split(BATCH)]
+        parts = [(float(loss_of_batch(batch)), len(batch)) for batch in sequences.split(BATCH)]
     return sum(loss * rows for loss, rows in parts) / len(sequences)
 
 
@@ -134,8 +157,13 @@ def _about_losses(found: Losses, seconds: float) -> list[Check]:
 
 
 def _about_export(found: Losses) -> list[Check]:
-    same = abs(found.exported - found.head) < 5e-5
-    return [Check("the exported file has the head's loss to 4 decimals", same, f"{found.exported:.4f}")]
+    losses = {"exported file": found.exported}
+    if found.transformers is not None:
+        losses["directory that from_pretrained reads"] = found.transformers
+    return [
+        Check(f"the {what} has the head's loss to 4 decimals", abs(loss - found.head) < 5e-5, f"{loss:.4f}")
+        for what, loss in losses.items()
+    ]
 
 
 def _about_pace(rounds: Sequence[RoundHistory]) -> list[Check]:

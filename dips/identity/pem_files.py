@@ -6,7 +6,6 @@ A file is replaced in one piece, so that a daemon that looks meanwhile sees the 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from dips.errors import ConfigError
 from dips.fsync import sync_path, write_aside
 from dips.identity.certificates import MOST_PEM, Key
+from dips.private_files import require_private
 
 PRIVATE, PUBLIC = 0o600, 0o644
-_OTHERS = stat.S_IRWXO  # a group may read: Kubernetes mounts secrets as root:fsGroup 0440
 
 Document = TypeVar("Document")
 
@@ -56,9 +55,7 @@ def _find_remedy(path: Path, error: OSError) -> str:
 def read_key_pem(path: Path, key: str) -> bytes:
     """Read a private key's file; raise ConfigError if others may read it."""
     content = read_pem(path, key)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & _OTHERS:
-        raise ConfigError(f"{key}: {path} can be read by everybody on this machine (mode {mode:o}): chmod 600 it")
+    require_private(path, key)
     return content
 
 
@@ -108,6 +105,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         with write_aside(path) as aside:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            os.fchmod(descriptor, mode)  # whatever the umask is
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             sync_path(aside)

@@ -48,6 +48,10 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.OrderService/Execute": Right(_MASTER),
     "/dips.v1.OperatorService/Readmit": Right(_OPERATOR),
     "/dips.v1.OperatorService/Extend": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Tune": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Quarantine": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Begin": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Seed": Right(_OPERATOR),
     "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends
     "/dips.v1.StatusService/Status": Right(_ALL),
     "/dips.v1.StatusService/Describe": Right(_ALL),

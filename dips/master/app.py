@@ -15,25 +15,28 @@ import typer
 from grpc import aio
 from grpc_health.v1 import health
 
-from dips.config import RunFile, host_port, load_run
+from dips.config import RunFile, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import genesis, operate, restore, status
+from dips.master import begin, genesis, metrics, operate, restore, status, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.outside import MasterOutside
+from dips.master.page import MasterPage
+from dips.master.reloading import MasterReload
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
 from dips.open_files import raise_open_files
+from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
-from dips.protocol.events import Event
+from dips.protocol.events import Event, RunProposed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import RunRow
-from dips.telemetry import exits, logs, metrics
+from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.guard import Guard
@@ -45,7 +48,6 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
-SCRAPE_S = 5.0  # Prometheus waits for 10
 # At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
 GRACE_S = 2.0  # calls under way at the end may finish for so long
@@ -62,7 +64,10 @@ def serve_command(
         Path | None,
         typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None,
+        typer.Option(help="debug (every event and order), info, warning or error, instead of the file's log_level."),
+    ] = None,
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
@@ -85,56 +90,70 @@ def serve_command(
         return
     if config is None:
         raise typer.BadParameter("which run? name its run file", param_hint="--config")
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    fixed = logs.check_level(log_level)
     run_file = load_run(config)
-    log = logs.configure_log("master", run_file.shared.run, log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
+    log = logs.configure_log("master", run_file.shared.run, fixed or run_file.log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None)))
 
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     exits.run_command(cli)
 
 
 async def serve(
-    config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
+    config: RunFile,
+    log: logs.Log,
+    ready: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    fixed_level: bool = False,
 ) -> int:
     """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
-    `file` is where `config` was read, for the slaves that this master starts itself.
+    `file` is where `config` was read: it is looked at again while the master runs, and the slaves that it starts itself
+    read it. `fixed_level`: the file does not change the log's level.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
         _raise_open_files(config, log)
+        make_private_directory(config.master.directory, "master.directory")
         restore.restore_if_lost(config, log)
+        tls = _open_tls(config, log)
+        guard = Guard(tls, config.clusters) if tls is not None else None
+        report = partial(_report_call, log)
+        if not genesis.ledger_path(config).exists():
+            found = await waiting.wait_for_ledger(config, guard, log, ready, report)
+            if found is None:
+                return 0
+            config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
-        tls = _open_tls(config, log)
-        guard = Guard(tls, config.clusters) if tls is not None else None
         outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
-        server = control.make_server(partial(_report_call, log), guard)
+        server = control.make_server(report, guard)
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
-        runtime = _build_runtime(config, ledger, outside, log, timeline, stack)
-        checker = await _add_services(server, runtime, _describe_run(config, row))
+        page = MasterPage(config.master.timing.heartbeat_s)
+        runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
+        checker = await _add_services(server, runtime, guard, row, _describe_run(config, row))
         await server.start()
-        end_metrics = _serve_metrics(config, runtime, log)
+        await _serve_http(config, tls, runtime, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log)
         outside.begin_track(config, file, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
+        beside = asyncio.create_task(MasterReload(file, config, guard, runtime, log, fixed_level).run())
+        stack.callback(beside.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
-        await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
     return code
@@ -157,8 +176,9 @@ def _raise_open_files(config: RunFile, log: logs.Log) -> None:
 
 
 def _build_runtime(
-    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
-) -> Runtime:
+    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack,
+    page: MasterPage,
+) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
     journal = None
@@ -170,7 +190,8 @@ def _build_runtime(
     _warn_of_other_targets(config, ledger, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
-    step = _logged_step(coordinator, journal, log)
+    page.recall_ledger(ledger, state)
+    step = page.watch_steps(_logged_step(coordinator, journal, log))
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
 
@@ -219,29 +240,40 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     }
 
 
-async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
+async def _add_services(
+    server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any]
+) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(runtime), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
 
-def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the run file says where; scrapes come in threads, the core belongs to the event loop."""
-    if config.master.metrics is None:
-        return lambda: None
-    loop = asyncio.get_running_loop()
+async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
+    begin.check_repeated(row, proposed)
 
-    async def read_status() -> dict[str, Any]:
-        return status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
 
-    address = host_port(config.master.metrics)
-    port, end = metrics.serve_metrics(
-        address, lambda: asyncio.run_coroutine_threadsafe(read_status(), loop).result(SCRAPE_S)
-    )
-    log.info("metrics", address=f"{address[0]}:{port}")
-    return end
+async def _serve_http(
+    config: RunFile, tls: TlsSource | None, runtime: Runtime, log: logs.Log, stack: AsyncExitStack
+) -> None:
+    """Probes, metrics and the page, if the run file says where."""
+    section = config.master
+    if section.http is None:
+        return
+    from dips.http.daemon import HttpSubject, MakeRoutes, serve_http  # 0.2 s that only its users pay
+
+    def read_status() -> dict[str, Any]:
+        merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
+        return {**merged, "meters": runtime.meters.read_meters()}
+
+    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
+    subject = HttpSubject(
+        "master", read_status, metrics.collect, lambda: runtime.build_view()["unready"],
+        {"directory": section.directory, **mirror},
+    )  # fmt: skip
+    extra_routes: MakeRoutes = lambda read: ()  # noqa: E731 (the page's)
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, extra_routes))
 
 
 def _stop_on_signals(runtime: Runtime) -> None:
@@ -252,14 +284,9 @@ def _stop_on_signals(runtime: Runtime) -> None:
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
-    path, row = genesis.ledger_path(config), ledger.run_row()
+    row = ledger.run_row()
     genesis.check_is_of_run(config, row)
-    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
-    if placed != named:
-        raise ConfigError(
-            f"{path} places layers on {', '.join(placed)}, the run file's slaves are {', '.join(named)}: "
-            "`dips rebalance` moves layers to other slaves"
-        )
+    genesis.check_placement(config, row)
     _check_manifest(config, row)
     return row
 

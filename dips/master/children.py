@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dips.private_files import umask_given
+
 
 class Child:
     """A process that is alive, or whose death was seen. Must be created inside the event loop."""
@@ -34,7 +36,13 @@ class Child:
         """Start a process in a session of its own that appends to `log`; raise OSError if it cannot be started."""
         with log.open("ab") as out:  # its own descriptor: the process outlives us
             popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=cwd,
+                start_new_session=True,
+                umask=umask_given(),
             )
         return cls(popen.pid, popen, whole_group=whole_group)
 

@@ -23,7 +23,7 @@ from dips.master.ports import CoordinatorLike, JudgeLike
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
 from dips.protocol.enums import ClusterStanding
-from dips.protocol.events import Blind, ClusterJoined, Event, PushFinished, SlaveRegistered, Ticked
+from dips.protocol.events import Blind, ClusterExpelled, ClusterJoined, Event, PushFinished, SlaveRegistered, Ticked
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import ClusterEnded, RangesLeased
@@ -182,6 +182,10 @@ class MasterCore:
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
             event = replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
+        elif isinstance(event, SlaveRegistered):
+            event = replace(event, rival_heard_s=self._judge.slave_heard_s(event.slave, now))
+        elif isinstance(event, ClusterExpelled):
+            self._report_tokens(event.cluster, now)
         elif isinstance(event, PushFinished):  # what it brings is held against them
             self._report_tokens(event.push.cluster, now)
         self._step_event(event, now, question)

@@ -54,6 +54,16 @@ def check_is_of_run(config: RunFile, row: RunRow) -> None:
         )
 
 
+def check_placement(config: RunFile, row: RunRow) -> None:
+    """Raise ConfigError unless the ledger's layers lie on the run file's slaves."""
+    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
+    if placed != named:
+        raise ConfigError(
+            f"{ledger_path(config)} places layers on {', '.join(placed)}, the run file's slaves are "
+            f"{', '.join(named)}: `dips rebalance` moves layers to other slaves"
+        )
+
+
 def _describe_differences(config: RunFile, row: RunRow) -> str:
     """Name the keys, if what `dips init` wrote down beside the model is there."""
     try:
@@ -84,26 +94,31 @@ def make_run(
         raise ConfigError(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
-    mirrors = _mirrors(config, force)
-    manifest = _manifest_of(tensors, config.shared.share_buffers)
-    row = RunRow(
-        run=config.shared.run,
-        config_digest=config.shared.digest,
-        manifest=manifest.to_json(),
-        placement=place_layers(manifest, [slave.name for slave in config.slaves]),
-        genesis=tuple(_layer_digest(layer, tensors) for layer in manifest.layers),
-        genesis_norms=tuple(_layer_norm(layer, tensors) for layer in manifest.layers),
-        targets=config.make_options().targets,
-    )
+    mirrors = find_mirrors(config, force)
+    manifest = manifest_of(tensors, config.shared.share_buffers)
+    digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
+    row = make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
     if force:
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
     _write_initial(config, tensors, manifest)
-    if config.master.mirror is not None:
-        _mirror_initial(MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory)
+    mirror_initial(config)
     Ledger.create(ledger, row, wall).close()
     return row
+
+
+def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norms: tuple[float, ...]) -> RunRow:
+    """The first row of the ledger of a new run; ConfigError: more slaves than layers."""
+    return RunRow(
+        run=config.shared.run,
+        config_digest=config.shared.digest,
+        manifest=manifest.to_json(),
+        placement=place_layers(manifest, [slave.name for slave in config.slaves]),
+        genesis=digests,
+        genesis_norms=norms,
+        targets=config.make_options().targets,
+    )
 
 
 def fetch_initial(store: MirrorStore, directory: Path) -> None:
@@ -121,14 +136,17 @@ def fetch_initial(store: MirrorStore, directory: Path) -> None:
         sync_path(path.parent)
 
 
-def _mirror_initial(store: MirrorStore, directory: Path) -> None:
-    """Whoever reads it back has the digests of the ledger."""
-    for name in INITIAL_FILES:
+def mirror_initial(config: RunFile) -> None:
+    """Whoever reads it back has the digests of the ledger. A model that `dips seed` brings is not among the files."""
+    if config.master.mirror is None:
+        return
+    store, directory = MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory
+    for name in (name for name in INITIAL_FILES if (directory / name).exists()):
         with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
 
 
-def _mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
+def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     """The mirrors that hold something of a run of this name; raise ConfigError if there are any, unless `force`.
 
     A slave that starts with an empty directory would take what lies there for its own. A slave's mirror that cannot be
@@ -152,7 +170,7 @@ def _mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     return found
 
 
-def _manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) -> Manifest:
+def manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) -> Manifest:
     if not tensors:
         raise ConfigError("the model has no parameters")
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
@@ -182,7 +200,7 @@ def _shorten_lines(lines: list[str], most: int = 5) -> str:
     return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
+def layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
     """xxh3-128 of the layer's flat little-endian bytes, in manifest order: what a slave loads as v0@r0."""
     digest = xxhash.xxh3_128()
     for parameter in layer.parameters:
@@ -190,7 +208,7 @@ def _layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
+def layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(tensors[p.name], dtype=np.float64)) for p in layer.parameters)))
 
 
@@ -212,6 +230,13 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
+    write_listings(config, manifest)
+
+
+def write_listings(config: RunFile, manifest: Manifest) -> None:
+    """What lies beside the model, or in its place: for people and tools, and to name what differs later."""
+    directory = config.master.directory
+    (directory / INITIAL_MANIFEST).parent.mkdir(parents=True, exist_ok=True)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),
         (INITIAL_SHARED, json.dumps(config.shared.agreed, indent=1)),
@@ -221,5 +246,5 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
         aside.write_text(text)
         sync_path(aside)
         aside.replace(listing)
-    for folder in (model.parent, directory):
+    for folder in ((directory / INITIAL_MANIFEST).parent, directory):
         sync_path(folder)

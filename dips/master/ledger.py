@@ -15,6 +15,7 @@ from pathlib import Path
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
 from dips.ids import VersionId
+from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
     RoundHistory,
@@ -28,7 +29,7 @@ from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
-from dips.protocol.records import LedgerState, Record, RunRow
+from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
 
 MEMORY = ":memory:"
 BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails
@@ -147,6 +148,14 @@ class Ledger:
     def read_extensions(self) -> list[ExtensionHistory]:
         """Return what `dips init` read of the run's targets, then every `dips extend`, oldest first."""
         return read_extensions(self._db)
+
+    def read_audit(self, limit: int = 100) -> list[OperatorActed]:
+        """Return the newest `limit` requests of operators, oldest first, with who asked and what came of each."""
+        return read_audit(self._db, limit)
+
+    def read_tunings(self) -> list[TuningHistory]:
+        """Return every key that `dips tune` changed, oldest first."""
+        return read_tunings(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""

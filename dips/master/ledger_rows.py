@@ -20,10 +20,13 @@ from dips.protocol.options import Targets
 from dips.protocol.records import (
     ClusterDiverged,
     ClusterEnded,
+    ClusterQuarantined,
     ClusterReadmitted,
     FoldRow,
     IncarnationGiven,
     LedgerRestored,
+    OperatorActed,
+    OptionsTuned,
     OutcomeRow,
     PenaltyRow,
     RangesLeased,
@@ -153,6 +156,26 @@ def _write_targets(db: sqlite3.Connection, t: Targets, resumed: str, at: float, 
     _insert_row(db, "targets", (None, t.tokens, t.versions, t.wall_s, t.epochs, resumed, last_round, at, wall))
 
 
+def _write_tuning(db: sqlite3.Connection, r: OptionsTuned, wall: float) -> None:
+    for change in r.changes:
+        value = None if change.off else change.value
+        _insert_row(db, "tunings", (None, change.key, value, _last_round(db), r.at, wall))
+
+
+def _write_quarantine(db: sqlite3.Connection, r: ClusterQuarantined, wall: float) -> None:
+    _insert_row(db, "quarantines", (None, r.cluster, r.reason, _last_round(db), r.at, wall))
+
+
+def _write_audit(db: sqlite3.Connection, r: OperatorActed, wall: float) -> None:
+    asked = (None, r.wall, r.caller, r.action, r.arguments)
+    _insert_row(db, "audit", (*asked, r.outcome, r.refused, r.passed_over, wall))
+
+
+def _last_round(db: sqlite3.Connection) -> int:
+    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+    return int(last_round)
+
+
 def _write_restore(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
     _insert_row(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
 
@@ -181,6 +204,9 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     Rebalanced: _rebalanced,
     RunFinished: _run_finished,
     RunExtended: _run_extended,
+    OptionsTuned: _write_tuning,
+    ClusterQuarantined: _write_quarantine,
+    OperatorActed: _write_audit,
     LedgerRestored: _write_restore,
     VersionRecovered: _write_recovery,
     VersionResult: _write_result,

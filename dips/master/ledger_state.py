@@ -10,6 +10,7 @@ from typing import Any
 from dips.dataclass import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
+from dips.master.ledger_audit import read_quarantined, read_tuned
 from dips.master.ledger_extensions import read_extensions
 from dips.master.ledger_rebalances import read_first_placement, read_rebalances, removed_slaves
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
@@ -60,6 +61,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
         unknown_rounds=restored[:2] if restored else (0, 0),
         incarnations_above=restored[2] if restored else 0,
+        tuned=read_tuned(db),
+        quarantined=read_quarantined(db),
     )
 
 

@@ -13,19 +13,19 @@ from dips.config import RunFile
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.master import restore
-from dips.master.last_loss import mean_loss
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.links import SlaveLinks
+from dips.master.newest import NewestVersion
 from dips.master.on_version import VersionProcesses
 from dips.master.trackers import TrackProcesses
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
-from dips.protocol.records import Record, VersionCommitted
+from dips.protocol.records import Record
 from dips.telemetry import logs
 from dips.transport.tls import TlsSource
 
-ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
+ROUNDS_BACK = 16  # in which the newest version is looked for
 
 
 class MasterOutside:
@@ -38,8 +38,7 @@ class MasterOutside:
         self._mirror: LedgerMirror | None = None
         self._on_version: VersionProcesses | None = None
         self._track: TrackProcesses | None = None
-        made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
-        self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
+        self._newest = NewestVersion.from_history(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
@@ -82,7 +81,8 @@ class MasterOutside:
     def view(self) -> dict[str, Any]:
         """What status says of it: the ledger's mirror, what is done for versions, the newest one's loss; null: none."""
         parts = {"ledger_mirror": self._mirror, "on_version": self._on_version, "track": self._track}
-        return {"last_loss": self._loss} | {name: part and part.view() for name, part in parts.items()}
+        ours = {"last_loss": self._newest.loss, "newest": self._newest.view(time.time())}
+        return ours | {name: part and part.view() for name, part in parts.items()}
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
@@ -93,9 +93,7 @@ class MasterOutside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
-        for record in records:
-            if isinstance(record, VersionCommitted):
-                self._loss = mean_loss(record.folds)
+        self._newest = self._newest.follow_records(records, wall)
         self._written += 1
         return self._written
 

@@ -21,6 +21,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_rebuild import SPARE
+from dips.master.local_audit import make_local_row
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
@@ -77,6 +78,8 @@ class RecoveryPlan:
         for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
         records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
+        adopted = f" --adopt {self.adopted}" if self.adopted else ""
+        records.append(make_local_row("dips-master recover", f"term {self.term}, round {self.round}{adopted}"))
         ledger.write_records(records)
 
     def _describe_next_head(self) -> str:

@@ -28,8 +28,8 @@ def mirror_of(config: RunFile) -> MirrorStore | None:
 def restore_if_lost(config: RunFile, log: Log) -> None:
     """Put the mirrored ledger and initial model in the place of lost ones; nothing if they are there, or no mirror is.
 
-    Raise ConfigError if the ledger that is there is older than its mirror's, or the mirror holds none either;
-    FailedMirror if a mirror that is needed cannot be read; Corrupt if it is of another run.
+    Raise ConfigError if the ledger that is there is older than its mirror's; FailedMirror if a mirror that is needed
+    cannot be read; Corrupt if it is of another run.
     """
     store, path = mirror_of(config), genesis.ledger_path(config)
     if store is None:
@@ -40,7 +40,7 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
     with hold_ledger(path):  # one master restores it, and a second one finds it
         found = mirror_files.read_newest(store, config.shared.run)
         if found is None:
-            raise ConfigError(f"{path}: no ledger is here, and its mirror {store.url} has none; `dips init` makes one")
+            return  # a run that has not begun
         state = _build_file(found, path)
     genesis.fetch_initial(store, config.master.directory)
     log.warning(

@@ -14,6 +14,7 @@ from typing import Any
 from dips.errors import UnavailableMaster
 from dips.master.core import Heartbeats, MasterCore
 from dips.master.journal import Journal
+from dips.master.meters import RoundMeters
 from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
 from dips.master.ports import Outside
 from dips.protocol.effects import Exit, Note, Order, Reply, Result
@@ -48,7 +49,7 @@ class Runtime:
         journal: Journal | None = None,
     ) -> None:
         self._core, self._outside, self._clock = core, outside, clock
-        self._log, self._timeline, self._journal = log, timeline, journal
+        self._log, self._timeline, self._journal, self.meters = log, timeline, journal, RoundMeters()
         self._inbox: deque[Callable[[float], None]] = deque()
         self._arrived = asyncio.Event()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -174,6 +175,7 @@ class Runtime:
                 case Note():
                     (self._log.debug if action.kind in ROUTINE else self._log.info)(action.kind, **dict(action.fields))
                     self._timeline.record_mark(action.kind, **dict(action.fields))
+                    self.meters.on_note(action.kind, dict(action.fields), self._clock())
                 case Exit():
                     self._log.error("exit", code=action.code, reason=action.reason)
                     self.stop(action.code)

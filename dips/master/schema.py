@@ -9,7 +9,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 7  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 8  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -89,6 +89,21 @@ CREATE TABLE finished (
 CREATE TABLE targets (
     place INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, versions INTEGER NOT NULL, wall_s REAL NOT NULL,
     epochs INTEGER NOT NULL, resumed TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL, wall REAL
+) STRICT;
+-- what `dips tune` changed, a row for each key; `value` NULL: off
+CREATE TABLE tunings (
+    place INTEGER PRIMARY KEY, key TEXT NOT NULL, value REAL, last_round INTEGER NOT NULL, at REAL, wall REAL
+) STRICT;
+-- what `dips quarantine` said, newest last; an empty reason releases
+CREATE TABLE quarantines (
+    place INTEGER PRIMARY KEY, cluster TEXT NOT NULL, reason TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL,
+    wall REAL
+) STRICT;
+-- who asked what as an operator, and what came of it; `asked` is the shell's time, `passed_over` counts requests before
+-- this one that changed nothing and were too many for rows of their own
+CREATE TABLE audit (
+    place INTEGER PRIMARY KEY, asked REAL, caller TEXT NOT NULL, action TEXT NOT NULL, arguments TEXT NOT NULL,
+    outcome TEXT NOT NULL, refused INTEGER NOT NULL, passed_over INTEGER NOT NULL, wall REAL
 ) STRICT;
 CREATE TABLE durable (round INTEGER PRIMARY KEY REFERENCES versions, at REAL, wall REAL) STRICT;
 CREATE TABLE rollbacks (

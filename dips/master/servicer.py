@@ -6,15 +6,18 @@ decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from dips.errors import UnavailableMaster
 from dips.master import status
 from dips.master.runtime import Runtime
 from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Result
+from dips.transport.guard import Guard
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
@@ -96,33 +99,58 @@ class SlaveServicer(SlaveServiceServicer):
 
 
 class OperatorServicer(OperatorServiceServicer):
-    """Requests of an operator to the master."""
+    """Requests of an operator to the master; the ledger keeps who asked, and when."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        runtime: Runtime,
+        begin: Callable[[events.RunProposed], Awaitable[None]],
+        guard: Guard | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`begin` makes the run's ledger, or raises why not; nothing if it was made with that model."""
+        self._runtime, self._begin, self._guard, self._wall = runtime, begin, guard, wall
+
+    async def Begin(self, request: Any, context: Any) -> operator_pb2.BeginReply:
+        await self._begin(messages.from_proto(request, events.RunProposed))
+        return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
+
+    async def Seed(self, request: Any, context: Any) -> operator_pb2.SeedReply:
+        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.SeedAsked, req=req))
+        return cast(operator_pb2.SeedReply, messages.wrap_oneof(result, operator_pb2.SeedReply))
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
-        result = await _ask_master(
-            self._runtime, lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req)
-        )
-        return cast(operator_pb2.ReadmitReply, messages.wrap_oneof(result, operator_pb2.ReadmitReply))
+        return await self._ask_audited(request, context, events.ReadmissionAsked, operator_pb2.ReadmitReply)
 
     async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
-        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
-        return cast(operator_pb2.DrainReply, messages.wrap_oneof(result, operator_pb2.DrainReply))
+        return await self._ask_audited(request, context, events.DrainAsked, operator_pb2.DrainReply)
 
     async def Extend(self, request: Any, context: Any) -> operator_pb2.ExtendReply:
+        return await self._ask_audited(request, context, events.ExtensionAsked, operator_pb2.ExtendReply)
+
+    async def Tune(self, request: Any, context: Any) -> operator_pb2.TuneReply:
+        return await self._ask_audited(request, context, events.TuningAsked, operator_pb2.TuneReply)
+
+    async def Quarantine(self, request: Any, context: Any) -> operator_pb2.QuarantineReply:
+        return await self._ask_audited(request, context, events.QuarantineAsked, operator_pb2.QuarantineReply)
+
+    async def _ask_audited(self, request: Message, context: Any, kind: type[Any], reply: type[Reply]) -> Reply:
+        caller = events.LOCAL_CALLER if self._guard is None else self._guard.name_caller(context.auth_context())
+        wall = self._wall()
         result = await _ask_master(
-            self._runtime, lambda req: messages.from_proto(request, events.ExtensionAsked, req=req)
+            self._runtime,
+            lambda req: events.OperatorAsked(req, caller, wall, messages.from_proto(request, kind, req=req)),
         )
-        return cast(operator_pb2.ExtendReply, messages.wrap_oneof(result, operator_pb2.ExtendReply))
+        return cast(Reply, messages.wrap_oneof(result, reply))
 
 
 class StatusServicer(StatusServiceServicer):
     """Calls of `dips status`, of the live view and of `dips-client check`."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
-        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest."""
+        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest; empty before
+        it has a ledger.
+        """
         self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
@@ -131,6 +159,8 @@ class StatusServicer(StatusServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.build_view()
+        if not self._agreed:
+            raise UnavailableMaster(f"run {view['run']!r} {view['waiting']}")
         present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
         return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
 

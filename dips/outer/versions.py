@@ -181,6 +181,10 @@ class Versions:
             self._kernel_pool.copy_theta(held.bank.arrays, slot.arrays)
         return slot.arrays
 
+    def slot_arrays(self, push: PushId) -> Arrays:
+        """The buffers of a push that has a slot."""
+        return self._slot_of(push).arrays
+
     def free_slot(self, push: PushId) -> None:
         """Free the slot; whoever wrote into it has stopped."""
         self._pool.give_back(self._slot_of(push))

@@ -19,6 +19,7 @@ MOST_STEPS_PER_S = 1e4  # of one cluster: no optimizer steps in less than 100 µ
 FORGIVEN_S = 3_600.0  # clusters train on while a suspended master's clock stands
 MOST_TERMS_AHEAD = 1_000_000  # one for each start of a master, a thousand for each recovery
 MOST_AHEAD = 1 << 32  # of seqs and rounds, which count up one by one: at ten a second 13 years
+SILENT_HEARTBEATS = 2  # missed by a process that may be dead already: another may bear its name
 MOST_LANES = 1_024  # of a slave: each has a thread
 MOST_SNAPSHOTS = 65_536  # on a slave's disk; a few are kept
 

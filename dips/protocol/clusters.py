@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
 from dips.protocol import pulls, pushes
-from dips.protocol.claims import ToldProgress
+from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
     BandwidthMeasured,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -26,7 +27,6 @@ from dips.protocol.run_state import RunState
 
 MAX_CLUSTERS = 10_000  # names ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
-SILENT_HEARTBEATS = 2  # missed by an incarnation that may be dead already
 REASON_CHARS = 300  # of why a cluster left
 
 
@@ -139,6 +139,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
         pulls.close_pull(run, cluster, reason)
+    cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
@@ -215,6 +216,13 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
         end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
+
+
+def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
+    """It may take part no more: what moves is dropped on the slaves, and its questions are answered, at once."""
+    cluster = run.clusters.get(event.cluster)
+    if cluster is not None and cluster.live:
+        end_incarnation(run, cluster, event.reason[:REASON_CHARS], cluster.consumed, cluster.lost)
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:

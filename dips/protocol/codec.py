@@ -33,6 +33,7 @@ from dips import ids
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
+    audit_budget,
     claims,
     data,
     effects,
@@ -53,10 +54,11 @@ from dips.protocol import (
     transfer_book,
 )
 
-FORMAT = 5  # 4 had no ranges that are trained in part
+FORMAT = 6  # 5 had nothing that was tuned
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,
+    audit_budget,
     claims,
     data,
     effects,

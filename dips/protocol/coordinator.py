@@ -14,6 +14,7 @@ from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import (
     asking,
+    audit,
     clusters,
     drain,
     durability,
@@ -24,10 +25,13 @@ from dips.protocol import (
     probe_keys,
     pulls,
     pushes,
+    quarantine,
     readmit,
     round,
+    seeding,
     settlement,
     slaves,
+    tuning,
     view,
     window,
 )
@@ -38,6 +42,7 @@ from dips.protocol.enums import ClusterStanding, FanoutKind
 from dips.protocol.events import (
     BandwidthMeasured,
     Blind,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -45,6 +50,8 @@ from dips.protocol.events import (
     Event,
     ExtensionAsked,
     MirrorReported,
+    OperatorAsked,
+    OperatorReported,
     OrderAnswered,
     OrderFailed,
     ProbeAsked,
@@ -55,15 +62,18 @@ from dips.protocol.events import (
     PushRefused,
     PushRequested,
     PushStaged,
+    QuarantineAsked,
     RangesRequested,
     ReadmissionAsked,
     RoundAwaited,
+    SeedAsked,
     SlaveRegistered,
     SlaveSilent,
     Ticked,
     TokensReported,
     TrainerChanged,
     TransferAwaited,
+    TuningAsked,
 )
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
@@ -95,6 +105,8 @@ CONTINUATIONS: dict[FanoutKind, Continuation] = {
     FanoutKind.PERSIST_LATE: durability.on_late_snapshot_answered,
     FanoutKind.COMMIT: flip.on_slaves_flipped,
     FanoutKind.PING: slaves.on_ping_answered,
+    FanoutKind.OPEN_SEED: seeding.on_seed_opened,
+    FanoutKind.KEEP_SEED: seeding.on_seed_kept,
     FanoutKind.STANDALONE: _nothing_follows,
 }
 
@@ -105,6 +117,16 @@ def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
         CONTINUATIONS[fanout.kind](run, fanout)
 
 
+def _on_push_staged(run: RunState, event: PushStaged) -> None:
+    if not seeding.take_staged(run, event):
+        pushes.on_push_staged(run, event)
+
+
+def _on_push_refused(run: RunState, event: PushRefused) -> None:
+    if not seeding.take_refused(run, event):
+        pushes.on_push_refused(run, event)
+
+
 def _on_blind(run: RunState, event: Blind) -> None:
     """The master did not run: every deadline moves by the gap (docs/rationale.md#12)."""
     run.started += event.gap_s
@@ -113,6 +135,8 @@ def _on_blind(run: RunState, event: Blind) -> None:
     if run.round is not None:
         run.round.closes += event.gap_s
     run.transfers.shift_times(event.gap_s)
+    if run.seed is not None:
+        run.seed.deadline += event.gap_s
     for cluster in run.clusters.values():
         if cluster.requested_at is not None:
             cluster.requested_at += event.gap_s
@@ -130,8 +154,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     SlaveSilent: slaves.on_slave_silent,
     OrderAnswered: _on_order_answered,
     OrderFailed: slaves.on_order_failed,
-    PushStaged: pushes.on_push_staged,
-    PushRefused: pushes.on_push_refused,
+    PushStaged: _on_push_staged,
+    PushRefused: _on_push_refused,
     ClusterJoined: clusters.on_cluster_joined,
     ClusterLeft: clusters.on_cluster_left,
     ClusterSilent: clusters.on_cluster_silent,
@@ -150,6 +174,12 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     ReadmissionAsked: readmit.on_readmission_asked,
     DrainAsked: drain.on_drain_asked,
     ExtensionAsked: extension.on_extension_asked,
+    TuningAsked: tuning.on_tuning_asked,
+    QuarantineAsked: quarantine.on_quarantine_asked,
+    OperatorAsked: audit.on_operator_asked,
+    OperatorReported: audit.on_operator_reported,
+    ClusterExpelled: clusters.on_cluster_expelled,
+    SeedAsked: seeding.on_seed_asked,
     Blind: _on_blind,
     Ticked: _on_tick,
 }
@@ -157,6 +187,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 def _next_deadline(run: RunState) -> float:
     due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
+    if run.seed is not None:
+        due = min(due, run.seed.deadline)
     if run.round is not None:
         return min((due, *window.window_deadlines(run)))
     if run.targets.wall_s and not run.finished:
@@ -186,6 +218,8 @@ class Coordinator:
             round.advance_round(run)
             if run.roster.draining:
                 drain.settle_drains(run)
+            if run.seed is not None:
+                seeding.settle_seed(run)
             if run.roster.garbage:
                 slaves.delete_garbage(run)
         return run.out

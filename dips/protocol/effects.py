@@ -10,7 +10,7 @@ from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
-from dips.protocol.options import Targets
+from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
@@ -28,6 +28,7 @@ class OpenPush:
     order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
     first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
     keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
+    seed: bool = False  # it brings v0@r0: legal for a slave that holds no version
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,13 @@ class DropPush:
 
     push: PushId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSeed:
+    """Hold the staged push of a seed against the digests of v0@r0 and write it to the disk."""
+
+    push: PushId
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,7 @@ OrderBody = (
     OpenPush
     | Reorder
     | DropPush
+    | KeepSeed
     | Measure
     | Fold
     | Apply
@@ -343,6 +352,21 @@ class Extended:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuned:
+    """Everything that was ever tuned, as it holds now."""
+
+    changes: tuple[TunedOption, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedGranted:
+    """These slaves take v0@r0 as the push of this name."""
+
+    push: PushId
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request is answered with an error; `raise error(message)` at the asker."""
 
@@ -364,6 +388,8 @@ Result = (
     | Ranges
     | Acknowledged
     | Extended
+    | Tuned
+    | SeedGranted
     | Failed
 )
 

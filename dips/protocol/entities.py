@@ -18,6 +18,7 @@ from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
+from dips.protocol.options import OuterOptions
 from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
 
@@ -47,6 +48,7 @@ class Slave:
     unanswered: int = 0  # orders in a row past their deadline
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
     mirrored: VersionId | None = None  # the newest version in its mirror that is on offer
+    unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
     def set_state(self, state: SlaveState, reason: str) -> None:
@@ -96,6 +98,18 @@ class Pull:
     deadline_s: float
     opened: bool = False
     first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
+
+
+@dataclass
+class Seed:
+    """v0@r0 on its way to the slaves that lack it; forgotten by a master that restarts."""
+
+    push: PushId
+    seeder: str  # nonce of the process that brings it
+    deadline: float  # unless it is asked for again
+    slaves: dict[str, int]  # that have yet to keep it → the incarnation that is asked to
+    opened: bool = False  # all of them take it
+    unstaged: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +201,7 @@ class Round:
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
+    outer: OuterOptions | None = None  # those that its Apply named; `dips tune` may change them meanwhile
     acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
     scale: float = 0.0
     delta_norm: float = 0.0

@@ -39,6 +39,8 @@ class FanoutKind(StrEnum):
     PERSIST_LATE = "persist_late"  # the head's snapshot, written after its commit
     COMMIT = "commit"
     PING = "ping"
+    OPEN_SEED = "open_seed"
+    KEEP_SEED = "keep_seed"
     STANDALONE = "standalone"  # nothing follows
 
 

@@ -6,14 +6,18 @@ same fields as their messages in `protos/dips/v1`, so that one table-driven conv
 
 from __future__ import annotations
 
+from math import inf
+
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
+from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
 PROTOCOL = 6
+LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -46,6 +50,8 @@ class SlaveRegistered:
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
+    rival_heard_s: float = inf  # since the name's present incarnation was heard: the Judge fills it in
+    unseeded: bool = False  # its layers of v0@r0 are not on its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,69 @@ class DrainAsked:
     slave: str
 
 
+@dataclass(frozen=True, slots=True)
+class TuningAsked:
+    """Change options while the run goes on; what is not named stays."""
+
+    req: int
+    changes: tuple[TunedOption, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineAsked:
+    """Gate what this cluster pushes, or with `release` no longer."""
+
+    req: int
+    cluster: str
+    release: bool
+    reason: str
+
+
+OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAsked:
+    """Somebody asked something of an operator: the ledger keeps who, and what came of it."""
+
+    req: int  # the request's own means nothing
+    caller: str  # a certificate's name, or LOCAL_CALLER
+    wall: float  # Unix seconds at the shell
+    request: OperatorRequest
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorReported:
+    """The shell refused an operator's call, or changed something by itself: the ledger keeps it."""
+
+    caller: str
+    action: str
+    arguments: str
+    outcome: str
+    refused: bool
+    wall: float  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RunProposed:
+    """The model that a run without a ledger is to begin with, as `dips init` would measure it; never a step's event."""
+
+    manifest: str  # JSON
+    genesis: tuple[str, ...]  # xxh3-128 of each layer, in hexadecimal
+    genesis_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedAsked:
+    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
+
+    req: int
+    seeder: str  # nonce of the process
+    genesis: tuple[str, ...]  # of the model that it would bring
+    given_up: int = 0  # seq of the push that broke at its end; 0: none
+    keys: tuple[str, ...] = ()  # public, of its one rank, as in PushRequested
+
+
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
@@ -277,6 +346,14 @@ class ClusterSilent:
     silent_s: float
     tokens_consumed: int  # by this incarnation in all, as of its last heartbeat
     tokens_lost: int = 0  # of those, lost with dead trainers
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterExpelled:
+    """The shell found that a cluster may take part no more: its certificate is revoked, or no list names it."""
+
+    cluster: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +451,12 @@ Event = (
     | ReadmissionAsked
     | DrainAsked
     | ExtensionAsked
+    | TuningAsked
+    | QuarantineAsked
+    | OperatorAsked
+    | OperatorReported
+    | ClusterExpelled
+    | SeedAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

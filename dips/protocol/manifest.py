@@ -161,7 +161,8 @@ def _spell_layer(layer: Layer) -> str:
 def _check_name(raw: object) -> str:
     if not isinstance(raw, str):
         raise TypeError(f"expected a name, got {raw!r:.80}")
-    raw.encode()  # JSON can spell half a surrogate pair, which no file and no message can
+    if not raw.isprintable():  # it comes to terminals; half a surrogate pair, which no file can spell, is none either
+        raise ValueError(f"expected a name that prints, got {raw!r:.80}")
     return raw
 
 

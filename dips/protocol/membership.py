@@ -97,6 +97,11 @@ class Judge:
         known = self._clusters.get(cluster)
         return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
 
+    def slave_heard_s(self, slave: str, now: float) -> float:
+        """The same of a slave."""
+        known = self._slaves.get(slave)
+        return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
+
     def report_tokens(self, cluster: str) -> list[Event]:
         """What an incarnation has done by its heartbeats, if they told more since the last report."""
         known = self._clusters.get(cluster)

@@ -83,6 +83,8 @@ class PenaltyOptions:
         _coerce_word(self, "rule", PenaltyRule, "penalty.rule")
         _require_holds(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
         _require_holds(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
+        _require_holds(self.e_cap > 0, "penalty.e_cap", "a number above 0", self.e_cap)
+        _require_holds(self.sigma_floor >= 0, "penalty.sigma_floor", "0 or more", self.sigma_floor)
         _require_holds(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
         for key in ("warmup_rounds", "history", "gate_patience"):
             _require_holds(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
@@ -134,6 +136,15 @@ class Targets:
             f"{self.epochs} epochs of its data" if self.epochs > 1 else "",
         )
         return " or ".join(w for w in words if w) or "its data ends"
+
+
+@dataclass(frozen=True)
+class TunedOption:
+    """An option that an operator changed while the run goes on (`dips tune`); tuning.py says which may be."""
+
+    key: str  # "outer.lr"
+    value: float
+    off: bool = False  # null in the files; then `value` means nothing
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Verdict:
     tracked: bool = True
     inner_steps: int = 1  # as claimed
     finite: bool = True  # its parameters
+    held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,10 @@ class Penalty:
         self._norms = LastNorms(self._rows.values())
         self.history = history
         self._genesis_norm = genesis_norm
+
+    def change_options(self, options: PenaltyOptions) -> None:
+        """What an operator tuned holds for the next judgement; statistics stay."""
+        self._options = options
 
     def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
@@ -141,12 +146,13 @@ class Penalty:
             if verdict.tracked and row.warm_left == 0 and row.n > 0:
                 scores.append(verdict.score)
             changed[cluster] = self._after_accepted(row, verdict, limit)
-        for cluster in (s.cluster for s in verdicts if not s.verdict.accepted):
+        gated = [s for s in verdicts if not s.verdict.accepted and not s.verdict.held]
+        for cluster in (s.cluster for s in gated):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
             changed[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         # All patience is judged on one picture: who warms up first must not decide who else may.
         picture = _Picture(rows, live)
-        changed |= {s.cluster: self._apply_patience(picture, s) for s in verdicts if not s.verdict.accepted}
+        changed |= {s.cluster: self._apply_patience(picture, s) for s in gated}
         kept = self.history.scores
         if any(s.verdict.accepted for s in verdicts):
             kept = (*kept, max(scores, default=0.0))[-self._options.history :]

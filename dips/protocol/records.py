@@ -9,7 +9,7 @@ from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
-from dips.protocol.options import Targets
+from dips.protocol.options import Targets, TunedOption
 from dips.protocol.placement import Placement
 
 
@@ -208,6 +208,36 @@ class RunExtended:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionsTuned:
+    """An operator changed these options; what is not named stays."""
+
+    changes: tuple[TunedOption, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterQuarantined:
+    """An operator keeps a cluster out of the outer step, or with an empty reason no longer."""
+
+    cluster: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorActed:
+    """Who asked what, and what came of it; texts are bounded by audit.py."""
+
+    caller: str
+    action: str
+    arguments: str
+    outcome: str
+    refused: bool
+    wall: float  # Unix seconds at the shell that was asked
+    passed_over: int = 0  # requests before this one that changed nothing and found no room
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerRestored:
     """A copy took the place of a lost ledger, or an operator raised an old one's counters.
 
@@ -255,6 +285,9 @@ Record = (
     | Rebalanced
     | RunFinished
     | RunExtended
+    | OptionsTuned
+    | ClusterQuarantined
+    | OperatorActed
     | LedgerRestored
     | VersionRecovered
     | VersionResult
@@ -342,3 +375,5 @@ class LedgerState:
     begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, ascending
     unknown_rounds: tuple[int, int] = (0, 0)  # from, to below: of a restored ledger, used after the copy was made
     incarnations_above: int = 0  # of a restored ledger
+    tuned: tuple[TunedOption, ...] = ()  # as they hold, in the order in which they were first tuned
+    quarantined: tuple[tuple[str, str], ...] = ()  # (cluster, why) by an operator

@@ -20,6 +20,7 @@ from dips.protocol.enums import DurabilityState, FanoutKind
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.penalty import Verdict
+from dips.protocol.quarantine import judge_quarantined
 from dips.protocol.run_state import RunState
 
 
@@ -62,7 +63,8 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     push = r.current
     layer_sq, finite = _gather_norms(run, fanout)
     exempt = not run.is_ancestor(push.base)
-    push.verdict = run.penalty.judge_push(push.id.cluster, layer_sq, finite, push.inner_steps, exempt)
+    verdict = run.penalty.judge_push(push.id.cluster, layer_sq, finite, push.inner_steps, exempt)
+    push.verdict = judge_quarantined(run, push.id.cluster, verdict)
     if push.tokens <= 0:
         push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", tracked=False)
     if push.verdict.accepted:
@@ -118,7 +120,7 @@ def _close_window(run: RunState, r: Round) -> None:
     r.reason = f"applying {len(r.folded)} contributions"
     run.closed_at = run.now
     version = VersionId(run.head.version + 1, r.number)
-    o = run.options.outer
+    o = r.outer = run.options.outer
     order = Apply(r.number, version, r.scale, o.lr, o.momentum, durability.reserves_disk(run))
     run.order_all(FanoutKind.APPLY, version, order, run.options.timing.compute_s)
     run.emit_note(

@@ -13,10 +13,22 @@ from dips.dataclass import replace
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.admission import SlotQueue
+from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
-from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, ProbeAdmission, Push, Round, Slave, Subject
+from dips.protocol.entities import (
+    Bodies,
+    Cluster,
+    Durability,
+    Fanout,
+    ProbeAdmission,
+    Push,
+    Round,
+    Seed,
+    Slave,
+    Subject,
+)
 from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
@@ -27,6 +39,7 @@ from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.roster import Roster, in_order, name_some
 from dips.protocol.timers import Timers
 from dips.protocol.transfer_book import TransferBook
+from dips.protocol.tunable import tune_options
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
 LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
@@ -36,7 +49,11 @@ class RunState:
     """The state of the whole run as the master sees it."""
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
+        options = tune_options(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
+        self.tuned = {change.key: change for change in state.tuned}  # the options that were tuned, in them already
+        self.quarantined = dict(state.quarantined)  # by an operator, and why: see quarantine.py
+        self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
         self.now = self.started = now
         self.out: list[Effect] = []
         self.slaves = {name: Slave(name, layers, i) for i, (name, layers) in enumerate(state.row.placement)}
@@ -88,6 +105,9 @@ class RunState:
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
+        self.seed: Seed | None = None
+        self.seeds = 0  # of this term: names of their pushes
+        self.failed_seed: tuple[str, str] | None = None  # nonce of its process, and why: told when it asks again
         self.orders = OrderBook()
         self.transfers = TransferBook()
         self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py

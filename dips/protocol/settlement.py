@@ -84,7 +84,7 @@ def _version_row(
         if p.verdict is not None
     )
     outcomes = tuple(_outcome_row(p, _kind_of(p), version) for p in r.pushes)
-    o = run.options.outer
+    o = r.outer or run.options.outer
     return VersionCommitted(
         version, run.head, durable, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
         tuple(rows.values()), history, run.now,

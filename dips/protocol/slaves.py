@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, settlement
-from dips.protocol.claims import find_absurd_register
+from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, seeding, settlement
+from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
@@ -47,6 +47,9 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
             problem or Failed(ConfigError, _why_unknown(run, event.slave)),
         )
         return
+    if taken := _find_rival(run, slave, event):
+        run.reply_to(event.req, taken)
+        return
     if leave := _from_the_future(run, event):
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
@@ -86,6 +89,19 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
     return find_absurd_register(event, run.term, run.next_round)
 
 
+def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed | None:
+    """Another process bears the name and was heard just now: nothing that this one says counts, terms included.
+
+    A slave that was restarted asks again, and is taken as soon as the process before it has been silent so long.
+    """
+    silent_s = SILENT_HEARTBEATS * run.options.timing.heartbeat_s
+    if slave.nonce == event.nonce or event.rival_heard_s >= silent_s:
+        return None
+    return Failed(
+        Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives"
+    )
+
+
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     """It has seen what this ledger lacks: stop before anything is decided on an old copy (docs/rationale.md#2, #4)."""
     if event.memory is not None and not run.has_row(event.memory):
@@ -112,7 +128,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
-    slave.key = event.key
+    slave.key, slave.unseeded = event.key, event.unseeded
     slave.unanswered = 0
     run.roster.follow_register(slave, event.slots, run.slaves)
 
@@ -144,6 +160,8 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return AbortVersion(event.prepared)
     if event.memory == run.head:
         return Hold()
+    if run.head == GENESIS and event.unseeded:
+        return RegisterLater(RETRY_S, "; ".join(why for why in (seeding.WAITS, event.reason) if why))
     if run.head in event.complete or run.head == GENESIS:
         return LoadVersion(run.head)
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
@@ -276,6 +294,8 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
             end(run, cluster, reason)
     elif fanout.kind in settlement.ROUND_ORDERS:
         settlement.skip_round(run, reason)
+    elif fanout.kind in (FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED):
+        seeding.drop_seed(run, reason)
     elif fanout.kind is FanoutKind.PERSIST_LATE:
         durability.on_late_snapshot_failed(run, slave, fanout, event)
     elif fanout.kind is FanoutKind.COMMIT:

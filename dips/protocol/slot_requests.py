@@ -19,7 +19,7 @@ def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refuse
     missing, slots = run.why_missing(), run.roster.slots
     free = 0 if missing else slots - len(run.transfers.pushes)
     longest = run.options.timing.busy_retry_s
-    if run.penalty.penalty_row(cluster.name).quarantined:
+    if run.penalty.penalty_row(cluster.name).quarantined or cluster.name in run.quarantined:
         run.slot_queue.leave_queue(cluster.name)
         if free > run.slot_queue.count_waiting(run.now):
             return None

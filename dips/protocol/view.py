@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from dips.protocol import mirrors, window
+from dips.protocol import mirrors, seeding, window
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import DurabilityState
+from dips.protocol.roster import in_order, name_some
 from dips.protocol.run_state import RunState
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
@@ -23,7 +24,9 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "head": str(run.head),
         "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
         "targets": asdict(run.targets),
+        "tuned": {key: None if change.off else change.value for key, change in run.tuned.items()},
         "finished": str(run.finished) if run.finished else None,
+        "unready": explain_unready(run),
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,
@@ -52,12 +55,22 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
     }
 
 
+def explain_unready(run: RunState) -> str:
+    """Why the run cannot take an outer step now, whatever clusters do; empty: it can."""
+    if not run.is_proven:
+        away = name_some([s.name for s in in_order(run.slaves, run.roster.unregistered)])
+        return f"not yet registered: {away}"
+    return run.why_missing()
+
+
 def _why_idle(run: RunState) -> str:
     if run.finished:
         return f"the run is finished at {run.finished}"
     if run.durability.state is DurabilityState.STOPPED:
         return run.durability.reason
     missing = run.slaves_missing()
+    if unseeded := seeding.explain_unseeded(run):
+        return unseeded
     if missing and run.rollback_waits:
         return run.rollback_waits
     if missing:
@@ -85,7 +98,8 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
         "claims_refused": c.claims_refused,
         "norm": statistics.last_norm,
         "score": c.outcome.score if c.outcome else 0.0,
-        "quarantined": statistics.quarantined,
+        "quarantined": statistics.quarantined or c.name in run.quarantined,
+        "quarantine": run.quarantined.get(c.name, ""),
     }
 
 

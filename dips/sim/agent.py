@@ -148,6 +148,11 @@ class SimAgent:
         return self.core.state
 
     @property
+    def progress(self) -> float:
+        """Of the run, as the outer loop tells its script."""
+        return self.core.state.fraction
+
+    @property
     def inc(self) -> int:
         return self.state.membership.inc
 

@@ -73,6 +73,7 @@ class DataLinks:
         self._pieces: dict[tuple[tuple[int, ...], int, int], tuple[Range, ...]] = {}
         self.links = SimLinks()
         self.serial_s: float | None = None  # of a chunk, one behind the other on each stream
+        self.chunk_bytes = 0  # at most, of a chunk; the world says it
         self._parted: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
         self._clogged: dict[str, float] = {}  # cluster → until when
 

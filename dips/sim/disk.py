@@ -46,11 +46,15 @@ class SimDisk:
     page cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
     """
 
-    def __init__(self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None, shared: bool = True
+    ) -> None:
         self._genesis = genesis
         self._rng = rng
         self._passed_over = passed_over
         self.files: dict[VersionId, Snapshot] = {}
+        self.shared = shared  # v0@r0 lies where initial_model points, whatever becomes of this disk
+        self.seeded = shared  # or was brought here
         self.full = False
         self.slowness = 1.0
         self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
@@ -85,6 +89,7 @@ class SimDisk:
         """The disk is gone for good; another, empty, is in its place."""
         self.harmed.update(self.files)
         self.files = {}
+        self.seeded = self.shared
 
     def bring_back(self, version: VersionId, snapshot: Snapshot) -> None:
         """A copy from a mirror, which is no harm any more."""
@@ -141,7 +146,7 @@ class SimDisk:
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         snapshot = self.files.get(version)
-        if snapshot is None and version == GENESIS:
+        if snapshot is None and version == GENESIS and self.seeded:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
         if snapshot is None or not snapshot.good:
             self._passed_over()
@@ -151,6 +156,16 @@ class SimDisk:
             array[:] = snapshot.theta[layer]
         for layer, array in momentum.items():
             array[:] = snapshot.momentum[layer]
+
+    def holds_initial(self) -> bool:
+        return self.seeded
+
+    def keep_initial(self, theta: Arrays) -> None:
+        if self.full:
+            raise OSError(28, "no space left on the simulated disk")
+        if any(not np.array_equal(theta[layer], held) for layer, held in self._genesis.items()):
+            raise CorruptSnapshot("what was brought is not this run's first model")
+        self.seeded = True
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""

@@ -28,8 +28,7 @@ from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
 
-CHUNK_BYTES = 12  # a rank's piece of a parameter is one chunk: with two parameters a layer may be here half
-TRANSIT_BYTES = 12 * FLOOR_BYTES  # chunks asked for at once: so the pool is exhausted at times
+TRANSIT_CHUNKS = 12  # asked for at once: so the pool is exhausted at times
 CONCURRENT_STREAMS = 4
 TICK_S = 0.4  # how often, while frames come, stalls and rates are looked at
 DRAIN_S = 0.05  # until a closed or moved pull is looked at again
@@ -61,13 +60,16 @@ class SimFlow:
         slave: str,
         layout: LayerLayout,
         stall_s: float,
+        chunk_bytes: int,
         touched: Callable[[], None],
         gate: Gate,
         frame_refused: Callable[[str], None],
     ) -> None:
         self._heap, self._touched, self._gate, self._frame_refused = heap, touched, gate, frame_refused
-        self.receiver = Receiver(1, CHUNK_BYTES, Transit(TRANSIT_BYTES), CONCURRENT_STREAMS, stall_s)
-        self.sender = Sender(CHUNK_BYTES, stall_s, lambda: heap.now)
+        self.receiver = Receiver(
+            1, chunk_bytes, Transit(TRANSIT_CHUNKS * max(chunk_bytes, FLOOR_BYTES)), CONCURRENT_STREAMS, stall_s
+        )
+        self.sender = Sender(chunk_bytes, stall_s, lambda: heap.now)
         self.receiver.set_layers(layout)
         self.sender.set_layers(layout)
         self._keyring = Keyring()

@@ -20,8 +20,10 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Note, Order, Reply
 from dips.protocol.events import (
     BandwidthMeasured,
+    ClusterExpelled,
     ClusterSilent,
     Event,
+    OperatorReported,
     PushRefused,
     PushStaged,
     SlaveSilent,
@@ -41,6 +43,8 @@ Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
 POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # callers give up earlier than real ones
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
+
+FACTS = frozenset({PushStaged, PushRefused, OperatorReported, ClusterExpelled})  # are acknowledged at once
 
 
 class MasterObserver:
@@ -226,7 +230,7 @@ class MasterProcess:
             if self.presides:
                 self.world.monitor.heartbeat_read(*_sender_of(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
-        elif kind is PushStaged or kind is PushRefused:
+        elif kind in FACTS:
             self.core.take_event(message, now)
             answer(Acknowledged())
         else:

@@ -35,6 +35,7 @@ class SimMirror:
     def __init__(self, disk: SimDisk, rng: Random) -> None:
         self.disk, self.rng = disk, rng
         self.files: dict[VersionId, Snapshot] = {}
+        self.copied_at: dict[VersionId, float] = {}  # since the beginning
         self.gone = False
         self.listed = False  # whoever keeps it knows what it holds, and has told
         self.slowness = 1.0
@@ -104,6 +105,7 @@ class MirrorShell:
                 problem = f"{job.versions[0]} is not whole on this disk"
             else:
                 mirror.files[job.versions[0]] = snapshot
+                mirror.copied_at[job.versions[0]] = self._heap.now
                 self._plan.on_done(job)
         if problem:
             self._plan.on_failed(problem, self._heap.now)

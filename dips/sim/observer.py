@@ -14,10 +14,11 @@ from typing import Any
 from dips.sim.agent import ClusterObserver
 from dips.sim.master import MasterObserver
 from dips.sim.network import NetworkObserver
+from dips.sim.seeder import SeederObserver
 from dips.sim.slave import SlaveObserver
 
 
-class Observer(ClusterObserver, MasterObserver, SlaveObserver, NetworkObserver):
+class Observer(ClusterObserver, MasterObserver, SlaveObserver, NetworkObserver, SeederObserver):
     """All hooks of a world."""
 
     def after_event(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Protocol
 
 from dips.client.ipc.messages import Answer, Question, Stepped
@@ -12,10 +11,10 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.fiber import Gate, Wait
 from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.model import SimModel
 from dips.sim.scenario import Scenario
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books, Work
-from dips.slave.ports import F32
 
 
 class TrainerWorld(Protocol):
@@ -27,18 +26,21 @@ class TrainerWorld(Protocol):
     books: Books
     data: DataNetwork
     scenario: Scenario
+    model: SimModel
     options: Options
     manifest: Manifest
     sizes: dict[int, int]
 
     def call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
-    def take_inner_step(self, theta: dict[int, F32], rng: Random) -> None: ...
 
 
 class TrainerAgent(Protocol):
     """What a trainer needs of its agent: answers, and somebody who takes note of what it does."""
 
     gate: Gate
+
+    @property
+    def progress(self) -> float: ...
 
     def handle_message(self, message: Question | Stepped) -> Answer | None: ...
     def next_change(self, at_most_s: float) -> Wait: ...

@@ -13,7 +13,7 @@ from dips.dataclass import dataclass
 from dips.ids import PullId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.sim.data_links import DataLinks
-from dips.sim.flow import CHUNK_BYTES, SimFlow, SimTracker
+from dips.sim.flow import SimFlow, SimTracker
 from dips.sim.streams import STALL_S, SimStream, SimTransfer
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
@@ -64,7 +64,7 @@ class PullStream(SimStream):
         self._base = held
         self._spelling: UpdateSpelling | None = None
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
-        self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
+        self._missing = dict.fromkeys(split_chunks(self.pieces, net.chunk_bytes))
 
     def _is_owed(self) -> bool:
         return any(self.moving.is_open(chunk.layer) for chunk in self._missing)  # that was asked for

@@ -11,7 +11,6 @@ import numpy as np
 from dips.client.ipc.messages import PullNow, PushNow
 from dips.client.rank.feedback import Feedback
 from dips.ids import VersionId
-from dips.sim.flow import CHUNK_BYTES
 from dips.sim.pieces import pieces_of
 from dips.sim.pull_stream import HeldVersion, Pulled
 from dips.slave.ports import F32
@@ -26,10 +25,10 @@ Arrays = dict[int, F32]  # flat layers by number
 class SimRanks:
     """The model as `ranks` processes hold it together."""
 
-    def __init__(self, layout: LayerLayout, ranks: int, lossy: bool, updates: bool = False) -> None:
+    def __init__(self, layout: LayerLayout, ranks: int, chunk_bytes: int, lossy: bool, updates: bool = False) -> None:
         self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
         self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
-        self._updates = updates
+        self._updates, self._chunk_bytes = updates, chunk_bytes
         self.theta: Arrays = {}
         self.held: list[VersionId | None] = [None] * ranks  # what each rank installed last
         self.base: VersionId | None = None  # what all of them installed last
@@ -107,7 +106,9 @@ class SimRanks:
 
     def _list_chunks(self) -> list[tuple[int, Range]]:
         """Every chunk that slaves will ask for, by rank."""
-        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, CHUNK_BYTES)]
+        return [
+            (rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, self._chunk_bytes)
+        ]
 
     def _feedback_of(self, rank: int) -> Feedback:
         place = self.layout.place_range

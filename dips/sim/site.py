@@ -18,4 +18,5 @@ class Site:
     overlap: bool = False  # it trains on while its push, window and pull go on
     restarts: int = 0  # torchrun --max-restarts
     fragments: int = 1  # in which it moves what overlaps
+    jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
     diverged: int = 0  # pushes to come whose content is bad

@@ -126,6 +126,7 @@ class SlaveProcess:
             self.name,
             LayerLayout(self.world.manifest, machine.layers),
             self.world.data.stall_s,
+            settings.chunk_bytes,
             machine.mark_touched,
             self.gate,
             self.world.frame_refused,

@@ -29,7 +29,10 @@ class SlaveMachine:
         self.rng = world.chance.generator_for(f"slave/{name}")
         genesis = {layer: world.genesis[layer] for layer in layers}
         self.disk = SimDisk(
-            genesis, world.chance.generator_for(f"disk/{name}"), lambda: world.monitor.rare_event_occurred("snapshot")
+            genesis,
+            world.chance.generator_for(f"disk/{name}"),
+            lambda: world.monitor.rare_event_occurred("snapshot"),
+            world.scenario.seeded,
         )
         rng = world.chance.generator_for(f"mirror/{name}")
         self.mirror = SimMirror(self.disk, rng) if world.scenario.mirrors else None

@@ -7,7 +7,7 @@ from random import Random
 
 from dips.errors import DipsError
 from dips.ids import VersionId
-from dips.protocol.effects import Apply, Commit, Fold, Measure, Persist, Retire
+from dips.protocol.effects import Apply, Commit, Fold, KeepSeed, Measure, Persist, Retire
 from dips.sim.disk import SimDisk
 from dips.slave.actions import BeginDiskOrder, ExecuteOrder, ReadSnapshot, ShardWork, WorkOnDisk
 
@@ -18,6 +18,7 @@ WORK_S: dict[type, float] = {
     Persist: 0.15,
     Commit: 0.02,
     Retire: 0.05,
+    KeepSeed: 0.15,
 }  # of an order, at most double
 LOAD_S = 0.3
 
@@ -27,7 +28,7 @@ GROWS = frozenset({Measure, Fold, Apply, Persist})  # with the model
 
 def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
     """Draw how long an order of this class takes; one that grows with the model at least `least_s`."""
-    slowness = disk.slowness if body in (Persist, Retire) else 1.0
+    slowness = disk.slowness if body in (Persist, Retire, KeepSeed) else 1.0
     drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
     return max(drawn_s, least_s) if body in GROWS else drawn_s
 

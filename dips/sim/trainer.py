@@ -61,7 +61,11 @@ class SimTrainer:
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
         self._ranks = SimRanks(
-            world.data.layout, site.ranks, world.options.codec != "fp32", world.scenario.pull_codec != "fp32"
+            world.data.layout,
+            site.ranks,
+            world.scenario.chunk_bytes,
+            lossy=world.options.codec != "fp32",
+            updates=world.scenario.pull_codec != "fp32",
         )
         self.keys: tuple[str, ...] = ()  # of its ranks
         self.in_hand = WorkInHand()
@@ -155,16 +159,20 @@ class SimTrainer:
 
     def _inner_step(self, parts: tuple[Part, ...] = ()) -> Story:
         site = self.site
-        yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
+        yield sleep(
+            self.world.heap,
+            site.step_s * (1.0 - site.jitter / 2 + site.jitter * site.rng.random()),
+            f"inner step of {site.name}",
+        )
         self.agent.record_step()
-        tokens = samples_of(parts) or 1 + int(5 * site.rng.random())
+        tokens = samples_of(parts) or self.world.model.draw_tokens(site)
         work = Work(site.name, self.range or 0, tokens, parts=parts)
         self.in_hand.used += [Use(part.number) for part in parts if part.end == part.of]
         self.in_hand.works.append(work)
         self.agent.record_work(work)
-        self.world.take_inner_step(self.theta, site.rng)
+        loss = self.world.model.take_inner_step(site, self.theta, self.agent.progress)
         left, begun = (self._feed.left, self._feed.begun) if self._feed else (None, None)
-        self._send_message(Stepped(self.attempt, work.tokens, 1.0, True, left, begun))
+        self._send_message(Stepped(self.attempt, work.tokens, loss, True, left, begun))
         if self.out is not None:
             self.out.on_inner_step()
         self._look_in -= 1
@@ -330,6 +338,7 @@ class SimTrainer:
         if installed and self.base == version:
             self.in_hand.lose_work("a pull overwrote it", frozen_only=merge)
             self.agent.record_install()
+            self.world.model.on_install(self.site, self.attempt, self.theta)
         return installed
 
 

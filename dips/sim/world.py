@@ -7,13 +7,11 @@ by itself is well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from random import Random
 
 import numpy as np
 import xxhash
 
 from dips.protocol.effects import Exit
-from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
@@ -22,20 +20,20 @@ from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.master import MasterProcess
 from dips.sim.master_machine import MasterMachine
+from dips.sim.model import NoiseModel, SimModel
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario
+from dips.sim.seeder import SimSeeder
 from dips.sim.site import Site
 from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books
-from dips.slave.ports import F32
 
 Plan = Callable[["World"], None]  # says with World.later what will fail
 STALL_S = 6.0  # a transfer without a new byte for so long is over; longer on a slow link
 EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
 EVERY = 16  # events: so often is looked at what only time can break
-NOISES = 32  # directions in which a trainer may go in one inner step
 
 
 class Bookkeeper(Observer):
@@ -51,21 +49,20 @@ class Bookkeeper(Observer):
 class World:
     """Everything there is, for one seed."""
 
-    def __init__(self, seed: int, scenario: Scenario) -> None:
+    def __init__(self, seed: int, scenario: Scenario, model: SimModel | None = None) -> None:
+        """`model` is what is trained; None: noise of the scenario's shape."""
         self.seed, self.scenario, self.options = seed, scenario, scenario.options
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
-        self.manifest = _make_manifest(scenario.layers, scenario.parameters)
+        self.model: SimModel = model or NoiseModel(seed, scenario.layers, scenario.parameters)
+        self.manifest, self.genesis = self.model.manifest, self.model.genesis
         self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
-        rng = np.random.default_rng(seed)
-        self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
-        self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
         self.monitor = Monitor()
         self.network = Network(self.heap, self.chance, self.monitor)
         stall_s = scenario.stall_s or STALL_S * max((1.0, *scenario.slowness.values()))
         self.data = DataNetwork(
             self.heap, self.chance.generator_for("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
         )
-        self.data.serial_s = scenario.chunk_s
+        self.data.serial_s, self.data.chunk_bytes = scenario.chunk_s, scenario.chunk_bytes
         if scenario.steady:
             self.network.repair_links()
             self.data.repair_links()
@@ -80,13 +77,15 @@ class World:
         self.clusters = {
             name: SimCluster(self, self._make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
         }
-        self.master = MasterMachine(self, self._run_row(placement))
+        row = self._run_row(placement)
+        self.master = MasterMachine(self, row)
+        self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
     def _make_site(self, number: int) -> Site:
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
-        ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments
+        ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments, shape.jitter
         return Site(name, shape.ranks, shape.step_s, rng, *ways)
 
     def _run_row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
@@ -134,6 +133,8 @@ class World:
             machine.start()
         for cluster in self.clusters.values():
             cluster.start()
+        if self.seeder is not None:
+            self.seeder.start()
         if plan is not None:
             plan(self)
 
@@ -233,18 +234,3 @@ class World:
     def updates_landed(self, depth: int) -> None:
         """A rank has all of its pieces from a slave, as updates of the version that it held."""
         self.monitor.rare_event_occurred("updates" if depth == 1 else "two_updates")
-
-    def take_inner_step(self, theta: dict[int, F32], rng: Random) -> None:
-        """One inner step: the whole model moves a little."""
-        noise = self._noise[int(NOISES * rng.random())]
-        for a in theta.values():
-            a -= noise[: a.size]
-
-
-def _make_manifest(layers: int, parameters: tuple[int, ...]) -> Manifest:
-    """Equal layers, whose parameters have so many elements each."""
-    return Manifest(tuple(_make_layer(f"layers.{i}", parameters) for i in range(layers)))
-
-
-def _make_layer(name: str, parameters: tuple[int, ...]) -> Layer:
-    return Layer(name, tuple(Parameter(f"{name}.{k}", (numel,)) for k, numel in enumerate(parameters)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 import uuid
@@ -18,7 +17,6 @@ import typer
 
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
-from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
@@ -27,12 +25,14 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
+from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
+from dips.slave.reloading import watch_file
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -40,10 +40,11 @@ from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
-from dips.telemetry import exits, logs, metrics
+from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
+from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
@@ -58,7 +59,9 @@ cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 def serve_command(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run file (dips.yaml).")],
     name: Annotated[str, typer.Option("--name", "-n", help="Which of the run file's slaves this process is.")],
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error, instead of the file's log_level.")
+    ] = None,
 ) -> None:
     """A slave of one run: holds its layers of the global model and takes their outer steps.
 
@@ -70,15 +73,16 @@ def serve_command(
 
     Example:  dips-slave --config dips.yaml --name slave-0
     """
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    fixed = logs.check_level(log_level)
     run_file = load_run(config)
     section = run_file.slave_section(name)
-    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure_log("slave", name, log_level))))
+    log = logs.configure_log("slave", name, fixed or run_file.log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, section, log, file=config, fixed_level=fixed is not None)))
 
 
 def main() -> None:
     """Entry point of the console script."""
+    keep_files_private()
     exits.run_command(cli)
 
 
@@ -110,7 +114,7 @@ class Parts:
             self.mirror.bind_layers(registered.layers)
 
     def read_metrics(self) -> dict[str, Any]:
-        """What Prometheus reads; from any thread."""
+        """What Prometheus reads, but for the disk; from any thread."""
         standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit_bytes
         return {
             "sinc": standing.sinc,
@@ -123,9 +127,8 @@ class Parts:
             "staged": len(standing.staged),
             "persist_s": thread.persist_s,
             "apply_s": thread.apply_s,
-            "orders": slave_metrics.order_times(thread.spent),
+            "orders": thread.spent,
             "refused": dict(self.flow.refused_frames),
-            **slave_metrics.count_snapshots(self.section.directory),
             **self.flow.link_bytes(),
         }
 
@@ -144,19 +147,28 @@ class Parts:
 
 
 async def serve(
-    config: RunFile, section: SlaveSection, log: logs.Log, ready: Callable[[str], None] = lambda _: None
+    config: RunFile,
+    section: SlaveSection,
+    log: logs.Log,
+    ready: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    fixed_level: bool = False,
 ) -> int:
     """Run until stopped; return the exit code. `ready` gets host:port of the control server once it serves.
+
+    `file` is where `config` was read: it is looked at again while the slave runs. `fixed_level`: it does not change the
+    log's level.
 
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
         _raise_open_files(section, log)
+        make_private_directory(section.directory, "slaves.directory")
         parts = _build_parts(config, section, log, stack)
         tls = _open_tls(config, section, log)
         guard = Guard(tls) if tls is not None else None
         report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
-        server = control.make_server(report, guard)
+        server = control.make_server(report, guard, SLAVE_LIMITS)
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"
@@ -164,13 +176,11 @@ async def serve(
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
-        if section.metrics is not None:
-            where = host_port(section.metrics)
-            port, end = metrics.serve_metrics(where, parts.read_metrics, slave_metrics.collect)
-            stack.callback(end)
-            log.info("metrics", address=f"{where[0]}:{port}")
+        await _serve_http(section, tls, parts, runtime, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
+        if file is not None:
+            stack.callback(watch_file(file, config, section.name, log, fixed_level).cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
@@ -181,6 +191,26 @@ async def serve(
 def _open_tls(config: RunFile, section: SlaveSection, log: logs.Log) -> TlsSource | None:
     files = config.tls_files(section.name, PeerRole.SLAVE)
     return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, logs.warn_of_certificates(log))
+
+
+async def _serve_http(
+    section: SlaveSection,
+    tls: TlsSource | None,
+    parts: Parts,
+    runtime: SlaveRuntime,
+    log: logs.Log,
+    stack: AsyncExitStack,
+) -> None:
+    if section.http is None:
+        return
+    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+
+    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
+    subject = HttpSubject(
+        "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
+        {"directory": section.directory, **mirror}, lambda: slave_metrics.count_snapshots(section.directory),
+    )  # fmt: skip
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log))
 
 
 def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:
@@ -199,7 +229,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
-    workers = section.threads or os.cpu_count() or 1
+    workers = section.threads or available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
     begun = time.monotonic()

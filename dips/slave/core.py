@@ -87,6 +87,10 @@ class SlaveCore:
         """Whether the last answer to a Register was Hold, and nothing has asked for another since."""
         return self.registration.phase is RegistrationPhase.SERVING
 
+    def explain_unready(self) -> str:
+        """Why it does not serve; empty: it does, at the head."""
+        return "" if self.serving else f"it {self.registration.phase.value}"
+
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinite if nothing is planned."""
         return min(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from dips.telemetry.refusals import count_refusal
+
 MOST_CLUSTERS = 1000  # counted by name; those that come after them are counted together
 OTHERS = "others"
 
@@ -35,6 +37,7 @@ class FrameCounters:
     def add_refused(self, reason: str) -> None:
         with self._lock:
             self._refused[reason] += 1
+        count_refusal(f"frame_{reason}")
 
     def add_received(self, cluster: str, nbytes: int) -> None:
         with self._lock:

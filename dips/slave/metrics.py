@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.telemetry.metrics import MetricRow, Status, make_families
+from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 
 SELF = (
     MetricRow("dips_shard_incarnation", "sinc", "Incarnations of this slave so far, as its master counts."),
@@ -30,11 +29,12 @@ SELF = (
     MetricRow("dips_shard_snapshot_bytes", "snapshot_bytes", "Size of all of them."),
 )
 LINK = (MetricRow("dips_shard_link_bytes", "nbytes", "Moved from (in) or to (out) a cluster.", counter=True),)
-ORDER = (
-    MetricRow("dips_shard_order_seconds", "seconds", "Spent on orders of a kind.", counter=True),
-    MetricRow("dips_shard_orders", "count", "Orders of a kind.", counter=True),
-)
+ORDER = (MetricRow("dips_shard_order_seconds", "took", "An order took, by its kind.", histogram=True),)
 REFUSED = (MetricRow("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
+
+TABLES: tuple[Table, ...] = (
+    (SELF, ()), (LINK, ("cluster", "direction")), (ORDER, ("order",)), (REFUSED, ("reason",))
+)  # fmt: skip
 
 
 def collect(status: Status) -> Iterator[Metric]:
@@ -46,7 +46,8 @@ def collect(status: Status) -> Iterator[Metric]:
         for name, nbytes in status.get(direction, {}).items()
     ]
     yield from make_families(LINK, links, ("cluster", "direction"))
-    yield from make_families(ORDER, [((kind,), spent) for kind, spent in status.get("orders", {}).items()], ("order",))
+    orders = [((kind,), {"took": histogram}) for kind, histogram in status.get("orders", {}).items()]
+    yield from make_families(ORDER, orders, ("order",))
     refused = [((reason,), {"count": count}) for reason, count in status.get("refused", {}).items()]
     yield from make_families(REFUSED, refused, ("reason",))
 
@@ -64,8 +65,3 @@ def _file_sizes(files: Iterable[Path]) -> Iterator[int]:
     with suppress(FileNotFoundError):  # retired while we look
         for file in files:
             yield file.stat().st_size
-
-
-def order_times(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
-    """Seconds and counts by kind of order, as `collect` reads them."""
-    return {kind: {"seconds": seconds, "count": count} for kind, (seconds, count) in orders.items()}

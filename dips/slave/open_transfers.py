@@ -116,6 +116,11 @@ class OpenTransfers:
             self.versions.free_slot(push)
             del self.pushes[push]
 
+    def drop_others(self, push: PushId) -> None:
+        """Drop every open push of the same sender but this one."""
+        for other in [p for p in self.pushes if p.cluster == push.cluster and p != push]:
+            self.drop_push(other)
+
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
         _record_closed(self.closed_pushes, push)

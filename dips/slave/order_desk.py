@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from dips.errors import Busy, DipsError
-from dips.protocol.effects import Order, Persist, Retire
+from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer
 from dips.slave.actions import (
     Actions,
@@ -29,6 +29,7 @@ from dips.slave.actions import (
 from dips.slave.shard_snapshots import DiskWork
 from dips.slave.standing import SlaveTiming
 
+ON_DISK = (Persist, Retire, KeepSeed)
 ANSWER_SHARE = 0.8  # of an order's deadline is ours to try; the rest brings the answer home
 
 
@@ -73,7 +74,7 @@ class OrderDesk:
     def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
         found.again_at = None
-        if not isinstance(found.order.body, Persist | Retire):
+        if not isinstance(found.order.body, ON_DISK):
             return [ExecuteOrder(ticket, found.order)]
         self._on_disk.append(ticket)
         return self._begin_on_disk() if len(self._on_disk) == 1 else []

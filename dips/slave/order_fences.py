@@ -1,14 +1,15 @@
 """What keeps yesterday's orders out and makes a repeated order harmless.
 
 Three fences: the master's term (highest seen), this slave's incarnation, and the order's number, under which the
-answer is remembered. It does not know what an order does.
+answer is remembered. A term rises only by the answer to this slave's own Register, since it knows whom it asked; an
+order of a later one is sent again until then. It does not know what an order does.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from dips.errors import LocalProtocolError, RemoteProtocolError, StaleIncarnation, StaleTerm
+from dips.errors import LocalProtocolError, RemoteProtocolError, StaleIncarnation, StaleTerm, UnavailableSlave
 from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.effects import Order, OrderBody
 from dips.protocol.events import Answer
@@ -45,6 +46,8 @@ class OrderFences:
         what = f"order {order.number} ({type(order.body).__name__})"
         if order.slave != self._name:
             raise RemoteProtocolError(f"{what} is for {order.slave}, and came to {self._name}")
+        if order.term > self.term:  # whoever reaches our port could lock out the true master by it
+            raise UnavailableSlave(f"{what} bears term {order.term}; {self._name} follows it as soon as it registers")
         self.see_term(order.term, what)
         if order.sinc != self.sinc:
             raise StaleIncarnation(f"{what} is for incarnation {order.sinc} of {self._name}, this is {self.sinc}")

@@ -118,6 +118,12 @@ class Disk(Protocol):
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both from the snapshot, verifying every digest; v0@r0 comes from the initial model if not on disk."""
 
+    def holds_initial(self) -> bool:
+        """Whether v0@r0 can be read, as far as is known without reading it through. Raises nothing."""
+
+    def keep_initial(self, theta: Arrays) -> None:
+        """Make v0@r0 durable, read it back and compare it with its digests; CorruptSnapshot: it is another model."""
+
     def map_theta(self, version: VersionId) -> Arrays | None:
         """θ of a whole snapshot, to be read while it lies on the disk and after it is deleted; None if there is none.
 

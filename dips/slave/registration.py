@@ -67,6 +67,7 @@ class Registration:
         self._registered: Registered | None = None
         self._again_at = 0.0  # while PAUSED
         self._backoff = Backoff(*timing.backoff_s, rng)
+        self._said = ""  # why it waits, as it was last logged
         self._restored: str | None = None  # since the last Register, and why no more came back than did
 
     def next_deadline(self) -> float:
@@ -142,12 +143,15 @@ class Registration:
             self._sleep_for(again_s, now)
             return [WriteLog("error", "register_order_failed", {"why": followed.reason, "again_in_s": again_s})]
         if followed is Followed.SERVES:
-            self.phase = RegistrationPhase.SERVING
+            self.phase, self._said = RegistrationPhase.SERVING, ""
             fields = {"sinc": registered.sinc, "term": registered.term, "version": str(registered.head)}
             return [WriteLog("info", "ready", fields)]
         order = registered.order
         if isinstance(order, RegisterLater):
             self._sleep_for(order.retry_after_s, now)
+            said, self._said = self._said, order.reason
+            if said == order.reason:
+                return []
             fields = {"why": order.reason, "again_in_s": order.retry_after_s}
             return [WriteLog("info", "register_waits", fields)]
         self._sleep_for(0.0, now)

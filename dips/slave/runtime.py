@@ -82,6 +82,10 @@ class SlaveRuntime:
         finally:
             self._stop_tasks()
 
+    def explain_unready(self) -> str:
+        """Why this slave serves nothing; empty: its master knows it as READY, at the head."""
+        return self._core.explain_unready()
+
     async def execute_order(self, order: Order) -> Answer:
         """Have an order carried out, as servicer.py was asked; raise what it raised."""
         self._tickets += 1

@@ -111,8 +111,12 @@ class Shard:
         return self._fences.has_answered(number)
 
     def _open_push(self, order: e.OpenPush, opened: Opened) -> Answer:
-        """Legal when a version is held; reserves a slot; above the tombstone; a repetition changes nothing."""
-        if self.versions.served_version is None:
+        """Legal when a version is held, or to bring v0@r0; reserves a slot; above the tombstone; a repetition changes
+        nothing.
+        """
+        if order.seed:
+            self.transfers.drop_others(order.push)  # of a master that did not live to drop it
+        elif self.versions.served_version is None:
             raise StaleVersion(f"{self.name} holds no version yet, so it opens no push")
         self.transfers.open_push(order, opened)
         return Done()
@@ -128,17 +132,21 @@ class Shard:
         return Done()
 
     def begin_disk_order(self, order: e.Order) -> Answer | DiskWork:
-        """Return what a Persist or a Retire does on any thread, or the answer that was given before.
+        """Return what a Persist, a Retire or a KeepSeed does on any thread, or the answer that was given before.
 
         Persist is legal for what is prepared, or served. Until `end_disk_order` nothing may take θ and m away: Apply
         and Load are Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is. Retire is legal for versions
-        that this slave neither serves nor prepares nor loads; it deletes their snapshots.
+        that this slave neither serves nor prepares nor loads; it deletes their snapshots. KeepSeed is legal for a push
+        that is staged.
         """
         remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
         if isinstance(order.body, e.Retire):
             return self._begin_retire(order.body)
+        if isinstance(order.body, e.KeepSeed):
+            self.transfers.staged_push(order.body.push)
+            return self._snapshots.begin_keeping(self.versions.slot_arrays(order.body.push))
         assert isinstance(order.body, e.Persist)
         self._require_loaded(order)
         return self._snapshots.begin_writing(order.body.version, *self._to_write(order.body))
@@ -147,7 +155,7 @@ class Shard:
         """The work has ended; `answer` is None if it failed. What a master with a successor ordered is forgotten."""
         if isinstance(order.body, e.Retire):
             self._snapshots.deleting = False
-        else:
+        elif isinstance(order.body, e.Persist):
             self._snapshots.writing = None
             self.versions.free_abandoned()
         if answer is not None and order.term == self.term:
@@ -228,6 +236,7 @@ class Shard:
             reason=self.reason,
             key=key,
             manifest_digest=self._manifest.digest if self._manifest else "",
+            unseeded=not self._disk.holds_initial(),
         )
 
     def learn_manifest(self, registered: e.Registered) -> Manifest:

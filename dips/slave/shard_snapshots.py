@@ -81,6 +81,18 @@ class ShardSnapshots:
 
         return delete
 
+    def begin_keeping(self, theta: Arrays) -> DiskWork:
+        """Return what writes v0@r0 for good, if it is that."""
+
+        def keep_initial() -> Answer:
+            try:
+                self._disk.keep_initial(theta)
+            except OSError as error:
+                raise FailedDisk(f"{self._name} cannot write the first model: {error}") from error
+            return Done()
+
+        return keep_initial
+
     def require_idle(self, what: str, unless: VersionId | None = None) -> None:
         """Raise Busy while a snapshot is being written, unless it is of that version."""
         if self.writing is not None and self.writing != unless:

@@ -16,6 +16,7 @@ from dips.slave.actions import BeginDiskOrder, EndDiskOrder, ExecuteOrder, Shard
 from dips.slave.open_transfers import Report
 from dips.slave.shard import Shard
 from dips.slave.standing import Standing
+from dips.telemetry.histogram import Histogram
 from dips.telemetry.logs import Log
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class ShardThread:
         self.standing = Standing(0, 0, None, (), 0, 0)
         self.apply_s = 0.0  # what the last Apply took
         self.persist_s = 0.0  # what the last snapshot took
-        self.spent: dict[str, tuple[float, int]] = {}  # seconds and number of orders, by kind
+        self.spent: dict[str, Histogram] = {}  # seconds by kind of order
 
     def own_shard(self, shard: Shard) -> None:
         """Own `shard` from now on; called once, before anything else."""
@@ -110,8 +111,9 @@ class ShardThread:
         elif isinstance(order.body, Persist):
             self.persist_s = took_s
         kind = type(order.body).__name__
-        seconds, count = self.spent.get(kind.lower(), (0.0, 0))
-        self.spent = {**self.spent, kind.lower(): (seconds + took_s, count + 1)}  # replaced as a whole: others read it
+        if kind.lower() not in self.spent:
+            self.spent = {**self.spent, kind.lower(): Histogram()}  # replaced as a whole: others read it
+        self.spent[kind.lower()].observe_value(took_s)
         # An outer step is one line: its Commit.
         log = self._log.info if isinstance(order.body, Commit) else self._log.debug
         log("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

@@ -5,7 +5,7 @@ digest agrees. Half-written, damaged and foreign ones are passed over loudly, an
 the directory as long as it runs. The master says what to write and what to delete; on its own account a slave removes
 nothing but what it had not finished writing.
 
-v0@r0 is never written: it is read from the initial model, and checked against the digests of `dips init`.
+v0@r0 has no snapshot: see initial_model.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
+from dips.slave.initial_model import InitialModel
 from dips.slave.ports import Arrays
 from dips.slave.snapshot_files import (
     ASIDE,
@@ -34,7 +35,7 @@ from dips.slave.snapshot_files import (
     version_of,
     write_snapshot,
 )
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of, split_layer
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of
 from dips.slave.staged_snapshots import promote_if_ours, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
@@ -47,12 +48,20 @@ class Snapshots:
     """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write_snapshot` at a time."""
 
     def __init__(
-        self, directory: Path, run: str, slave: str, initial_model: Path, log: Log, meter: WorkMeter | None = None
+        self,
+        directory: Path,
+        run: str,
+        slave: str,
+        initial_model: Path | None,
+        log: Log,
+        meter: WorkMeter | None = None,
     ) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
         self._meter = meter or WorkMeter()
         self._directory, self._run, self._slave = directory, run, slave
-        self._initial, self._log = initial_model, log
+        self._initial = InitialModel(directory, run, initial_model, self._meter.add)
+        self._log = log
+        self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by us
         self._bad: set[VersionId] = set()  # passed over; logged once
         self._manifest: Manifest | None = None
@@ -70,6 +79,7 @@ class Snapshots:
         """
         self._manifest, self._sinc = manifest, sinc
         self._genesis = dict(zip(layers, genesis, strict=True))
+        self._initial.bind_layers(manifest, self._genesis)
         for version in staged_versions(self._directory):
             if promote_if_ours(self._directory, version, layers):
                 self._log.info("snapshot_rebalanced", version=str(version), layers=list(layers))
@@ -154,7 +164,9 @@ class Snapshots:
         """Fill both, verifying every digest; v0@r0 comes from the initial model, with momentum 0."""
         path = self._directory / str(version)
         if version == GENESIS and not path.exists():
-            self._read_initial(theta, momentum)
+            if self._manifest is None:
+                raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+            self._initial.read_layers(theta, momentum)
             return
         try:
             manifest = self._checked_manifest(version)
@@ -165,6 +177,21 @@ class Snapshots:
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
+
+    def holds_initial(self) -> bool:
+        """Whether v0@r0 can be read, as far as names and shapes tell; if it should lie here, say so once."""
+        held = self._initial.is_held()
+        if not held and self._initial.given is not None and not self._said_missing:
+            remedy = "run `dips seed`, or copy it from <master.directory>/initial/ of `dips init`"
+            where = "or name where it lies under the key initial_model"
+            self._log.error("initial_model_missing", path=str(self._initial.given), remedy=f"{remedy}, {where}")
+            self._said_missing = True
+        return held
+
+    def keep_initial(self, theta: Arrays) -> None:
+        """Make v0@r0 durable; CorruptSnapshot if it is another model."""
+        self._require_directory()
+        self._initial.keep_layers(theta)
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         """θ of a snapshot that this process wrote or verified, as a map of its file; None if there is none.
@@ -177,8 +204,8 @@ class Snapshots:
             if version in self._whole:
                 layers = {record.index: record.layer for record in self._checked_manifest(version).layers}
                 return map_layers(path / MODEL_FILE, layers, THETA)
-            if version == GENESIS and self._manifest is not None:
-                return map_layers(self._initial, {index: self._manifest.layers[index] for index in self._genesis}, "")
+            if version == GENESIS:
+                return self._initial.map_layers()
         except (CorruptSnapshot, OSError) as error:
             self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
         return None
@@ -291,23 +318,3 @@ class Snapshots:
                 f"{path}: expected the layers {sorted(expected)} of this run's model, got {sorted(found)}"
                 f"{' with other parameters' if found.keys() == expected.keys() else ''}"
             )
-
-    def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
-        if self._manifest is None:
-            raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
-        if not self._initial.exists():
-            raise FileNotFoundError(
-                f"initial_model: {self._initial} is not here: copy it from <master.directory>/initial/ of `dips init`, "
-                "or name where it lies under the key initial_model"
-            )
-        with Reader(self._initial, self._meter.add) as reader:
-            for index, expected in self._genesis.items():
-                layer = self._manifest.layers[index]
-                for parameter, flat in split_layer(layer, theta[index]):
-                    reader.read_into(parameter.name, parameter.shape, flat)
-                if digest_of(theta[index]) != expected:
-                    raise CorruptSnapshot(
-                        f"{self._initial}: layer {layer.name} is not the one of `dips init`:"
-                        f" expected xxh3-128 {expected}, got {digest_of(theta[index])}"
-                    )
-                momentum[index].fill(0.0)

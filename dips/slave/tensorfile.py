@@ -107,6 +107,10 @@ class Reader:
             self._on_piece(count)
             view = view[count:]
 
+    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CorruptSnapshot unless the tensor `name` is in the file, with this shape."""
+        self._tensor_span(name, shape)
+
     def map_file(self) -> mmap.mmap:
         """Map the whole file for reading; it stays readable when the file is closed, and when it is unlinked."""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from dips.distribution import refuse_other_dips
 from dips.errors import DipsError, advice_for, treatment_of
+from dips.printable import make_lines_printable
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 
@@ -18,5 +19,5 @@ def run_command(command_line: Callable[[], object]) -> None:
         command_line()
     except DipsError as error:
         advice = advice_for(error)
-        sys.stderr.write(f"error: {error}\n" + (f"{advice}\n" if advice else ""))
+        sys.stderr.write(f"error: {make_lines_printable(str(error))}\n" + (f"{advice}\n" if advice else ""))
         sys.exit(treatment_of(error).exit_code)

@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from dips.printable import make_printable
+
 GAP = 2  # between two columns, and before what stands under a row
 
 
@@ -68,7 +70,9 @@ class Listing:
             aside = "" if self._strict else ", ".join(f"{column.name} {text.plain}" for column, text in rest)
             for note in (*row.notes, aside):
                 if note:
-                    yield Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, GAP), expand=False)
+                    yield Padding(
+                        Text(make_printable(note), style="dim", overflow="fold"), (0, 0, 0, GAP), expand=False
+                    )
 
         if self._more:
             yield Text(f"and {self._more} more", style="dim")
@@ -87,7 +91,7 @@ class Listing:
 
 
 def _to_text(cell: str | Text) -> Text:
-    return Text(cell) if isinstance(cell, str) else cell
+    return Text(make_printable(cell)) if isinstance(cell, str) else cell
 
 
 def _that_fit(widths: Sequence[int], room: int) -> int:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import structlog
+from structlog.typing import EventDict
+
+from dips.errors import ConfigError
+from dips.printable import make_lines_printable, make_printable
 
 Log = structlog.stdlib.BoundLogger
 
@@ -16,8 +21,39 @@ def warn_of_certificates(log: Log) -> Callable[[str], None]:
     return lambda problem: log.warning("certificate", problem=problem)
 
 
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class _LevelledLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
+    """Asks for the level at each call, so that it may change while the process runs: one comparison."""
+
+    level: ClassVar[int] = logging.INFO
+
+    def debug(self, event: str, *args: Any, **fields: Any) -> Any:
+        return super().debug(event, *args, **fields) if self.level <= logging.DEBUG else None
+
+    def info(self, event: str, *args: Any, **fields: Any) -> Any:
+        return super().info(event, *args, **fields) if self.level <= logging.INFO else None
+
+    def warning(self, event: str, *args: Any, **fields: Any) -> Any:
+        return super().warning(event, *args, **fields) if self.level <= logging.WARNING else None
+
+
+def set_level(level: str) -> None:
+    """What this process logs from now on: debug, info, warning or error, and what is above it."""
+    _LevelledLogger.level = logging.getLevelNamesMapping()[level.upper()]
+
+
+def check_level(given: str | None) -> str | None:
+    """The level that a command line names; raise ConfigError on one that is none."""
+    if given is not None and given.lower() not in LEVELS:
+        raise ConfigError(f"--log-level: expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got {given!r}")
+    return given
+
+
 def configure_log(role: str, name: str, level: str = "info") -> Log:
     """Set up this process's log on standard error and return its logger, bound to who we are."""
+    set_level(level)
     terminal = sys.stderr.isatty()
     renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
     structlog.configure(
@@ -25,11 +61,22 @@ def configure_log(role: str, name: str, level: str = "info") -> Log:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _make_printable,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=_LevelledLogger,
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger().bind(role=role, name=name)
     return log
+
+
+def _make_printable(_: Any, __: str, event: EventDict) -> EventDict:
+    """What peers say is a field of many events; only a traceback, which is ours, has lines."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = make_lines_printable(value) if key == "exception" else make_printable(value)
+        elif isinstance(value, BaseException):
+            event[key] = make_printable(repr(value))
+    return event

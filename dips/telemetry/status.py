@@ -40,7 +40,9 @@ CRASHING = "crashing"  # what a cluster's note begins with while its trainer is 
 
 
 def render_status(status: Status) -> RenderableType:
-    """Draw the whole picture: the run and its round, clusters, slaves."""
+    """Draw the whole picture: the run and its round, clusters, slaves; of a run that has no model yet only that."""
+    if "waiting" in status:
+        return draw_headline(status)
     return Group(draw_headline(status), clusters_listing(status), slaves_listing(status))
 
 
@@ -67,6 +69,8 @@ class FittedStatus:
 
 def draw_headline(status: Status) -> Text:
     """The run in four lines: θ, the rounds, this one and why it waits, the data; and a red one if snapshots fail."""
+    if "waiting" in status:
+        return Text(f"run {status.get('run', NONE)} {status['waiting']}", style="bold")
     lines = (
         run_line(status),
         "rounds: " + counts_line(status),
@@ -250,6 +254,8 @@ def _is_crashing(peer: Mapping[str, Any]) -> bool:
 def _state_reason(peer: Mapping[str, Any]) -> str:
     """Why it is in its state; empty if the state says it all."""
     reason, dull = str(peer.get("reason") or ""), DULL.get(str(peer.get("state")))
+    if peer.get("quarantine"):
+        return f"quarantined by an operator: {peer['quarantine']}; {reason}"
     if peer.get("quarantined"):
         return f"quarantined by the gate until `dips readmit`; {reason}"
     return "" if dull and dull.fullmatch(reason) else reason

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from dips import errors
-from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable, class_named
+from dips.errors import ConfigError, DipsError, RemoteProtocolError, Unavailable, class_named
 from dips.identity.tls_files import LoadedTls
+from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
+from dips.transport.gate import ERROR_KEY, CallGate, Report
 from dips.transport.guard import Guard
+from dips.transport.limits import MASTER_LIMITS, ServerLimits
 from dips.transport.renewing import RenewingChannel
 from dips.transport.tls import make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
 
-ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
-MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
 KEEPALIVE_MS = 10_000  # clients ping so often, also without calls: a NAT forgets a silent link
 KEEPALIVE_TIMEOUT_MS = 5_000  # and give up when a ping is unanswered for so long
 # servers permit pings twice as often as we send them; else GOAWAY after 5 s (docs/rationale.md#35)
@@ -36,14 +36,8 @@ MAX_RECONNECT_BACKOFF_MS = 2_000  # a master that is back is found within two se
 MAX_CONCURRENT_CALLS = 10_000  # a server's bound; room for a long poll and a heartbeat of 1,000 clusters, several times
 
 Reply = TypeVar("Reply", bound=Message)
-Report = Callable[[str, BaseException], None]
 
-_SIZES = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
 _SERVER_OPTIONS = [
-    *_SIZES,
     # calls come in bursts (every cluster heartbeats after a stall): above gRPC's own 1,000 they would be cancelled
     # unheard
     ("grpc.server.max_pending_requests", MAX_CONCURRENT_CALLS),
@@ -55,7 +49,8 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
 ]
 _CHANNEL_OPTIONS = [
-    *_SIZES,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -71,15 +66,16 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def make_server(report: Report, guard: Guard | None = None) -> aio.Server:
+def make_server(report: Report, guard: Guard | None = None, limits: ServerLimits = MASTER_LIMITS) -> aio.Server:
     """Make a gRPC server whose handlers may raise DipsError.
 
     `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
     `guard` stands before each handler; None: plain text, which the configuration allows on loopback only.
+    `limits` is what it takes at once and a second (limits.py); what is refused is counted by reason.
     """
     return aio.server(
-        options=_SERVER_OPTIONS,
-        interceptors=[_Interceptor(report, guard)],
+        options=[*_SERVER_OPTIONS, *limits.to_options()],
+        interceptors=[CallGate(report, guard, limits)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )
 
@@ -90,7 +86,8 @@ def bind_server(grpc_server: aio.Server, address: str, key: str, guard: Guard | 
         if guard is None:
             port = grpc_server.add_insecure_port(address)
         else:
-            port = grpc_server.add_secure_port(address, make_server_credentials(guard.source))
+            credentials = make_server_credentials(guard.source, guard.handshakes.on_handshake)
+            port = grpc_server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(_cannot_listen(key, address)) from error
     if port == 0:
@@ -143,72 +140,24 @@ async def call_method(
         raise (type(failed)(f"{failed}; {why}") if why else failed) from error
 
 
-# ---- errors out ---------------------------------------------------------------------------------------------------
-
-
-class _Interceptor(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps every handler, so that none can forget to ask the guard or to translate."""
-
-    def __init__(self, report: Report, guard: Guard | None) -> None:
-        self._report, self._guard = report, guard
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        if handler.unary_unary is None:
-            return handler if self._guard is None else None  # nothing of ours streams: unknown to those outside
-        method, inner = handler_call_details.method, handler.unary_unary
-
-        async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                if self._guard is not None:
-                    self._guard.check_call(method, request, context.auth_context())
-                await context.send_initial_metadata(
-                    ()
-                )  # "received": a caller that keeps an order of calls waits for it
-                return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
-            except DipsError as error:
-                await _abort_call(context, error)
-            except aio.AbortError:
-                raise
-            except Exception as error:  # noqa: BLE001 (whatever a handler raised: the caller must get an answer)
-                self._report(method, error)
-                await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
-
-        return grpc.unary_unary_rpc_method_handler(
-            cast(Any, answer_errors), handler.request_deserializer, handler.response_serializer
-        )
-
-
-async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
-    status = grpc.StatusCode[errors.treatment_of(error).status]
-    detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
-    await context.abort(status, detail, ((ERROR_KEY, type(error).__name__),))
-
-
 # ---- errors in ----------------------------------------------------------------------------------------------------
 
 _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
 def _to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
-    cls = _class_named(error)
+    cls, said = _class_named(error), make_printable(error.details() or "")
     if cls is not None:
-        return cls(error.details() or cls.__name__)
+        return cls(said or cls.__name__)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return unavailable(f"{peer} did not answer within {deadline_s:g} s")
     if error.code() in _NOBODY:
-        return unavailable(f"{peer} cannot be reached: {error.details()}")
+        return unavailable(f"{peer} cannot be reached: {said}")
     if (
         error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     ):  # gRPC's own: a message above MAX_MESSAGE_BYTES, or too many calls
-        return RemoteProtocolError(f"{peer}: {error.details()}")
-    return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {error.details()}")
+        return RemoteProtocolError(f"{peer}: {said}")
+    return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {said}")
 
 
 def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:

@@ -22,6 +22,7 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.transport.credit import MOST_CHUNKS
 from dips.transport.curve import KEY_CHARS, KeyPair
+from dips.transport.lane_door import LaneDoor
 from dips.transport.zap import USER_ID, Admit, ZapHandler
 from dips.wire.frame import FRAME_LIMIT, Buffer
 
@@ -130,6 +131,7 @@ class Lane:
         self.index = index
         self._key_chars = 0 if key is None else KEY_CHARS
         self._zap: ZapHandler | None = None
+        self._door: LaneDoor | None = None
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._waker = Waker()
@@ -153,15 +155,16 @@ class Lane:
             if key is not None:
                 self._zap = ZapHandler(self._context, admit)
                 key.secure_server(self._socket)
-            host = f"[{host}]" if ":" in host else host
-            self._socket.bind(f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
+            self._door = LaneDoor(self._socket, host, port)
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise ConfigError(
                 f"lane {index}: cannot listen on {host}:{port}: {error.strerror}; name a free port, or 0 for any"
             ) from error
-        port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.address = f"{host}:{port}"  # as the configuration spells the host: libzmq maps IPv4 into IPv6 here
+        host = f"[{host}]" if ":" in host else host
+        self.address = (
+            f"{host}:{self._door.port}"  # as the configuration spells the host: libzmq maps IPv4 into IPv6 here
+        )
 
     def start(self, handler: Handler) -> None:
         """Begin to serve."""
@@ -193,7 +196,11 @@ class Lane:
     def close(self) -> None:
         """End the thread and the socket; on return libzmq holds no body any more."""
         self.stop()
+        if self._door is not None:
+            self._door.stop_watching(self._socket)
         self._socket.close(linger=0)
+        if self._door is not None:
+            self._door.close()
         if self._zap is not None:
             self._zap.close()
         self._context.term()
@@ -207,11 +214,13 @@ class Lane:
         poller.register(self._waker.theirs, zmq.POLLIN)
         if self._zap is not None:
             poller.register(self._zap.socket, zmq.POLLIN)
-        waker = self._waker.theirs.fileno()
+        waker, door = self._waker.theirs.fileno(), self._door
+        assert door is not None
         more = False
         while not self._stop.is_set():
             if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):
                 self._waker.drain()
+            door.follow_connections()
             if self._zap is not None:
                 self._zap.answer_handshakes()
             more = self._read_batch(handler)

@@ -7,11 +7,12 @@ for the interpreter, costs more than the work that it moves away.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from dips.cgroup import available_cpus
 
 MANY_CORES = 4  # from so many on, a thread of its own finds a core of its own beside the sockets' I/O threads
 
@@ -19,8 +20,8 @@ T = TypeVar("T")
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use at once."""
+    return available_cpus()
 
 
 def spare_threads(available: int) -> int:

@@ -73,12 +73,13 @@ def open_source(files: TlsFiles | None, name: str, role: PeerRole, run: str, rep
     return None if files is None else TlsSource(files, name, role, run, report)
 
 
-def make_server_credentials(source: TlsSource) -> grpc.ServerCredentials:
+def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
     """For a port that takes only peers with a certificate of our authority; a renewed one is used from the next
-    connection."""
+    connection. `on_handshake` hears of each, on gRPC's threads."""
     used = [source.read_current()]
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
+        on_handshake()
         now = source.read_current()
         if now is used[0]:
             return None  # as before

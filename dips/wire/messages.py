@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 
 from dips import ids
 from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
@@ -240,9 +241,13 @@ def _checked_text(name: str, value: str) -> str:
         except ConfigError as error:
             raise RemoteProtocolError(str(error)) from error
     if name == "reason":
-        return value[:MAX_REASON]
-    if name not in _UNBOUNDED_TEXT and len(value) > MAX_TEXT:
+        return make_printable(value[:MAX_REASON])[:MAX_REASON]
+    if name in _UNBOUNDED_TEXT:
+        return value
+    if len(value) > MAX_TEXT:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_TEXT} characters, got {len(value)}")
+    if not value.isprintable():
+        raise RemoteProtocolError(f"{name}: expected text that prints, got {make_printable(value)!r}")
     return value
 
 

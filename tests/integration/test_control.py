@@ -80,7 +80,7 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
     timing = {"heartbeat_s": 0.5, "lease_heartbeats": 8, "window_s": 0.05, "order_s": 5.0}
     raw = {
         "shared": {"run": "toy", **shared},
-        "master": {"listen": "127.0.0.1:0", "directory": "m", "metrics": "127.0.0.1:0", "timing": timing},
+        "master": {"listen": "127.0.0.1:0", "directory": "m", "http": "127.0.0.1:0", "timing": timing},
         "slaves": slaves,
         "insecure": True,
     }
@@ -185,6 +185,9 @@ async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
         await server.stop(None)
 
 
+CALLS_EACH = 20  # of a connection at once, in a burst
+
+
 async def ask(method: Any, obj: object) -> Any:
     return await control.call_method(
         method, messages.to_proto(obj), deadline_s=15.0, peer="the master", unavailable=UnavailableMaster
@@ -196,6 +199,7 @@ class ClusterScript:
 
     def __init__(self, config: RunFile, channel: Any, name: str = "a") -> None:
         self.config, self.channel, self.stub = config, channel, ClusterServiceStub(channel)
+        self.address = ""
         self.name, self.inc = name, 0
         self.done = Counter[str]()  # tokens and inner steps, as heartbeats tell them
 
@@ -257,7 +261,9 @@ async def running_master(config: RunFile) -> AsyncIterator[tuple[ClusterScript, 
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert await slave.register(stub) == ["LoadVersion", "Hold"]
-        yield ClusterScript(config, channel), slaves, stub
+        cluster = ClusterScript(config, channel)
+        cluster.address = address
+        yield cluster, slaves, stub
 
 
 @pytest.fixture
@@ -354,10 +360,13 @@ async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile
 
 async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
-    async with running_master(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _), AsyncExitStack() as stack:
         await cluster.join()
         said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
-        answers = await asyncio.gather(*[ask(cluster.stub.Heartbeat, said) for _ in range(1500)])
+        peer = master_peer(cluster.address, None)
+        channels = [await stack.enter_async_context(control.open_channel(peer)) for _ in range(1500 // CALLS_EACH)]
+        stubs = [ClusterServiceStub(channel) for channel in channels] * CALLS_EACH
+        answers = await asyncio.gather(*[ask(stub.Heartbeat, said) for stub in stubs])
     assert {answer.standing for answer in answers} == {"live"}
 
 
@@ -599,7 +608,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
     process = start(tmp_path)
     try:
         assert process.stderr is not None
-        scraped = next(json.loads(line)["address"] for line in process.stderr if '"metrics"' in line)
+        scraped = next(json.loads(line)["address"] for line in process.stderr if '"http"' in line)
         address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
         assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
         with urllib.request.urlopen(f"http://{scraped}/metrics", timeout=10) as answer:

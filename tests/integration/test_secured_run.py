@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,32 @@ def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
     shared = {"penalty": {"rule": "none"}, "stop": {"versions": 3}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security={"tls": tls}) as run:
         yield run
+
+
+def find_open(directory: Path) -> list[str]:
+    """What somebody else may read or write below a directory, itself included."""
+    found = [directory, *directory.rglob("*")]
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in found if not path.is_symlink()}
+    return [f"{path} {mode:o}" for path, mode in modes.items() if mode & (stat.S_IRWXG | stat.S_IRWXO)]
+
+
+@pytest.mark.timeout(180)
+def test_what_daemons_write_is_theirs_alone(tmp_path: Path) -> None:
+    """Ledger, journal, timelines, snapshots, sockets, logs of slaves; the training script has the umask that it had."""
+    before = os.umask(0o022)
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 2}}
+    try:
+        with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, slave={"supervisor": "exec"}) as run:
+            for path in (tmp_path / "master").rglob("*"):  # of this test, which is no daemon
+                path.chmod(0o700 if path.is_dir() else 0o600)
+            (tmp_path / "master").chmod(0o755)
+            run.start_master()
+            run.wait(run.start_cluster("west", tiny(tmp_path)), 90)
+            assert [line for name in ("master", "ps0", "west") for line in find_open(tmp_path / name)] == []
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o644
+    assert (tmp_path / "master" / "slaves" / "ps0.log").exists()
 
 
 @pytest.mark.timeout(180)

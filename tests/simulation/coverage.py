@@ -62,9 +62,16 @@ POINTS: dict[str, str] = {
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "seeded": "slaves that began with empty disks were brought the first model",
+    "seed_broken": "that broke on the way, and was begun anew",
     "extended": "a run was extended before its end",
     "resumed": "a finished run was extended, and its clusters came back",
+    "tuned": "an operator changed the outer step while the run went on",
+    "operator_quarantine": "a push was gated since an operator quarantined its cluster",
+    "expelled": "a cluster was expelled in the middle of a push, and came back",
     "fragments": "a version was merged whose fragments were pulled an inner step apart, as those of its push were",
+    "forged_register": "another process registered in the name of a slave that lives, and was refused",
+    "forged_order": "an order of a term of which no master told was refused",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 

@@ -38,6 +38,7 @@ def scenario_of(seed: int) -> Scenario:
         options=_options(chance.generator_for("options")),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
+        seeded=chance.generator_for("seeded").random() < 0.8,
         mirrors=chance.generator_for("mirrors").random() < 0.6,
         steady=False,
         samples=chance.generator_for("samples").choice((None, None, DataShape(2, 1), DataShape(7, 2), DataShape(2, 3))),

@@ -72,7 +72,7 @@ class QueueInvariant(Invariant):
             wait = _Wait(event.push.inc, now, now, 0.0)
         if cluster.push is not None and cluster.push.id == event.push:
             self._admitted(event.push, wait)
-        elif cluster.push is None and not run.penalty.penalty_row(name).quarantined:
+        elif cluster.push is None and not (run.penalty.penalty_row(name).quarantined or name in run.quarantined):
             self._refused(run, event, wait)
 
     def _admitted(self, push: PushId, wait: _Wait) -> None:

@@ -43,7 +43,7 @@ class FencingInvariant(Invariant):
 
     def before_order(self, process: SlaveProcess, order: Order) -> None:
         shard = process.shard
-        old = order.term < shard.term or order.sinc != shard.sinc
+        old = order.term != shard.term or order.sinc != shard.sinc
         self.before = _of_slave(process) if old else None
 
     def after_order(self, process: SlaveProcess, order: Order) -> None:

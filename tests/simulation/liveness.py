@@ -21,6 +21,7 @@ from dips.sim.agent import SimAgent
 from dips.sim.work import Frozen
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
+from tests.simulation.operators import QUARANTINED
 
 
 class LivenessInvariant(Invariant):
@@ -149,7 +150,7 @@ class ReadmissionInvariant(Invariant):
         self.rows |= {row.cluster: row for row in record.penalty}
         for outcome in record.outcomes:
             cluster = outcome.push.cluster
-            if outcome.kind != "gated" or outcome.norm == 0.0:
+            if outcome.kind != "gated" or outcome.norm == 0.0 or outcome.reason.startswith(QUARANTINED):
                 continue
             row = self.rows[cluster]
             if row.gated_in_a_row < patience or row.broken:

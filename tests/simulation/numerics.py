@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import isfinite
 
 from dips.ids import GENESIS
+from dips.protocol.options import Options
 from dips.protocol.records import (
     LedgerState,
+    OptionsTuned,
     OutcomeRow,
     PenaltyRow,
     Record,
@@ -14,8 +16,10 @@ from dips.protocol.records import (
     RoundEnded,
     VersionCommitted,
 )
+from dips.protocol.tunable import tune_options
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
+from tests.simulation.operators import QUARANTINED
 from tests.simulation.reference import LineageReference, PenaltyReference, same_statistics
 
 
@@ -31,6 +35,8 @@ class FiniteInvariant(Invariant):
         self.lineage = {GENESIS}
 
     def record_written(self, record: Record) -> None:
+        if isinstance(record, OptionsTuned):
+            self.statistics.o = tune_options(Options(penalty=self.statistics.o), record.changes).penalty
         if isinstance(record, VersionCommitted):
             self._weights(record)
             self._norms(record)
@@ -75,7 +81,7 @@ class FiniteInvariant(Invariant):
     def _gated(self, outcomes: tuple[OutcomeRow, ...], updated: tuple[PenaltyRow, ...]) -> None:
         rows = {row.cluster: row for row in updated}
         for outcome in outcomes:
-            if outcome.kind == "gated":
+            if outcome.kind == "gated" and not outcome.reason.startswith(QUARANTINED):
                 cluster = outcome.push.cluster
                 self.require(cluster in rows, f"{outcome.push} was gated and the round has no statistics of {cluster}")
                 self.statistics.gated(cluster, rows[cluster])

@@ -26,9 +26,11 @@ from tests.simulation.extensions import ExtendingOperator, TargetsInvariant
 from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
+from tests.simulation.forgeries import ForgeryInvariant
 from tests.simulation.indexes import IndexInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
 from tests.simulation.numerics import FiniteInvariant
+from tests.simulation.operators import OperatorInvariant, TuningOperator
 from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.versions import AuthorityInvariant, CommitInvariant, DurableInvariant, LineageInvariant
 
@@ -105,7 +107,7 @@ class Trial:
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
             WholeInstallsInvariant, TokensInvariant, DataInvariant, MonotoneInvariant, MemoryInvariant,
-            LeaseInvariant, ReadmissionInvariant, IndexInvariant, TargetsInvariant,
+            LeaseInvariant, ReadmissionInvariant, IndexInvariant, TargetsInvariant, OperatorInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
         self.invariants = [
@@ -143,13 +145,14 @@ class SeedTrial(Trial):
         super().__init__(World(seed, scenario or scenario_of(seed)))
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
-        operator = ExtendingOperator(self.world)
+        planners = (ExtendingOperator(self.world), TuningOperator(self.world), ForgeryInvariant(self.world))
 
         def plan_all(world: World) -> None:
             self.faults.plan(world)
-            operator.plan()
+            for planner in planners:
+                planner.plan()
 
-        return super().run([Enough(self.world, self.result, self.liveness), operator, *observers], plan or plan_all)
+        return super().run([Enough(self.world, self.result, self.liveness), *planners, *observers], plan or plan_all)
 
 
 def play(task: tuple[int, str | None]) -> Result:

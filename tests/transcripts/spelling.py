@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from dips.protocol import effects as e
 from dips.protocol import records as r
-from dips.protocol.options import Targets
+from dips.protocol.options import OuterOptions, Targets
+from dips.protocol.tunable import describe_changes
 
 
 def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
@@ -29,9 +30,12 @@ def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
             first = f", from worker {body.first}" if body.first else ""
-            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}"
+            seed = ", to bring v0@r0" if body.seed else ""
+            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}{seed}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
+        case e.KeepSeed():
+            return f"KeepSeed {body.push}"
         case e.DropPush():
             return f"DropPush {body.push}: {body.reason}"
         case e.Measure():
@@ -39,7 +43,10 @@ def spell_order(body: e.OrderBody) -> str:
         case e.Fold():
             return f"Fold {body.push} × {body.weight:.4g} in round {body.round}"
         case e.Apply():
-            return f"Apply {body.version}, scale {body.scale:.4g}" + ("" if body.reserve else ", reserving nothing")
+            tuned = "" if body.lr == OuterOptions().lr else f", lr {body.lr:g}"
+            return f"Apply {body.version}, scale {body.scale:.4g}{tuned}" + (
+                "" if body.reserve else ", reserving nothing"
+            )
         case e.Persist():
             return f"Persist {body.version}"
         case e.Commit():
@@ -92,9 +99,13 @@ def spell_result(result: e.Result) -> str:
             return f"Failed {result.error.__name__}: {result.message}"
         case e.Acknowledged():
             return "Acknowledged"
+        case e.SeedGranted():
+            return f"SeedGranted {result.push} of {_grant(result.grant)}"
         case e.Extended():
             again = f", and goes on from {result.resumed}" if result.resumed else ""
             return f"Extended: the run goes to {_targets(result.targets)}{again}"
+        case e.Tuned():
+            return f"Tuned: {describe_changes(result.changes) or 'nothing'}"
 
 
 def spell_record(record: r.Record) -> str:
@@ -106,6 +117,7 @@ def spell_record(record: r.Record) -> str:
         case r.VersionCommitted():
             folds = ", ".join(f"{f.push} × {f.weight:.4g} ({f.tokens} tokens)" for f in record.folds)
             durable = "" if record.durable else ", not durable"
+            durable += "" if record.lr in (OuterOptions().lr, 0.0) else f", lr {record.lr:g}"
             told = f"{folds}; {_outcomes(record.outcomes)}"
             return f"VersionCommitted {record.version} of {record.parent}{durable}: {told}"
         case r.VersionDurable():
@@ -130,6 +142,14 @@ def spell_record(record: r.Record) -> str:
             return f"RunFinished at {record.version}: {record.reason}"
         case r.RunExtended():
             return f"RunExtended to {_targets(record.targets)}, was finished at {record.resumed or 'nothing'}"
+        case r.OptionsTuned():
+            return f"OptionsTuned {describe_changes(record.changes)}"
+        case r.ClusterQuarantined():
+            return f"ClusterQuarantined {record.cluster}: {record.reason or 'released'}"
+        case r.OperatorActed():
+            passed = f", {record.passed_over} passed over" if record.passed_over else ""
+            told = f"{record.caller} asked {record.action} {record.arguments}".rstrip()
+            return f"OperatorActed: {told}: {record.outcome}{passed}"
 
 
 def _targets(targets: Targets) -> str:

@@ -19,6 +19,7 @@ from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Apply, Fold, Measure, Order, OrderBody, Persist, Registered, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.options import TunedOption
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.sim.ledger_disk import LedgerDisk
@@ -91,7 +92,8 @@ class Teller:
             req=0, slave=slave, nonce=words.get("process", "p1"), run=RUN, address=f"{slave}:1", lanes=(f"{slave}:2",),
             term_seen=int(words.get("term", "0")), memory=VersionId.parse(held) if held else None,
             prepared=VersionId.parse(words["prepared"]) if "prepared" in words else None, complete=complete,
-            slots=self.slots, reason=words.get("reason", ""),
+            slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
+            unseeded="empty" in words,
         )  # fmt: skip
         return self.step(event, slave)
 
@@ -235,8 +237,42 @@ class Teller:
         changes = tuple(ev.TargetChange(key, float(value)) for key, value in words.items())
         return self.step(ev.ExtensionAsked(0, changes), "operator")
 
+    def seed(self, seeder: str, words: Words) -> list[str]:
+        """An operator's process asks to bring the first model."""
+        genesis = self.ledger.read_state().row.genesis
+        digests = (*genesis[:-1], "0ther") if words.get("model") == "another" else genesis
+        return self.step(ev.SeedAsked(0, seeder, digests, int(words.get("gives_up", "0"))), "operator")
+
     def drain(self, slave: str, words: Words) -> list[str]:
         return self.step(ev.DrainAsked(0, slave), "operator")
+
+    def tune(self, caller: str, words: Words) -> list[str]:
+        changes = tuple(
+            TunedOption(key, 0.0, off=True) if value == "off" else TunedOption(key, float(value))
+            for key, value in words.items()
+        )
+        return self._audited(caller, ev.TuningAsked(0, changes))
+
+    def quarantine(self, caller: str, words: Words) -> list[str]:
+        release = words.get("release") == "yes"
+        return self._audited(caller, ev.QuarantineAsked(0, words["cluster"], release, words.get("why", "")))
+
+    def asks_drain(self, caller: str, words: Words) -> list[str]:
+        return self._audited(caller, ev.DrainAsked(0, words["slave"]))
+
+    def denied(self, caller: str, words: Words) -> list[str]:
+        """The shell refuses an operator's call."""
+        times, said = int(words.get("times", "1")), list[str]()
+        for _ in range(times):
+            said = self.step(ev.OperatorReported(caller, words["action"], words["of"], words["why"], True, self.now))
+        return said
+
+    def expelled(self, cluster: str, words: Words) -> list[str]:
+        """The shell found that its certificate counts no more."""
+        return self.step(ev.ClusterExpelled(cluster, words["why"]))
+
+    def _audited(self, caller: str, request: ev.OperatorRequest) -> list[str]:
+        return self.step(ev.OperatorAsked(0, caller, self.now, request), caller)
 
     # ---- commands: beginnings that other stories tell in full ------------------------------------------------------
 

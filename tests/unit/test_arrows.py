@@ -14,15 +14,18 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.ids", "dips.errors", "dips.dataclass"}
+LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.printable"}
 CONFIG = {
+    "dips.cgroup",
     "dips.config",
     "dips.differences",
     "dips.distribution",
     "dips.fsync",
+    "dips.http",
     "dips.mirror",
     "dips.open_files",
     "dips.pidlock",
+    "dips.private_files",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport", "dips.identity"}
@@ -34,27 +37,34 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": {"dips.client.load"},
     "dips.errors": set(),
     "dips.dataclass": set(),
+    "dips.printable": set(),
+    "dips.private_files": LOW,
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
+    "dips.cgroup": LOW,
     "dips.fsync": LOW,
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
-    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options", "dips.identity.names", "dips.identity.paths"},
-    "dips.identity": LOW | {"dips.fsync"},
+    "dips.config": LOW
+    | {"dips.protocol.enums", "dips.protocol.options", "dips.protocol.rank_keys"}
+    | {"dips.identity.names", "dips.identity.paths"},
+    "dips.identity": LOW | {"dips.fsync", "dips.private_files"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
-    "dips.transport": LOW | {"dips.protocol", "dips.wire", "dips.identity"},
-    "dips.master": BELOW_ROLES - {"dips.outer"},
+    "dips.transport": LOW | {"dips.cgroup", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
+    "dips.page": LOW | {"dips.protocol"},
+    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
+    "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
     "dips.client.agent": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc"},
     "dips.client.rank": LOW | BELOW_LIBRARY | {"dips.config", "dips.client.ipc", "dips.client.parallel"},
-    "dips.client.ipc": LOW | {"dips.config", "dips.protocol"},
+    "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
@@ -73,6 +83,10 @@ MAY: dict[str, set[str]] = {
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
+    # Real training in the simulation's time: of the demo its model and its text.
+    "dips.study": LOW
+    | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
+    | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }
@@ -94,6 +108,8 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
+    "dips.page": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
+    "dips.http": {"torch", "numpy", "numba", "zmq"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},
 }

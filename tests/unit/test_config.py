@@ -77,15 +77,15 @@ def test_a_slave_is_reached_where_it_says(advertise: str | None, reached: str) -
 
 
 def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
-    """Metrics are plain text. What the agent says to ranks is signed, what a relay passes on may be encrypted."""
-    with pytest.raises(ConfigError, match="metrics: plain text"):
-        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "metrics": "10.0.0.1:9"}))
-    good = {"metrics": "[::1]:9", "relay": "10.0.0.1", "agent": "10.0.0.1:29410"}
+    """HTTP is plain text without `tls`. What the agent tells ranks is signed, what a relay passes on encrypted."""
+    with pytest.raises(ConfigError, match="http: plain text"):
+        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "http": "10.0.0.1:9"}))
+    good = {"http": "[::1]:9", "relay": "10.0.0.1", "agent": "10.0.0.1:29410"}
     config = load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, **good}))
     assert {key: getattr(config, key) for key in good} == good
 
 
-@pytest.mark.parametrize(("key", "value"), [("metrics", "10.0.0.1:9"), ("advertise", "ps0.example")])
+@pytest.mark.parametrize(("key", "value"), [("http", "10.0.0.1:9"), ("advertise", "ps0.example")])
 def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> None:
     """No address is advertised that plain text may not go to."""
     with pytest.raises(ConfigError, match=rf"slaves.s0.{key}: plain text"):
@@ -99,6 +99,9 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("master.timing.beat_s", 2.0, "beat_s: renamed, write heartbeat_s"),
         ("slaves.0.askers", 4, "slaves.0.askers: renamed, write concurrent_streams"),
         ("slaves.0.performer", "exec", "slaves.0.performer: renamed, write supervisor"),
+        ("master.metrics", "127.0.0.1:7801", "master.metrics: renamed, write http"),
+        ("master.http_token", "token", "http_token: nothing is served without `http: HOST:PORT`"),
+        ("slaves.0.http", "10.0.0.1:7821", "slaves.s0.http: plain text .* loopback only"),
         ("master.lissten", "x", "master.lissten: unknown key"),
         ("slaves.0.slot", 2, "slaves.0.slot: unknown key"),
         ("shared.outer.learning_rate", 1.0, "shared.outer.learning_rate: unknown key"),
@@ -303,6 +306,16 @@ def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
         load_run(path)
 
 
+def test_encrypted_lanes_know_so_many_ranks(tmp_path: Path) -> None:
+    """Their keys travel with each request; plain lanes have no such bound."""
+    many = changed(CLUSTER, "max_transfer_ranks", 20_000)
+    assert load_cluster(write(tmp_path / "cluster.yaml", many)).max_transfer_ranks == 20_000
+    many["tls"] = TLS
+    del many["insecure"]
+    with pytest.raises(ConfigError, match="20000 ranks are more than the 16384 whose keys"):
+        load_cluster(write(tmp_path / "cluster.yaml", many))
+
+
 @pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}])
 def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
     """steps, seconds or aligned: one, and the others are None."""
@@ -343,7 +356,6 @@ def test_with_certificates_all_but_metrics_leaves_the_machine(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metrics": "0.0.0.0:7821"}, r"slaves\.s0\.metrics: plain text"),
         ({"curve_key": "lane.key_secret"}, r"curve_key: removed, delete it: with a section `tls` slaves make the keys"),
     ],
 )

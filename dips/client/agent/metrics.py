@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentState
-from dips.telemetry.metrics import MetricRow, Status, make_families
+from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 
 SELF = (
     MetricRow("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
@@ -31,8 +31,13 @@ SELF = (
 SPENT = (
     MetricRow("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),
 )
+WAITED = (MetricRow("dips_agent_wait_seconds", "waited", "One standstill, by its cause.", histogram=True),)
 FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
+
+TABLES: tuple[Table, ...] = (
+    (SELF, ()), (SPENT, ("cause",)), (WAITED, ("cause",)), (FATE, ("fate",)), (MOVED, ("direction",))
+)  # fmt: skip
 
 
 def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
@@ -53,6 +58,7 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
         "progress": state.fraction,
         "silent_s": 0.0 if silent_since is None else max(0.0, now - silent_since),
         "spent": tally.seconds_by_cause(now),
+        "waits": tally.waits,
         "moved": dict(tally.moved),
         "fates": {
             "carried": account.carried.tokens,
@@ -76,6 +82,8 @@ def collect(status: Status) -> Iterator[Metric]:
     yield from make_families(SELF, [((), status)], ())
     spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
     yield from make_families(SPENT, spent, ("cause",))
+    waits = [((cause,), {"waited": histogram}) for cause, histogram in status["waits"].items()]
+    yield from make_families(WAITED, waits, ("cause",))
     fates = [((fate,), {"tokens": tokens}) for fate, tokens in status["fates"].items()]
     yield from make_families(FATE, fates, ("fate",))
     moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in status["moved"].items()]

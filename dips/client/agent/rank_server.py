@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 from dips.client.agent.actions import Actions
 from dips.client.agent.core import AgentCore
@@ -26,8 +27,10 @@ from dips.dataclass import replace
 from dips.errors import Denied, DipsError, RemoteProtocolError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log
+from dips.telemetry.refusals import count_refusal
 
 MOST_REMOTE = 8192  # connections of ranks on other hosts, one each: ranks of the largest job
+MOST_LOCAL = 256  # connections over the Unix socket: rank 0 has one, and one more for a moment when it is restarted
 
 
 class RankServer:
@@ -46,26 +49,37 @@ class RankServer:
         self._core, self._hold_s, self._perform = core, hold_s, perform
         self._signals, self._rewrite, self._log = signals, rewrite, log
         self._remote = 0  # connections over the network
+        self._local = 0
 
     async def serve_local(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a rank on this host."""
-        await self._serve_connection(Connection(reader, writer))
+        if self._local >= MOST_LOCAL:
+            self._refuse(writer, "agent_line_full", connections=self._local)
+            return
+        self._local += 1
+        try:
+            await self._serve_connection(Connection(reader, writer))
+        finally:
+            self._local -= 1
+
+    def _refuse(self, writer: asyncio.StreamWriter, why: str, **fields: Any) -> None:
+        count_refusal(why)
+        self._log.warning(why, **fields)
+        writer.close()
 
     def serve_with(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         """What serves ranks that dial over the network, if they know the token."""
 
         async def serve_remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if self._remote >= MOST_REMOTE:
-                self._log.warning("agent_line_full", connections=self._remote)
-                writer.close()
+                self._refuse(writer, "agent_line_full", connections=self._remote)
                 return
             self._remote += 1
             try:
                 await self._serve_connection(await Connection.admit_rank(reader, writer, token))
             except (Denied, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
                 peer = writer.get_extra_info("peername")
-                self._log.warning("agent_line_refused", peer=str(peer), error=str(error) or type(error).__name__)
-                writer.close()
+                self._refuse(writer, "agent_line_refused", peer=str(peer), error=str(error) or type(error).__name__)
             finally:
                 self._remote -= 1
 
@@ -94,6 +108,7 @@ class RankServer:
         except asyncio.CancelledError:
             pass  # the agent ends; asyncio of Python 3.11 prints a traceback for a connection's task that was cancelled
         except RemoteProtocolError as error:
+            count_refusal("agent_line_malformed")
             self._log.warning("rank 0 was not understood", error=str(error))
         finally:
             if attempt:

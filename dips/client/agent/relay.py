@@ -22,6 +22,7 @@ from dips.dataclass import replace
 from dips.errors import Busy, ConfigError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log
+from dips.telemetry.refusals import count_refusal
 
 MOST_LANES = 1024  # ports of one relay: the lanes of all slaves of a run
 MOST_CONNECTIONS = 512  # ranks × lanes that move at once
@@ -142,6 +143,7 @@ class Relay:
             inner, _ = await self._loop.sock_accept(port.listener)
             if self._connections >= self._most:
                 self.refused += 1
+                count_refusal("relay_full")
                 inner.close()
                 self._log.warning("relay_full", connections=self._connections, target=port.target)
                 continue

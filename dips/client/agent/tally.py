@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from dips.telemetry.histogram import Histogram
+
 # Inner steps, and why there are none: the first is the only one in which accelerators earn anything.
 CAUSES = (
     "inner",  # between two calls of the outer loop
@@ -18,6 +20,7 @@ CAUSES = (
     "failure",  # for a trainer that died to come back
     "ended",  # after its own goodbye
 )
+WAITS = ("slot", "push", "window", "update", "pull", "data", "join")  # of which each one is of interest
 RATE_S = 60.0  # the rate is a mean over so long
 
 
@@ -30,6 +33,8 @@ class Tally:
         self.moved = {"push": 0, "pull": 0}  # bytes of transfers that were carried through
         self._cause, self._since = "start", -1.0
         self._waited = 0.0  # in the present window
+        self._spell = 0.0  # since the cause last changed
+        self.waits = {cause: Histogram() for cause in WAITS}
         self._earned: deque[tuple[float, int]] = deque()
 
     @property
@@ -43,6 +48,11 @@ class Tally:
             if passed > 0.0:
                 self.seconds[self._cause] += passed
                 self._waited += passed if self._cause == "window" else 0.0
+                self._spell += passed
+        if cause != self._cause:
+            if self._cause in self.waits and self._since >= 0:
+                self.waits[self._cause].observe_value(self._spell)
+            self._spell = 0.0
         if cause != "window":
             self._waited = 0.0
         self._cause, self._since = cause, now
@@ -52,6 +62,8 @@ class Tally:
         share = min(max(update_s, 0.0), self._waited)
         self.seconds["window"] -= share
         self.seconds["update"] += share
+        self.waits["update"].observe_value(share)
+        self._spell -= share if self._cause == "window" else 0.0
         self._waited = 0.0
 
     def record_step(self, tokens: int, now: float) -> None:

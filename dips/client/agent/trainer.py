@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dips.private_files import umask_given
+
 
 class TrainerProcess:
     """One launch of the training command."""
@@ -30,6 +32,7 @@ class TrainerProcess:
             *(sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command),
             env={**os.environ, **environment},
             process_group=0,
+            umask=umask_given(),
             stderr=stderr,
         )
         return cls(process)

@@ -16,6 +16,7 @@ from pathlib import Path
 from dips.config import ClusterFile, host_port
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
+from dips.private_files import require_private
 
 AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"
 PID_FILE = "agent.pid"  # in the agent's directory, held while it runs
@@ -89,6 +90,7 @@ def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -
     if not text and config.token:
         named_by = f"token: {config.token}"
         try:
+            require_private(config.token, "token")
             text = config.token.read_text().strip()
         except OSError as error:
             raise ConfigError(f"{named_by}: cannot be read: {error.strerror}") from error

@@ -102,6 +102,186 @@ class ExtensionAsked(_message.Message):
 Global___ExtensionAsked: _TypeAlias = ExtensionAsked  # noqa: Y015
 
 @_typing.final
+class TunedOption(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    OFF_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """a key of TUNABLE (dips/protocol/tunable.py)"""
+    value: _builtins.float
+    off: _builtins.bool
+    """null in the files"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.float = ...,
+        off: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "off", b"off", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TunedOption: _TypeAlias = TunedOption  # noqa: Y015
+
+@_typing.final
+class TuningAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TunedOption]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___TunedOption] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TuningAsked: _TypeAlias = TuningAsked  # noqa: Y015
+
+@_typing.final
+class Tuned(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TunedOption]:
+        """all that were ever tuned, as they hold"""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___TunedOption] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tuned: _TypeAlias = Tuned  # noqa: Y015
+
+@_typing.final
+class QuarantineAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    release: _builtins.bool
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        cluster: _builtins.str = ...,
+        release: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "reason", b"reason", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantineAsked: _TypeAlias = QuarantineAsked  # noqa: Y015
+
+@_typing.final
+class RunProposed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    GENESIS_FIELD_NUMBER: _builtins.int
+    GENESIS_NORMS_FIELD_NUMBER: _builtins.int
+    manifest: _builtins.str
+    """JSON"""
+    @_builtins.property
+    def genesis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """xxh3-128 of each layer, in hexadecimal"""
+
+    @_builtins.property
+    def genesis_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        manifest: _builtins.str = ...,
+        genesis: _abc.Iterable[_builtins.str] | None = ...,
+        genesis_norms: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "genesis_norms", b"genesis_norms", "manifest", b"manifest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunProposed: _TypeAlias = RunProposed  # noqa: Y015
+
+@_typing.final
+class SeedAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEEDER_FIELD_NUMBER: _builtins.int
+    GENESIS_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    seeder: _builtins.str
+    given_up: _builtins.int
+    @_builtins.property
+    def genesis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """public, of its one rank, as in PushRequested"""
+
+    def __init__(
+        self,
+        *,
+        seeder: _builtins.str = ...,
+        genesis: _abc.Iterable[_builtins.str] | None = ...,
+        given_up: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "given_up", b"given_up", "keys", b"keys", "seeder", b"seeder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeedAsked: _TypeAlias = SeedAsked  # noqa: Y015
+
+@_typing.final
+class SeedGranted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUSH_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def push(self) -> _names_pb2.PushId: ...
+    @_builtins.property
+    def grant(self) -> _cluster_pb2.Grant: ...
+    def __init__(
+        self,
+        *,
+        push: _names_pb2.PushId | None = ...,
+        grant: _cluster_pb2.Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "push", b"push"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeedGranted: _TypeAlias = SeedGranted  # noqa: Y015
+
+@_typing.final
 class Targets(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,3 +414,119 @@ class ExtendReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___ExtendReply: _TypeAlias = ExtendReply  # noqa: Y015
+
+@_typing.final
+class TuneReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TUNED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tuned(self) -> Global___Tuned: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        tuned: Global___Tuned | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "result", b"result", "tuned", b"tuned"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "result", b"result", "tuned", b"tuned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["tuned", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___TuneReply: _TypeAlias = TuneReply  # noqa: Y015
+
+@_typing.final
+class QuarantineReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___QuarantineReply: _TypeAlias = QuarantineReply  # noqa: Y015
+
+@_typing.final
+class BeginReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___BeginReply: _TypeAlias = BeginReply  # noqa: Y015
+
+@_typing.final
+class SeedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_GRANTED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seed_granted(self) -> Global___SeedGranted: ...
+    @_builtins.property
+    def pending(self) -> _cluster_pb2.Pending: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    @_builtins.property
+    def dropped(self) -> _cluster_pb2.Dropped: ...
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    def __init__(
+        self,
+        *,
+        seed_granted: Global___SeedGranted | None = ...,
+        pending: _cluster_pb2.Pending | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+        dropped: _cluster_pb2.Dropped | None = ...,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "dropped", b"dropped", "pending", b"pending", "refused", b"refused", "result", b"result", "seed_granted", b"seed_granted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "dropped", b"dropped", "pending", b"pending", "refused", b"refused", "result", b"result", "seed_granted", b"seed_granted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["seed_granted", "pending", "refused", "dropped", "acknowledged"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___SeedReply: _TypeAlias = SeedReply  # noqa: Y015

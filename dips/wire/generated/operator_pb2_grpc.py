@@ -49,6 +49,26 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.ExtensionAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.ExtendReply.FromString,
                 _registered_method=True)
+        self.Tune = channel.unary_unary(
+                '/dips.v1.OperatorService/Tune',
+                request_serializer=dips_dot_v1_dot_operator__pb2.TuningAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.TuneReply.FromString,
+                _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/dips.v1.OperatorService/Quarantine',
+                request_serializer=dips_dot_v1_dot_operator__pb2.QuarantineAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.QuarantineReply.FromString,
+                _registered_method=True)
+        self.Begin = channel.unary_unary(
+                '/dips.v1.OperatorService/Begin',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RunProposed.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.BeginReply.FromString,
+                _registered_method=True)
+        self.Seed = channel.unary_unary(
+                '/dips.v1.OperatorService/Seed',
+                request_serializer=dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -75,6 +95,34 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tune(self, request, context):
+        """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quarantine(self, request, context):
+        """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Begin(self, request, context):
+        """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Seed(self, request, context):
+        """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +140,26 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Extend,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.ExtensionAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.ExtendReply.SerializeToString,
+            ),
+            'Tune': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tune,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.TuningAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.TuneReply.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.QuarantineAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.QuarantineReply.SerializeToString,
+            ),
+            'Begin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Begin,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RunProposed.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.BeginReply.SerializeToString,
+            ),
+            'Seed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Seed,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.SeedAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.SeedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +243,114 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Extend',
             dips_dot_v1_dot_operator__pb2.ExtensionAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.ExtendReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tune(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Tune',
+            dips_dot_v1_dot_operator__pb2.TuningAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.TuneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Quarantine',
+            dips_dot_v1_dot_operator__pb2.QuarantineAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.QuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Begin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Begin',
+            dips_dot_v1_dot_operator__pb2.RunProposed.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.BeginReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Seed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Seed',
+            dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,14 @@ class OperatorServiceStub:
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+    Tune: _grpc.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]
+    """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+    Quarantine: _grpc.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]
+    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+    Begin: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RunProposed, _operator_pb2.BeginReply]
+    """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
+    Seed: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]
+    """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -47,6 +55,14 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]  # type: ignore[assignment]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+    Tune: _aio.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]  # type: ignore[assignment]
+    """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+    Quarantine: _aio.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]  # type: ignore[assignment]
+    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+    Begin: _aio.UnaryUnaryMultiCallable[_operator_pb2.RunProposed, _operator_pb2.BeginReply]  # type: ignore[assignment]
+    """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
+    Seed: _aio.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]  # type: ignore[assignment]
+    """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +88,37 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.ExtendReply, _abc.Awaitable[_operator_pb2.ExtendReply]]:
         """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
+
+    @_abc_1.abstractmethod
+    def Tune(
+        self,
+        request: _operator_pb2.TuningAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.TuneReply, _abc.Awaitable[_operator_pb2.TuneReply]]:
+        """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
+
+    @_abc_1.abstractmethod
+    def Quarantine(
+        self,
+        request: _operator_pb2.QuarantineAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.QuarantineReply, _abc.Awaitable[_operator_pb2.QuarantineReply]]:
+        """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+
+    @_abc_1.abstractmethod
+    def Begin(
+        self,
+        request: _operator_pb2.RunProposed,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.BeginReply, _abc.Awaitable[_operator_pb2.BeginReply]]:
+        """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
+
+    @_abc_1.abstractmethod
+    def Seed(
+        self,
+        request: _operator_pb2.SeedAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.SeedReply, _abc.Awaitable[_operator_pb2.SeedReply]]:
+        """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

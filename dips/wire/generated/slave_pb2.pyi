@@ -40,6 +40,7 @@ class SlaveRegistered(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    UNSEEDED_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -53,6 +54,8 @@ class SlaveRegistered(_message.Message):
     """the number of these messages: see dips/protocol/events.py"""
     manifest_digest: _builtins.str
     """of the manifest that it knows"""
+    unseeded: _builtins.bool
+    """its layers of v0@r0 are not on its disk"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -83,10 +86,11 @@ class SlaveRegistered(_message.Message):
         protocol: _builtins.int = ...,
         mirror: Global___MirrorReport | None = ...,
         manifest_digest: _builtins.str = ...,
+        unseeded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unseeded", b"unseeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,6 +539,7 @@ class Order(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     REORDER_FIELD_NUMBER: _builtins.int
     ADMIT_PROBE_FIELD_NUMBER: _builtins.int
+    KEEP_SEED_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
@@ -569,6 +574,8 @@ class Order(_message.Message):
     def reorder(self) -> Global___Reorder: ...
     @_builtins.property
     def admit_probe(self) -> Global___AdmitProbe: ...
+    @_builtins.property
+    def keep_seed(self) -> Global___KeepSeed: ...
     def __init__(
         self,
         *,
@@ -590,13 +597,14 @@ class Order(_message.Message):
         ping: Global___Ping | None = ...,
         reorder: Global___Reorder | None = ...,
         admit_probe: Global___AdmitProbe | None = ...,
+        keep_seed: Global___KeepSeed | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "admit_probe"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "admit_probe", "keep_seed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -614,6 +622,7 @@ class OpenPush(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     """that speak"""
     deadline_s: _builtins.float
@@ -622,6 +631,8 @@ class OpenPush(_message.Message):
     """the rule by which this slave asks them"""
     first: _builtins.int
     """rank r is worker first + r of all that push"""
+    seed: _builtins.bool
+    """it brings v0@r0"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
@@ -641,10 +652,11 @@ class OpenPush(_message.Message):
         order: _builtins.str = ...,
         first: _builtins.int = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
+        seed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "keys", b"keys", "order", b"order", "push", b"push", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "keys", b"keys", "order", b"order", "push", b"push", "ranks", b"ranks", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -696,6 +708,26 @@ class DropPush(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropPush: _TypeAlias = DropPush  # noqa: Y015
+
+@_typing.final
+class KeepSeed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUSH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def push(self) -> _names_pb2.PushId: ...
+    def __init__(
+        self,
+        *,
+        push: _names_pb2.PushId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepSeed: _TypeAlias = KeepSeed  # noqa: Y015
 
 @_typing.final
 class Measure(_message.Message):

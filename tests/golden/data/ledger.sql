@@ -1,6 +1,10 @@
 PRAGMA application_id = 1147752531;
-PRAGMA user_version = 7;
+PRAGMA user_version = 8;
 BEGIN TRANSACTION;
+CREATE TABLE audit (
+    place INTEGER PRIMARY KEY, asked REAL, caller TEXT NOT NULL, action TEXT NOT NULL, arguments TEXT NOT NULL,
+    outcome TEXT NOT NULL, refused INTEGER NOT NULL, passed_over INTEGER NOT NULL, wall REAL
+) STRICT;
 CREATE TABLE digests (
     round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
 ) STRICT;
@@ -120,6 +124,10 @@ INSERT INTO "penalty" VALUES(13,8,'a',8,0.682443708,0.0482335579,0.683555085,0,0
 INSERT INTO "penalty" VALUES(14,8,'b',5,0.723424102,0.0337062011,0.649949065,0,0,0,5,0.723424102,4.0,0);
 CREATE TABLE placement (place INTEGER PRIMARY KEY, slave TEXT NOT NULL UNIQUE, layers TEXT NOT NULL) STRICT;
 INSERT INTO "placement" VALUES(0,'s','[0]');
+CREATE TABLE quarantines (
+    place INTEGER PRIMARY KEY, cluster TEXT NOT NULL, reason TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL,
+    wall REAL
+) STRICT;
 CREATE TABLE rebalanced (
     rebalance INTEGER NOT NULL REFERENCES rebalances, place INTEGER NOT NULL,
     slave TEXT NOT NULL, layers TEXT NOT NULL, digest TEXT,
@@ -183,6 +191,9 @@ CREATE TABLE targets (
 ) STRICT;
 CREATE TABLE terms (term INTEGER PRIMARY KEY, wall REAL) STRICT;
 INSERT INTO "terms" VALUES(1,0.0);
+CREATE TABLE tunings (
+    place INTEGER PRIMARY KEY, key TEXT NOT NULL, value REAL, last_round INTEGER NOT NULL, at REAL, wall REAL
+) STRICT;
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;

@@ -178,7 +178,13 @@ MUTANTS = (
         'if found != expected and prefix != MOMENTUM:\n        raise CorruptSnapshot(\n            f"{reader.path}',
         DISK,
     ),
-    Mutant("the initial model is not checked", ROOM, "if digest_of(theta[index]) != expected:", "if False:", DISK),
+    Mutant(
+        "the initial model is not checked",
+        ROOM,
+        "if (found := digest_of(flat)) != expected:",
+        "if not (found := digest_of(flat)):",
+        DISK,
+    ),
     Mutant(
         "another slave's snapshot is loaded",
         ROOM + "/snapshots.py",

@@ -41,6 +41,10 @@ def build_untied() -> LlamaForCausalLM:
     return build(tied=False)
 
 
+def convert_to_nothing(theta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return theta
+
+
 def build_plain() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -135,6 +139,11 @@ def test_load_fills_a_plain_module(exported: Exported, trained: LlamaForCausalLM
     [
         (["--format", "hf"], "of what model"),
         (["--format", "hf", "--factory", "a:b", "--like", "x"], "of what model"),
+        (["--format", "hf", "--factory", "a:b", "--convert", "a:c"], "of what model"),
+        (["--format", "hf", "--convert", "convert"], "--convert: expected MODULE:FUNCTION"),
+        (["--format", "hf", "--convert", f"{__name__}:absent"], "--convert .*absent"),
+        (["--format", "hf", "--convert", f"{__name__}:convert_to_nothing"], "expected a PreTrainedModel .* got dict"),
+        (["--format", "hf", "--convert", "dips.demo.llama:convert"], "cannot convert this version: KeyError"),
         (["--format", "onnx"], "expected safetensors or hf"),
         (["--format", "hf", "--factory", f"{__name__}:build_plain"], "PreTrainedModel"),
         (["--format", "hf", "--factory", f"{__name__}:build_untied"], "missing: lm_head.weight"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from dips.demo.llama import convert
 from dips.demo.model import BYTES, Decoder, Shape, build, loss_of, rotary_angles, rotate_pairs
 from dips.protocol.manifest import Manifest
 
@@ -33,6 +36,18 @@ def test_blocks_become_layers_of_the_manifest() -> None:
     shapes = [(name, tuple(p.shape)) for name, p in Decoder(SMALL).named_parameters()]
     names = [layer.name for layer in Manifest.from_shapes(shapes).layers]
     assert names == ["embedding", "layers.0", "layers.1", "norm", "output"]
+
+
+def test_as_a_llama_of_transformers_it_computes_the_same(tmp_path: Path) -> None:
+    """What the demo exports for from_pretrained; all parameters differ, so none can stand in for another."""
+    torch.manual_seed(0)
+    model = Decoder(SMALL)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.2, std=0.3)
+    convert(model.state_dict(), SMALL).save_pretrained(tmp_path)
+    text = torch.randint(0, BYTES, (3, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(text).logits, model(text))
 
 
 def test_no_byte_sees_the_future() -> None:

@@ -261,7 +261,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 7"
+    older = "format 4 was written by an older Di-PS, this one reads 8"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.errors import RemoteProtocolError, StaleTerm, StaleVersion
+from dips.errors import Busy, RemoteProtocolError, StaleTerm, StaleVersion, UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import claims, effects
 from dips.protocol import events as ev
@@ -152,10 +152,36 @@ def test_an_order_does_not_lock_out_the_true_master() -> None:
     fences.sinc = 1
     order = effects.Order("s", 1, (1 << 53) - 1, 1, effects.Ping(), 1.0)
     for term in (4 + MOST_TERMS_AHEAD, (1 << 53) - 1):
-        with pytest.raises(RemoteProtocolError, match="expected at most"):
+        with pytest.raises(UnavailableSlave):
             fences.admit_order(replace(order, term=term))
+    with pytest.raises(RemoteProtocolError, match="expected at most"):
+        fences.see_term(4 + MOST_TERMS_AHEAD, "Registered")
     assert fences.admit_order(replace(order, term=3)) is None
-    assert fences.admit_order(replace(order, term=3 + MOST_TERMS_AHEAD)) is None
+
+
+def test_a_term_rises_by_registering_alone() -> None:
+    """An order of the next term waits (it is sent again) until the slave's own Register is answered by that master."""
+    fences = OrderFences("s")
+    fences.see_term(3, "Registered")
+    fences.sinc = 1
+    order = effects.Order("s", 1, 4, 1, effects.Ping(), 1.0)
+    with pytest.raises(UnavailableSlave, match="as soon as it registers"):
+        fences.admit_order(order)
+    assert fences.admit_order(replace(order, term=3)) is None, "the true master goes on"
+    fences.see_term(4, "Registered")
+    assert fences.admit_order(order) is None
+
+
+def test_another_process_of_a_slave_that_lives_counts_for_nothing() -> None:
+    """Neither its term, which would end the master, nor its address; once the first has been silent, it may come."""
+    run = make("a")
+    rival = ev.SlaveRegistered(0, "s", "other", "r", "x:1", ("x:2",), 2, GENESIS, None, (), 4, "", rival_heard_s=1.9)
+    begin = len(run.effects)
+    assert failure(run.ask(rival)) is Busy
+    assert failure(run.ask(replace(rival, term_seen=0, rival_heard_s=3.9))) is Busy
+    assert not any(isinstance(effect, Exit) for effect in run.effects[begin:])
+    settled(run, run.push("a"))
+    assert isinstance(run.ask(replace(rival, term_seen=0, rival_heard_s=4.0)), effects.Registered)
 
 
 def test_failed_is_what_a_refusal_is() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from dips.protocol.effects import (
     Apply,
     Fold,
     Hold,
+    KeepSeed,
     LoadVersion,
     Measure,
     OpenPush,
@@ -103,6 +104,7 @@ class MemoryDisk:
     full: bool = False
     reserved: dict[VersionId, int] = field(default_factory=dict)
     writes: int = 0
+    initial: Mapping[int, bytes] | None = field(default_factory=dict)  # None: it was not brought yet
 
     def complete_versions(self) -> tuple[VersionId, ...]:
         return tuple(sorted(self.kept))
@@ -134,6 +136,13 @@ class MemoryDisk:
             for layer, array in arrays.items():
                 array[:] = np.frombuffer(kept[layer], np.float32)
 
+    def holds_initial(self) -> bool:
+        return self.initial is not None
+
+    def keep_initial(self, theta: Arrays) -> None:
+        self._fail()
+        self.initial = {i: a.tobytes() for i, a in theta.items()}
+
     def map_theta(self, version: VersionId) -> Arrays | None:
         kept = self.kept.get(version)
         return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
@@ -151,7 +160,7 @@ class MemoryDisk:
 
 def carry_out(shard: Shard, order: Order) -> Answer:
     """Have an order carried out; a snapshot is written or deleted here and now."""
-    if not isinstance(order.body, Persist | Retire):
+    if not isinstance(order.body, Persist | Retire | KeepSeed):
         return shard.execute_order(order)
     begun = shard.begin_disk_order(order)
     if not callable(begun):

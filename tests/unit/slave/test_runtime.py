@@ -107,6 +107,9 @@ class GatedDisk:
     def complete_versions(self) -> tuple[VersionId, ...]:
         return ()
 
+    def holds_initial(self) -> bool:
+        return True
+
     def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
         self.writes += 1
         assert self.may_write.wait(10)

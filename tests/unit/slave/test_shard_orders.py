@@ -14,6 +14,7 @@ from dips.errors import (
     StalePush,
     StaleTerm,
     StaleVersion,
+    UnavailableSlave,
 )
 from dips.ids import GENESIS, PullId, VersionId
 from dips.protocol.effects import (
@@ -22,6 +23,7 @@ from dips.protocol.effects import (
     Commit,
     DropPush,
     Fold,
+    Hold,
     Measure,
     OpenPull,
     OpenPush,
@@ -114,6 +116,7 @@ def test_the_same_number_with_another_body_is_refused() -> None:
     ("change", "error"),
     [
         ({"term": 1}, StaleTerm),
+        ({"term": 3}, UnavailableSlave),
         ({"sinc": 6}, StaleIncarnation),
         ({"slave": "t"}, RemoteProtocolError),
     ],
@@ -122,6 +125,7 @@ def test_orders_of_yesterday_change_nothing(change: dict[str, object], error: ty
     """An old term, another incarnation or another slave's order changes no state (guards invariant 5)."""
     slave = ShardRig().ready()
     slave.term = 2
+    slave.welcome(Hold())
     slave.stage(P1, 0.5)
     state = slave.state()
     fields = {"slave": "s", "sinc": 7, "term": 2, "number": 99, "body": DropPush(P1, ""), "deadline_s": 1.0}
@@ -134,6 +138,7 @@ def test_a_new_term_forgets_the_answers_of_the_old() -> None:
     """Numbers begin anew with a term, so an order of a new master is carried out under a number used before."""
     slave = ShardRig().ready()
     slave.shard.execute_order(Order("s", 7, 1, 5, Ping(), 1.0))
+    slave.welcome(Hold(), term=2)
     slave.shard.execute_order(Order("s", 7, 2, 5, OpenPush(P1, 1, 1.0), 1.0))
     assert slave.shard.versions.open_pushes == (P1,)
     assert slave.shard.term == 2

@@ -108,7 +108,7 @@ def test_another_initial_model_is_refused(tmp_path: Path) -> None:
     other = tensors(arrays((0, 1, 2, 3), 0))
     other["b.w"] = other["b.w"] + np.float32(1e-7)
     save_file(other, tmp_path / "initial.safetensors")
-    with pytest.raises(CorruptSnapshot, match=r"initial\.safetensors: layer b is not the one of `dips init`"):
+    with pytest.raises(CorruptSnapshot, match=r"initial\.safetensors: layer b is not this run's first model"):
         read(snapshots, GENESIS)
     snapshots.close()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import urllib.request
-
-import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
 
-from dips.errors import ConfigError
-from dips.telemetry import metrics
+from dips.client.agent import metrics as agent_metrics
+from dips.master import metrics as master_metrics
+from dips.slave import metrics as slave_metrics
+from dips.telemetry import process
+from dips.telemetry.histogram import Histogram
 
 STATUS = {
     "term": 2,
@@ -16,8 +19,13 @@ STATUS = {
     "progress": {"tokens": 500, "tokens_target": 0},
     "uptime_s": 3.5,
     "rounds": {"applied": 12, "skipped": 4, "unchanged": 1},
+    "newest": {"age_s": 7.0, "durable_age_s": None, "clusters": 1},
     "clusters": {
-        "fast": {"state": "pushing", "inc": 1, "accepted": 9, "staleness": None, "quarantined": False, "loss": 2.5},
+        "fast": {
+            "state": "pushing", "trainer": "training", "inc": 1, "accepted": 9, "staleness": None,
+            "quarantined": False, "loss": 2.5,
+        },
+        "late": {"state": "idle", "trainer": "dead", "inc": 3},
         "slow": {"state": "gone", "inc": 3},
     },
     "slaves": {
@@ -27,27 +35,31 @@ STATUS = {
             "transfers": [{"cluster": "fast", "push": True, "nbytes": 40, "total": 80}],
         }
     },
-}
+}  # fmt: skip
+ALL = (*master_metrics.TABLES, *slave_metrics.TABLES, *agent_metrics.TABLES, *process.TABLES)
 
 
-def scraped(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        text = answer.read().decode()
+class Found(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self.collect = lambda: families  # type: ignore[method-assign]
+
+
+def exposed(families: list[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Found(families))
+    text = generate_latest(registry).decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
 
 
 def test_a_scrape_says_what_the_status_says() -> None:
     """Numbers come with their names and labels, states as labels; what nobody has reported is left out, not zero."""
-    port, end = metrics.serve_metrics(("127.0.0.1", 0), lambda: STATUS)
-    try:
-        found = scraped(port)
-    finally:
-        end()
+    found = exposed(list(master_metrics.collect(STATUS)))
     fast, slow = (("cluster", "fast"),), (("cluster", "slow"),)
     assert found["dips_head_version", ()] == 12
     assert found["dips_head_round", ()] == 17
     assert found["dips_rounds_skipped_total", ()] == 4
+    assert found["dips_head_age_seconds", ()] == 7 and ("dips_durable_age_seconds", ()) not in found
     assert found["dips_cluster_accepted_total", fast] == 9
     assert ("dips_cluster_accepted_total", slow) not in found
     assert ("dips_cluster_staleness", fast) not in found
@@ -56,20 +68,33 @@ def test_a_scrape_says_what_the_status_says() -> None:
     assert found["dips_cluster_state", (*slow, ("state", "gone"))] == 1
     moving = (("cluster", "fast"), ("direction", "push"), ("slave", "s0"))
     assert (found["dips_transfer_bytes", moving], found["dips_transfer_size_bytes", moving]) == (40, 80)
+    standing = {labels[0][1]: value for (name, labels), value in found.items() if name == "dips_clusters"}
+    assert standing == {"live": 2, "participating": 1, "contributing": 1}
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    """A value on a bound counts there; the last bucket holds all."""
+    histogram = Histogram((1.0, 3.0))
+    for value in (0.5, 1.0, 2.0, 50.0):
+        histogram.observe_value(value)
+    assert histogram.list_buckets() == [("1.0", 2), ("3.0", 3), ("+Inf", 4)]
+    assert histogram.total == 53.5
+    found = exposed(list(slave_metrics.collect({"orders": {"fold": histogram}})))
+    fold = (("order", "fold"),)
+    assert found["dips_shard_order_seconds_count", fold] == 4
+    assert found["dips_shard_order_seconds_bucket", (("le", "3.0"), *fold)] == 3
 
 
 def test_names_are_said_once() -> None:
     """Two rows of one name would be one metric with two meanings."""
-    names = [row.name for rows in (metrics.RUN, metrics.CLUSTER, metrics.SLAVE, metrics.TRANSFER) for row in rows]
+    rows = [row for table, _ in ALL for row in table]
+    names = [row.series for row in rows]
     assert len(names) == len(set(names))
-    assert all(row.help.endswith(".") for row in metrics.RUN + metrics.CLUSTER + metrics.SLAVE + metrics.TRANSFER)
+    assert all(row.help.endswith(".") and row.name.startswith("dips_") for row in rows)
 
 
-def test_a_port_in_use_is_named() -> None:
-    """The second server on a port names the port."""
-    port, end = metrics.serve_metrics(("127.0.0.1", 0), lambda: STATUS)
-    try:
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-            metrics.serve_metrics(("127.0.0.1", port), lambda: STATUS)
-    finally:
-        end()
+def test_disks_are_looked_at_beside_a_scrape() -> None:
+    """What hangs is not waited for longer than LOOK_S; what cannot be looked at is left out."""
+    looks = process.DiskLooks(lambda: {"disks": 1})
+    assert looks.read_newest() == {"disks": 1}
+    looks.close()

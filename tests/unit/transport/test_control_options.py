@@ -8,8 +8,10 @@ import pytest
 from grpc._cython import cygrpc
 
 from dips.transport import control
+from dips.transport.limits import MASTER_LIMITS
 
-NAMES = sorted({name for name, _ in [*control._SERVER_OPTIONS, *control._CHANNEL_OPTIONS]})
+OPTIONS = [*control._SERVER_OPTIONS, *control._CHANNEL_OPTIONS, *MASTER_LIMITS.to_options()]
+NAMES = sorted({name for name, _ in OPTIONS})
 
 
 @pytest.fixture(scope="module")

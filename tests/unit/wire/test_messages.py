@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import PullId, PushId, VersionId
+from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.protocol.data import BegunRange
 from dips.protocol.options import Targets
@@ -36,6 +37,7 @@ UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFail
 }  # facts and orders inside the master's process; Failed leaves as a gRPC status
 
 ENDS = st.sampled_from("abcxyz019")
+PRINTABLE = st.text(max_size=40).map(make_printable)
 NAMES = st.builds(lambda a, b, c: a + b + c, ENDS, st.text("abcxyz019._-", max_size=20), ENDS) | ENDS
 
 
@@ -66,11 +68,11 @@ def value_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return st.sampled_from(list(hint))
     if hint is str:
-        return NAMES if name in ("run", "cluster", "slave", "name") else st.text(max_size=40)
+        return NAMES if name in ("run", "cluster", "slave", "name") else PRINTABLE
     if name == "req":
         return st.just(7)
     if name in messages._LOCAL:
-        return st.just(0.0)
+        return st.just(cls.__dataclass_fields__[name].default)
     reals = messages._REALS.get((cls.__name__, name), messages._REAL)
     return {
         int: st.integers(0, messages.MAX_INTEGER),
@@ -209,6 +211,7 @@ LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons
     ("Measured", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
     ("ClusterJoined", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
+    ("RunProposed", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("Registered", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
 }
 

@@ -1,0 +1,77 @@
+"""What a shell may complete: names of the run file that stands on the line, and of its ledger, if it is here.
+
+A completion reads files and asks nobody; whatever is wrong with them, it offers nothing and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dips.config import RunFile, load_run
+from dips.protocol.tunable import TUNABLE
+
+DEFAULT_FILE = Path("dips.yaml")  # where a run file usually is
+MOST = 50  # names that are offered
+
+
+def complete_slave(context: typer.Context, incomplete: str) -> list[str]:
+    """Slaves of the run file."""
+    run_file = _read_run(context)
+    return _pick((s.name for s in run_file.slaves) if run_file else (), incomplete)
+
+
+def complete_cluster(context: typer.Context, incomplete: str) -> list[str]:
+    """Clusters that the run file lists, and those that the ledger knows."""
+    run_file = _read_run(context)
+    if run_file is None:
+        return []
+    return _pick(dict.fromkeys((*(run_file.clusters or ()), *_known_clusters(run_file))), incomplete)
+
+
+def complete_version(context: typer.Context, incomplete: str) -> list[str]:
+    """The newest versions of the ledger."""
+    run_file = _read_run(context)
+    return _pick(_known_versions(run_file) if run_file else (), incomplete)
+
+
+def complete_change(incomplete: str) -> list[str]:
+    """Keys of `dips tune`, with their sign."""
+    return _pick((f"{key}=" for key in TUNABLE), incomplete)
+
+
+def _pick(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)][:MOST]
+
+
+def _read_run(context: typer.Context) -> RunFile | None:
+    named = context.params.get("config")
+    try:
+        return load_run(Path(named) if named else DEFAULT_FILE)
+    except Exception:  # noqa: BLE001 (a shell that asks for names wants no traceback)
+        return None
+
+
+def _known_clusters(run_file: RunFile) -> list[str]:
+    return _read_ledger(run_file, lambda ledger: sorted(ledger.read_tokens()))
+
+
+def _known_versions(run_file: RunFile) -> list[str]:
+    return _read_ledger(
+        run_file, lambda ledger: [str(r.version) for r in reversed(ledger.read_history(MOST)) if r.version]
+    )
+
+
+def _read_ledger(run_file: RunFile, read: Callable[[Any], list[str]]) -> list[str]:
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+
+    try:
+        with closing(Ledger.open(ledger_path(run_file), readonly=True)) as ledger:
+            return read(ledger)
+    except Exception:  # noqa: BLE001 (likewise)
+        return []

@@ -1,0 +1,68 @@
+"""`dips config`: look at the files before a daemon does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.commands.config_checks import FAIL, NOTE, check_files
+from dips.commands.options import AS_JSON
+from dips.config import load_cluster, load_run
+from dips.config.reading import is_cluster_file
+
+EXIT_REFUSED = 78
+
+words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the files before a daemon does.")
+FILES = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files and cluster files, together.")]
+
+
+@words.command("check")
+def check_command(
+    files: FILES,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for", metavar="NAME.ROLE", help="This process is to run here: its files must be; may be repeated."
+        ),
+    ] = None,
+    as_json: AS_JSON = False,
+) -> None:
+    """Find everything that the daemons would refuse, and what contradicts itself, without starting one.
+
+    Keys and values; addresses that two would listen on; directories that two would use; certificates, their keys, names
+    and dates (those that are on this machine, and those of --for); the ledger and the memory of the slaves whose
+    directories are here; and whether a cluster file agrees with the run file that is given beside it.
+
+    Exit codes: 0 nothing would be refused, though there may be notes; 78 something would.
+
+    \b
+    Example:
+      dips config check dips.yaml cluster.yaml
+      dips config check dips.yaml --for slave-0.slave
+    """
+    rows = check_files(files, tuple(labels or ()))
+    refused = any(row.verdict == FAIL for row in rows)
+    if as_json:
+        print(json.dumps({"ok": not refused, "rows": [asdict(row) for row in rows]}))
+    else:
+        for row in rows:
+            print(f"{row.verdict:<4}  {row.what}: {row.seen}" + (f"\n      {row.remedy}" if row.remedy else ""))
+        notes = sum(row.verdict == NOTE for row in rows)
+        print(f"{'something would be refused' if refused else 'nothing would be refused'}; {notes} notes")
+    raise typer.Exit(EXIT_REFUSED if refused else 0)
+
+
+@words.command("show")
+def show_command(file: Annotated[Path, typer.Argument(help="A run file or a cluster file.")]) -> None:
+    """Print a file as a daemon reads it: every key with its value, defaults too, paths made absolute; JSON.
+
+    \b
+    Example:
+      dips config show dips.yaml | jq .master.timing
+    """
+    load = load_cluster if is_cluster_file(file) else load_run
+    print(json.dumps(load(file).model_dump(mode="json"), indent=2))

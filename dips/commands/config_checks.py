@@ -1,0 +1,237 @@
+"""The rows of `dips config check`: what was looked at, what was seen, and what to do. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from dips.cgroup import available_memory
+from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
+from dips.config.reading import is_cluster_file
+from dips.config.tls import TlsSection
+from dips.differences import differing_options
+from dips.errors import ConfigError, DipsError
+from dips.identity.certificates import utc_now
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.tls_files import load_tls, require_identity
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+SOON = timedelta(days=14)  # before a certificate ends it is worth a note
+OPERATOR = "operator"
+LEAST_ORDER_HEARTBEATS = 2  # an order that may be silent for less is failed by one lost packet
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFinding:
+    """One row; `verdict` is OK, NOTE or FAIL."""
+
+    what: str
+    verdict: str
+    seen: str
+    remedy: str = ""
+
+
+def check_files(
+    files: Sequence[Path], labels: tuple[str, ...] = (), now: datetime | None = None
+) -> list[ConfigFinding]:
+    """All rows of all files; a file that cannot be read has one."""
+    rows, runs, clusters = list[ConfigFinding](), list[tuple[Path, RunFile]](), list[tuple[Path, ClusterFile]]()
+    for path in files:
+        try:
+            if is_cluster_file(path):
+                clusters.append((path, load_cluster(path)))
+            else:
+                runs.append((path, load_run(path)))
+            rows.append(ConfigFinding(str(path), OK, "its keys and values"))
+        except ConfigError as error:
+            rows.append(ConfigFinding(str(path), FAIL, str(error).removeprefix(f"{path}: ")))
+    known = set[str]()
+    for path, run in runs:
+        processes = [(MASTER_NAME, PeerRole.MASTER), *((s.name, PeerRole.SLAVE) for s in run.slaves)]
+        processes.append((OPERATOR, PeerRole.OPERATOR))
+        known |= {f"{name}.{role}" for name, role in processes}
+        rows += _check_run(path, run)
+        rows += _check_tls(path, run.tls, run.shared.run, processes, labels, now)
+    for path, cluster in clusters:
+        process = [(cluster.cluster, PeerRole.CLUSTER)]
+        known.add(f"{cluster.cluster}.{PeerRole.CLUSTER}")
+        rows += _check_tls(path, cluster.tls, cluster.shared.run, process, labels, now)
+        for run_path, run in runs:
+            rows += _check_agreement(path, cluster, run_path, run)
+    rows += [
+        ConfigFinding(
+            "--for", FAIL, f"{label} is in none of these files", f"expected one of {', '.join(sorted(known))}"
+        )
+        for label in labels
+        if label not in known
+    ]
+    return rows
+
+
+# ---- the run file --------------------------------------------------------------------------------------------------
+
+
+def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+    yield from _check_addresses(path, run)
+    yield from _check_directories(path, run)
+    if run.insecure and run.clusters is not None:
+        yield ConfigFinding(
+            f"{path}: clusters", NOTE, "with `insecure: true` nobody proves its name, so the list keeps nobody out"
+        )
+    timing = run.master.timing
+    if timing.order_s < LEAST_ORDER_HEARTBEATS * timing.heartbeat_s:
+        yield ConfigFinding(
+            f"{path}: master.timing.order_s",
+            NOTE,
+            f"{timing.order_s:g} s of silence fail an order, and heartbeats come every {timing.heartbeat_s:g} s",
+            "take at least two heartbeats",
+        )
+    yield from _check_ledger(path, run)
+
+
+def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+    """Port 0 takes a free one; the same port twice on one host is taken by whoever comes first."""
+    users = defaultdict[tuple[str, int], list[str]](list)
+    listening = [("master.listen", run.master.listen), ("master.http", run.master.http)]
+    for s in run.slaves:
+        listening += [(f"slaves.{s.name}.{key}", getattr(s, key)) for key in ("listen", "http")]
+        listening += [(f"slaves.{s.name}.lanes", lane) for lane in s.lanes]
+    for key, address in listening:
+        if address is not None and host_port(address)[1]:
+            users[host_port(address)].append(key)
+    for (host, port), keys in users.items():
+        if len(keys) > 1 and not _on_own_machines(host):
+            yield ConfigFinding(
+                f"{path}: {keys[1]}", FAIL, f"{host}:{port} is {keys[0]}'s, too", "give each a port of its own"
+            )
+    for s in run.slaves:
+        if host_port(s.master)[1] != host_port(run.master.listen)[1]:
+            yield ConfigFinding(
+                f"{path}: slaves.{s.name}.master", NOTE, f"{s.master}, while the master listens on {run.master.listen}",
+                "right if something between them translates ports",
+            )  # fmt: skip
+
+
+def _on_own_machines(host: str) -> bool:
+    """`0.0.0.0` and `::` are every machine's own."""
+    return host in ("0.0.0.0", "::")
+
+
+def _check_directories(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+    used: dict[Path, str] = {run.master.directory.resolve(): "master"}
+    for s in run.slaves:
+        directory = s.directory.resolve()
+        if (other := used.setdefault(directory, s.name)) != s.name:
+            yield ConfigFinding(
+                f"{path}: slaves.{s.name}.directory", FAIL, f"{directory} is {other}'s, too", "one directory for each"
+            )
+    mirrors = [("master", run.master.mirror), *((f"slaves.{s.name}", s.mirror) for s in run.slaves)]
+    for owner, mirror in mirrors:
+        if mirror is not None and "://" not in mirror and Path(mirror).resolve() in used:
+            yield ConfigFinding(
+                f"{path}: {owner}.mirror", FAIL, f"{mirror} is a directory of the run itself", "take another disk's"
+            )
+
+
+def _check_ledger(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+    from dips.master import genesis
+    from dips.master.ledger import Ledger
+    from dips.protocol.manifest import Manifest
+    from dips.slave.machine import memory_of
+
+    ledger_file = genesis.ledger_path(run)
+    if not ledger_file.exists():
+        yield ConfigFinding(f"{path}: master.directory", NOTE, f"no ledger at {ledger_file}", "`dips init` makes one")
+        return
+    try:
+        with closing(Ledger.open(ledger_file, readonly=True)) as ledger:
+            row = ledger.run_row()
+        genesis.check_is_of_run(run, row)
+        genesis.check_placement(run, row)
+    except DipsError as error:
+        yield ConfigFinding(f"{path}: master.directory", FAIL, str(error))
+        return
+    yield ConfigFinding(f"{path}: master.directory", OK, f"the ledger of run {row.run}")
+    model = Manifest.from_json(row.manifest)
+    for name, layers in row.placement:
+        section = run.slave_section(name)
+        if not section.directory.is_dir():
+            continue
+        memory = memory_of(section, sum(model.layers[i].numel for i in layers), run.shared.pull_codec)
+        there = available_memory()
+        try:
+            memory.require_memory(there if section.memory_bytes is None else min(section.memory_bytes, there))
+            yield ConfigFinding(f"{path}: slaves.{name}", OK, memory.describe_sum())
+        except ConfigError as error:
+            yield ConfigFinding(f"{path}: slaves.{name}", FAIL, str(error))
+
+
+# ---- certificates --------------------------------------------------------------------------------------------------
+
+
+def _check_tls(
+    path: Path,
+    tls: TlsSection | None,
+    run: str,
+    processes: Sequence[tuple[str, PeerRole]],
+    labels: tuple[str, ...],
+    now: datetime | None,
+) -> Iterator[ConfigFinding]:
+    """Those whose certificate or key is here, and those that are asked for; a process alone is always asked for."""
+    if tls is None:
+        return
+    here = 0
+    for name, role in processes:
+        files, label = tls.files_of(name, role), f"{name}.{role}"
+        wanted = label in labels or (len(processes) == 1 and not labels)
+        if not wanted and not (files.cert.exists() or files.key.exists()):
+            continue
+        here += 1
+        try:
+            loaded = require_identity(load_tls(files, now), name, role, run)
+        except ConfigError as error:
+            yield ConfigFinding(f"{path}: {label}", FAIL, str(error))
+            continue
+        left = loaded.until - (now or utc_now())
+        said = f"{files.cert} is valid until {loaded.until:%Y-%m-%d %H:%M} UTC"
+        soon = left < SOON
+        yield ConfigFinding(
+            f"{path}: {label}", NOTE if soon else OK, said, f"dips certs renew {files.cert}" if soon else ""
+        )
+    if not here:
+        first = tls.files_of(*processes[0])
+        yield ConfigFinding(
+            f"{path}: tls", FAIL, f"of no process of this file is a certificate here, {first.cert} say",
+            "`dips certs request` and `issue` make them; in Kubernetes look whether the Secret is mounted",
+        )  # fmt: skip
+    elif tls.crl is None:
+        yield ConfigFinding(f"{path}: tls.crl", NOTE, "none: a certificate cannot be revoked before it expires")
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------
+
+
+def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+    """What the master would compare when the cluster joins, and what both say of the same thing."""
+    beside = f"{path} and {run_path}"
+    if cluster.shared.run != run.shared.run:
+        seen = f"run {cluster.shared.run!r} and run {run.shared.run!r}"
+        yield ConfigFinding(f"{beside}: shared.run", FAIL, seen, "a cluster belongs to one run")
+    elif cluster.shared.digest != run.shared.digest:
+        differing = "; ".join(differing_options(cluster.shared.agreed, run.shared.agreed))
+        yield ConfigFinding(f"{beside}: shared", FAIL, differing, "copy the section `shared` of the run file")
+    else:
+        yield ConfigFinding(f"{beside}: shared", OK, f"digest {run.shared.digest[:12]}")
+    if (cluster.tls is None) != (run.tls is None):
+        seen = "one has certificates, the other speaks plain text"
+        yield ConfigFinding(f"{beside}: tls", FAIL, seen, "give both a section `tls`, or both `insecure: true`")
+    if run.clusters is not None and cluster.cluster not in run.clusters:
+        seen = f"{cluster.cluster} is not in the run file's list"
+        yield ConfigFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")
+    if cluster.heartbeat_s > run.master.timing.lease_s / 2:
+        seen = f"a heartbeat each {cluster.heartbeat_s:g} s, and a lease of {run.master.timing.lease_s:g} s"
+        yield ConfigFinding(f"{beside}: heartbeat_s", FAIL, seen, "take the run file's heartbeat_s")

@@ -1,0 +1,63 @@
+"""Reads or makes the model that a run begins with: for `dips init` and `dips seed`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from dips.errors import ConfigError
+
+
+def load_tensors(
+    model: Path | None, factory: str | None, seed: int, trainable: Sequence[str], share_buffers: tuple[str, ...]
+) -> dict[str, Any]:
+    """fp32 parameters by name, of a file, of MODULE:FUNCTION, or of both; raise ConfigError naming what is wrong."""
+    if model is None and factory is None:
+        raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
+    made, frozen = _from_factory(factory, seed, share_buffers) if factory else (None, [])
+    tensors = made if model is None else _from_file(model, made, frozen)
+    assert tensors is not None
+    if trainable:
+        tensors = {n: t for n, t in tensors.items() if any(fnmatchcase(n, p) for p in (*trainable, *share_buffers))}
+        if not tensors:
+            raise ConfigError(f"--trainable: no parameter's name matches {' or '.join(trainable)}")
+    return tensors
+
+
+def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
+    the frozen parameters.
+    """
+    import torch
+
+    from dips.client.parallel import full_parameters
+    from dips.client.parallel.factory import make_module
+
+    made = make_module(spec, seed=seed)
+    try:
+        parameters, frozen = full_parameters(made, share_buffers)
+    except ConfigError as error:
+        raise ConfigError(f"--factory {spec}: {error}") from error
+    wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]
+    if wrong:
+        raise ConfigError(f"--factory {spec}: expected parameters in float32; {wrong[0]} is not")
+    return {name: tensor.cpu().contiguous().numpy() for name, tensor in parameters.items()}, frozen
+
+
+def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> dict[str, Any]:
+    """Read a safetensors file: what the factory's module trains, or all of it if there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            names = set(file.keys())
+            wanted = names if made is None else made.keys()
+            if made is not None and (odd := (wanted - names) | (names - wanted - set(frozen))):
+                one = sorted(odd)[0]
+                where = "only in the file" if one in names else "only in the factory's module"
+                raise ConfigError(f"{path}: parameters differ from the factory's; {one} is {where}")
+            return {name: file.get_tensor(name) for name in sorted(wanted)}
+    except (OSError, SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy has not (bfloat16)
+        raise ConfigError(f"{path}: expected a safetensors file with fp32 parameters: {error}") from error

@@ -1,0 +1,156 @@
+"""`dips plan memory`: what a run needs of memory, disk and links, before anybody pays for machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from dips.commands.options import AS_JSON
+from dips.commands.planning import MemoryPlan, kubernetes_resources, plan_cluster, plan_memory, plan_slave
+from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
+from dips.errors import ConfigError
+from dips.protocol.manifest import Manifest
+from dips.protocol.placement import place_layers
+
+KEEP_SNAPSHOTS, SLAVES, RANKS, ROUNDS, CPUS = 2, 2, 8, 10_000, 4
+SECONDS_DAY = 86_400
+GB, GBIT_BYTES = 1e9, 1.25e8
+
+words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What a run needs, before it is made.")
+
+
+@words.callback()
+def _plan() -> None:
+    """So that `memory` stays a word of its own."""
+
+
+@words.command("memory")
+def memory_command(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A run file: its slaves, slots, codecs; else defaults.")
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file: overlap and install; else defaults.")] = None,
+    parameters: Annotated[int | None, typer.Option(min=1, help="So many, placed in equal shares.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A safetensors file; its header is read.")] = None,
+    factory: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="A function that returns a module; takes no memory.")
+    ] = None,
+    slaves: Annotated[int, typer.Option(min=1, help="How many, if there is no --config.")] = SLAVES,
+    ranks: Annotated[int, typer.Option(min=1, help="Of a cluster.")] = RANKS,
+    rounds: Annotated[int, typer.Option(min=1, help="Of the whole run, for the ledger.")] = ROUNDS,
+    cpus: Annotated[int, typer.Option(min=1, help="Of a slave, for --kubernetes.")] = CPUS,
+    as_json: AS_JSON = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print requests and limits of each pod.")] = False,
+) -> None:
+    """Sum up memory, disk and traffic of a run that need not exist yet.
+
+    A slave's sum is the one that it prints at its start, and by which it refuses to start. Ranks need theirs beside the
+    model, as host memory. Snapshots are those that stay (`keep_snapshots`) and the one that is written; versions that
+    `keep_every` keeps come on top. Traffic is of one cluster in one round: divide by the time between its pushes.
+
+    Exit codes: 0 done; 2 no model named, or several; 78 a file cannot be read.
+
+    \b
+    Example:
+      dips plan memory --parameters 7000000000 --slaves 4
+      dips plan memory --config dips.yaml --factory mymodel:build --ranks 64
+      dips plan memory --config dips.yaml --parameters 1000000000 --kubernetes
+    """
+    named = [option for option in (parameters, model, factory) if option is not None]
+    if len(named) != 1:
+        raise typer.BadParameter("name the model by one of --parameters, --model and --factory", param_hint="plan")
+    run_file = load_run(config) if config is not None else None
+    cluster_file = load_cluster(cluster) if cluster is not None else None
+    plan = make_plan(run_file, cluster_file, _find_shares(run_file, parameters, model, factory, slaves), ranks, rounds)
+    if kubernetes:
+        proposed = kubernetes_resources(plan, cpus)
+        print(
+            json.dumps(proposed) if as_json else yaml.safe_dump(proposed, sort_keys=False), end="\n" if as_json else ""
+        )
+    elif as_json:
+        print(json.dumps(plan.as_data()))
+    else:
+        Console().print(draw_plan(plan))
+        print(describe_cluster(plan))
+
+
+Shares = list[tuple[str, int, int]]  # of each slave: name, layers, parameters
+
+
+def make_plan(
+    run_file: RunFile | None, cluster_file: ClusterFile | None, shares: Shares, ranks: int, rounds: int
+) -> MemoryPlan:
+    """The sums for these shares; sections that no file names have their defaults."""
+    shared = run_file.shared if run_file else cluster_file.shared if cluster_file else None
+    codec, pull_codec = (str(shared.codec), str(shared.pull_codec)) if shared else ("fp32", "fp32")
+    keep = run_file.master.keep_snapshots if run_file else KEEP_SNAPSHOTS
+    sections = {s.name: s for s in run_file.slaves} if run_file else {}
+    planned = [
+        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, keep)
+        for name, layers, numel in shares
+    ]
+    total = sum(numel for _, _, numel in shares)
+    return plan_memory(total, planned, plan_cluster(total, ranks, codec, pull_codec, cluster_file), rounds)
+
+
+def draw_plan(plan: MemoryPlan) -> Table:
+    table = Table(title=f"{plan.model:,} parameters", title_justify="left", title_style="bold")
+    for column in ("", "layers", "parameters", "memory", "disk"):
+        table.add_column(column, justify="left" if not column else "right")
+    for s in plan.slaves:
+        layers = str(s.layers) if s.layers else "–"
+        table.add_row(s.name, layers, f"{s.parameters:,}", _gigabytes(s.memory_bytes), _gigabytes(s.disk_bytes))
+    table.add_row("master", "", "", _gigabytes(plan.master_memory_bytes), _gigabytes(plan.master_disk_bytes))
+    return table
+
+
+def describe_cluster(plan: MemoryPlan) -> str:
+    c, heaviest = plan.cluster, max(plan.slaves, key=lambda slave: slave.memory_bytes)
+    both = c.push_bytes + c.pull_bytes
+    return (
+        f"heaviest slave: {heaviest.said}\n"
+        f"a cluster of {c.ranks} ranks: {_gigabytes(c.rank_bytes)} of host memory for each rank, beside the model\n"
+        f"a round of it: {_gigabytes(c.push_bytes)} pushed, {_gigabytes(c.pull_bytes)} pulled, "
+        f"{both / GBIT_BYTES:,.0f} s of a link of 1 Gbit/s"
+    )
+
+
+def _find_shares(
+    run_file: RunFile | None, parameters: int | None, model: Path | None, factory: str | None, slaves: int
+) -> Shares:
+    names = [s.name for s in run_file.slaves] if run_file else [f"slave-{i}" for i in range(slaves)]
+    if parameters is not None:
+        return [
+            (name, 0, parameters * (i + 1) // len(names) - parameters * i // len(names)) for i, name in enumerate(names)
+        ]
+    buffers = run_file.shared.share_buffers if run_file else ()
+    manifest = _read_manifest(model, factory, buffers)
+    placed = place_layers(manifest, names)
+    return [(name, len(layers), sum(manifest.layers[i].numel for i in layers)) for name, layers in placed]
+
+
+def _read_manifest(model: Path | None, factory: str | None, buffers: tuple[str, ...]) -> Manifest:
+    from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
+
+    if model is not None:
+        return manifest_of_file(model, buffers)
+    assert factory is not None
+    try:
+        return manifest_of_factory(factory, buffers)
+    except ImportError as error:  # torch is not on every machine
+        raise ConfigError(f"--factory needs torch ({error}): give --model or --parameters instead") from error
+
+
+def _default_section(name: str) -> SlaveSection:
+    nowhere = Path("/nonexistent")  # nothing is read or written there
+    return SlaveSection(name=name, master="127.0.0.1:0", directory=nowhere, initial_model=nowhere)
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / GB:,.2f} GB"

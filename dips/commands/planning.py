@@ -1,0 +1,112 @@
+"""What a run needs, as sums: memory and disk of each slave, host memory of each rank, bytes on a cluster's link.
+
+A slave's sum is the one that it prints when it starts (dips/outer/pool.py), a rank's the one of its parts
+(dips/client/parallel/host_sum.py); nothing is estimated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+from dips.config import ClusterFile, SlaveSection
+from dips.outer.updates import ELEMENT_BYTES
+from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.slave.machine import memory_of
+from dips.wire.frame import BLOCK, INT4_BLOCK
+
+PUSH_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK, "int4": 0.5 + 4 / INT4_BLOCK}  # an element
+SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
+OWED_BYTES = 8  # of a rank, an element: base and remainder of a lossy codec
+RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/host_sum.py, which needs torch
+MASTER_BYTES = 400_000_000  # of the master's process at 1,000 clusters
+LEDGER_BYTES_ROUND = 2_000  # a round of ten clusters; a journal and a timeline besides
+HEADROOM = 1.1  # a request is not the sum to the byte
+MIB = 1 << 20
+LEAST_CLAIM_MIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlave:
+    """One slave: what it takes, and of what."""
+
+    name: str
+    layers: int
+    parameters: int
+    memory_bytes: int
+    disk_bytes: int
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCluster:
+    """One cluster, by its ranks: host memory of each, and what its link carries in a round."""
+
+    ranks: int
+    rank_bytes: int
+    push_bytes: int
+    pull_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All of it; `model` in elements."""
+
+    model: int
+    slaves: tuple[PlannedSlave, ...]
+    cluster: PlannedCluster
+    master_memory_bytes: int
+    master_disk_bytes: int
+
+    def as_data(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: str, keep_snapshots: int) -> PlannedSlave:
+    """What it prints at its start, and the snapshots that it keeps, the one that is written included."""
+    memory = memory_of(section, numel, pull_codec)
+    disk = SNAPSHOT_BYTES * numel * (keep_snapshots + 1)
+    return PlannedSlave(section.name, layers, numel, memory.total_bytes, disk, memory.describe_sum())
+
+
+def plan_cluster(
+    numel: int, ranks: int, codec: str, pull_codec: str, file: ClusterFile | None = None
+) -> PlannedCluster:
+    """Of a model that is sharded evenly; `file` says whether ranks train on during a push."""
+    share = ceil(numel / ranks)
+    keeps = file is not None and file.overlap == "full"
+    streams = file is not None and file.install == "streaming"
+    lossy = codec != "fp32" or pull_codec != "fp32"
+    shard = 0 if streams else BYTES_PER_PARAMETER * share
+    rank = shard + BYTES_PER_PARAMETER * share * keeps + OWED_BYTES * share * lossy + RANK_PROCESS_BYTES
+    pull = ELEMENT_BYTES[pull_codec] or BYTES_PER_PARAMETER
+    return PlannedCluster(ranks, rank, ceil(PUSH_BYTES[codec] * numel), ceil(pull * numel))
+
+
+def plan_memory(model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, rounds: int) -> MemoryPlan:
+    """The master holds no parameters, but a copy of the first model lies in its directory."""
+    disk = BYTES_PER_PARAMETER * model + LEDGER_BYTES_ROUND * rounds
+    return MemoryPlan(model, tuple(slaves), cluster, MASTER_BYTES, disk)
+
+
+def kubernetes_resources(plan: MemoryPlan, cpus: int) -> dict[str, Any]:
+    """`resources` of each container, and the claims' sizes; a limit on memory is the request, so that a pod is not the
+    first to go. No limit on CPUs: one that is reached stops heartbeats, too."""
+
+    def resources(nbytes: int, cpu: int) -> dict[str, Any]:
+        memory = f"{ceil(nbytes * HEADROOM / MIB)}Mi"
+        return {"requests": {"cpu": str(cpu), "memory": memory}, "limits": {"memory": memory}}
+
+    def claim(nbytes: int) -> str:
+        return f"{max(LEAST_CLAIM_MIB, ceil(nbytes * HEADROOM / MIB))}Mi"
+
+    return {
+        "master": {"resources": resources(plan.master_memory_bytes, 1), "storage": claim(plan.master_disk_bytes)},
+        **{
+            slave.name: {"resources": resources(slave.memory_bytes, cpus), "storage": claim(slave.disk_bytes)}
+            for slave in plan.slaves
+        },
+    }

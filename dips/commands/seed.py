@@ -1,0 +1,128 @@
+"""`dips seed`: bring a run its first model, over the lanes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from dips.client.rank.transfer_types import TransferRate
+from dips.commands import operator
+from dips.commands.first_model import load_tensors
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.config import load_run
+from dips.errors import ConfigError
+from dips.protocol.events import RunProposed
+from dips.protocol.manifest import Manifest
+from dips.transport.endpoints import Endpoint
+
+Tensors = Mapping[str, Any]
+
+
+def seed(
+    config: WHOSE = None,
+    master: MASTER = None,
+    credentials: CREDENTIALS = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A safetensors file, fp32; default: what `dips init` wrote.")
+    ] = None,
+    factory: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Make θ: a function without arguments, returns a module."),
+    ] = None,
+    number: Annotated[int, typer.Option("--seed", help="torch.manual_seed before the factory is called.")] = 0,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only parameters of such names, as in '*.lora_*'; may be repeated."),
+    ] = None,
+    wait_s: Annotated[float, typer.Option(min=0, help="Give up when nothing has moved for so long.")] = 600.0,
+) -> None:
+    """Bring a run its first model, over the lanes.
+
+    Start dips-master and every dips-slave with empty directories: they wait. This makes the run's ledger at the master
+    and brings each slave its layers, which it compares with the ledger and writes to its disk; then the run begins. No
+    disk is shared, and no file is copied. Where `dips init` has made the run, only slaves that lack the model get it.
+
+    Everything may crash on the way: say it again. A slave that has its layers on the disk is passed over, so it does no
+    harm when all have them. A run that has begun takes no other model.
+
+    Exit codes: 0 every slave has it; 69 master or slaves did not answer, or nothing moved for --wait-s; 77 your
+    certificate is not an operator's; 78 the run has begun with another model, or the model is not usable.
+
+    \b
+    Example:
+      dips seed --config dips.yaml --factory dips.demo.model:build --seed 1
+      dips seed --master master.example:7800 --credentials tls/alice.operator.crt --model start.safetensors
+    """
+    peer = find_master(config, master, credentials)
+    if model is None and factory is None and config is not None:
+        model = _model_of_init(config)
+    with _SeedBar() as bar:
+        asyncio.run(
+            _bring_model(
+                peer, lambda shared: load_tensors(model, factory, number, trainable or (), shared), bar, wait_s
+            )
+        )
+    print("every slave has the first model on its disk; `dips status` shows the run")
+
+
+def _model_of_init(config: Path) -> Path:
+    from dips.master.genesis import INITIAL_MODEL
+
+    path = load_run(config).master.directory / INITIAL_MODEL
+    if not path.exists():
+        raise ConfigError(f"nothing to bring: give --model FILE or --factory MODULE:FUNCTION; {path} is not here")
+    return path
+
+
+async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) -> None:
+    from dips.commands.seed_lanes import SeedTransfer, SeedWatch, await_master
+    from dips.master.begin import propose_run
+
+    watch = SeedWatch(bar.show_rate, bar.show_wait)
+    found = await await_master(peer, watch, wait_s)
+    shared = found["shared"] if "waiting" in found else (await _describe(peer))["shared"]
+    tensors: Tensors = load(tuple(shared["share_buffers"]))
+    proposed: RunProposed = propose_run(tensors, tuple(shared["share_buffers"]))
+    if "waiting" in found:
+        await operator.ask_master(peer, "Begin", proposed)
+        bar.show_wait("the run's ledger is made")
+    transfer = SeedTransfer(peer, str(found["run"]), Manifest.from_json(proposed.manifest), tensors, watch, wait_s)
+    await transfer.bring_model(proposed.genesis)
+
+
+async def _describe(peer: Endpoint) -> dict[str, Any]:
+    from dips.client.preflight.app import describe_run
+
+    return await describe_run(peer)
+
+
+class _SeedBar:
+    """Bytes, rate and what is waited for, on standard error."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._progress, self._console = Progress(*columns, console=console, transient=True), console
+        self._task = self._progress.add_task("waits", total=None)
+        self._said = ""
+
+    def __enter__(self) -> _SeedBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show_rate(self, rate: TransferRate) -> None:
+        self._progress.update(self._task, description="moving", total=rate.total, completed=rate.nbytes)
+
+    def show_wait(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = reason
+            self._console.print(reason, markup=False, highlight=False)

@@ -1,0 +1,166 @@
+"""Looks at a daemon's file again while it runs: what may change is used at once, and what cannot is said, key by key.
+
+A file that is half written, or wrong, is reported, and what was read before stays in use; so do certificates
+(dips/transport/tls.py). Nothing here knows what a key does: the daemon says which keys it takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dips.config.reading import list_files
+from dips.config.section import Section
+from dips.errors import ConfigError
+
+LOOK_S = 1.0  # between two looks at the files' dates
+MOST_VALUE = 80  # characters of a value in a message
+Report = Callable[[str], None]
+File = TypeVar("File", bound=Section)
+
+_TUNE = "the run began with it; `dips tune` changes the run's, without a restart"
+_EXTEND = "the run began with it; `dips extend` changes the run's, without a restart"
+_AGREED = "master, slaves and clusters agreed on it when the run was made"
+_OPEN = "the port is open since the start: restart this process"
+_MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"
+_FILES = "the files themselves are looked at each second, renew them in place; other paths take a restart"
+
+# Why a key cannot change while the daemon runs; the first row that fits. What fits none is read at the start.
+REASONS: tuple[tuple[str, str], ...] = (
+    ("shared.outer.*", _TUNE),
+    ("shared.penalty.rule", _AGREED),
+    ("shared.penalty.*", _TUNE),
+    ("shared.stop.*", _EXTEND),
+    ("shared.data.epochs", _EXTEND),
+    ("shared.*", _AGREED),
+    ("master.timing.heartbeat_s", "slaves and clusters go by it: restart all of them with the new file"),
+    ("master.timing.lease_heartbeats", "it is read at the start: restart the master"),
+    ("master.timing.hang_s", "it is read at the start: restart the master"),
+    ("master.timing.*", _TUNE),
+    ("slaves", "layers lie on the slaves of the ledger: `dips rebalance` moves them to others"),
+    ("*.listen", _OPEN),
+    ("*.lanes", _OPEN),
+    ("*.metrics", _OPEN),
+    ("*.slots", _MEMORY),
+    ("*.pinned", _MEMORY),
+    ("*.transit_bytes", _MEMORY),
+    ("*.directory", "it is locked as long as this process runs: stop it, move the directory, start it"),
+    ("tls.*", _FILES),
+    ("tls", _FILES),
+    ("insecure", "sockets are made with certificates or without at the start: restart all processes of the run"),
+)
+_OTHERWISE = "it is read at the start: restart this process"
+
+
+class ConfigWatch(Generic[File]):
+    """One daemon's file, as it was used and as it is now."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: File,
+        load: Callable[[Path], File],
+        changeable: Collection[str],
+        report: Report,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """
+        changeable  keys that the daemon takes over
+        report      hears, once each, what cannot be used
+        ignored     patterns of keys that are other processes'
+        """
+        self.path, self.in_use = path, config
+        self._load, self._changeable, self._report, self._ignored = load, changeable, report, tuple(ignored)
+        self._files = list_files(path)
+        self._stamp = _stamp_of(self._files)
+        self._said: dict[str, Any] = {}
+
+    def look_again(self, now: bool = False) -> tuple[File, list[str]] | None:
+        """Return the new file and the keys to take over, if there are any; `now`: also if no date has changed."""
+        if _stamp_of(self._files) == self._stamp and not now:
+            return None
+        self._files = list_files(self.path)
+        self._stamp = _stamp_of(self._files)
+        try:
+            new = self._load(self.path)
+        except ConfigError as error:
+            self._report(f"the changed file is not used: {error}")
+            return None
+        return self._take_over(new)
+
+    def _take_over(self, new: File) -> tuple[File, list[str]] | None:
+        taken = dict[str, Any]()
+        found = list(find_changes(self.in_use.model_dump(mode="json"), new.model_dump(mode="json")))
+        for key, before, after in found:
+            if key in self._changeable:
+                taken[key] = getattr(new, key)
+            elif not any(fnmatchcase(key, pattern) for pattern in self._ignored) and self._said.get(key) != after:
+                self._said[key] = after
+                self._report(f"{key}: {_spell(before)} → {_spell(after)} is not used: {explain_key(key)}")
+        for key in self._said.keys() - {key for key, _, _ in found}:
+            del self._said[key]  # as it was; the next change is worth a word again
+        if not taken:
+            return None
+        self.in_use = self.in_use.model_copy(update=taken)
+        return self.in_use, sorted(taken)
+
+
+async def keep_watching(
+    watch: ConfigWatch[File], apply: Callable[[File, list[str]], None], hurry: asyncio.Event | None = None
+) -> None:
+    """Look once a second, and as soon as `hurry` is set (SIGHUP); until it is cancelled."""
+    hurry = hurry or asyncio.Event()
+    while True:
+        asked = hurry.is_set()
+        hurry.clear()
+        if (found := watch.look_again(asked)) is not None:
+            apply(*found)
+        try:
+            await asyncio.wait_for(hurry.wait(), LOOK_S)
+        except TimeoutError:
+            continue
+
+
+def describe_keys(config: Section, keys: list[str]) -> str:
+    """What was taken over, for logs and the ledger."""
+    return "; ".join(f"{key}: {_spell(getattr(config, key))}" for key in keys)
+
+
+def explain_key(key: str) -> str:
+    """Why this key cannot change while the daemon runs, and what to do."""
+    return next((reason for pattern, reason in REASONS if fnmatchcase(key, pattern)), _OTHERWISE)
+
+
+def find_changes(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, after) of everything that differs; slaves are named, other lists are one value."""
+    if key == "slaves":
+        before, after = ({s["name"]: s for s in sections} for sections in (before, after))
+        if list(before) != list(after):
+            yield key, list(before), list(after)
+            return
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in dict.fromkeys((*before, *after)):
+            yield from find_changes(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    elif before != after:
+        yield key, before, after
+
+
+def _spell(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else "null" if value is None else str(value)
+    return text if len(text) <= MOST_VALUE else f"{text[:MOST_VALUE]}…"
+
+
+def _stamp_of(files: tuple[Path, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Changes whenever one of them does, also if a link leads to another file (a ConfigMap)."""
+    return tuple(map(_stamp_of_one, files))
+
+
+def _stamp_of_one(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,85 @@
+"""What the HTTP port answers: two probes, the metrics, and what a daemon adds. It is read-only: GET and HEAD alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from dips.http.access import PROBES, Door
+from dips.http.connection import CERTIFICATE, MAX_HEADER_BYTES
+
+METHODS = ("GET", "HEAD")
+Probe = Callable[[], Awaitable[tuple[bool, dict[str, Any]]]]  # whether all is well, and what to say
+NEVER_STORED = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+def make_app(
+    health: Probe, readiness: Probe, metrics: Callable[[], bytes], threads: Executor, routes: Sequence[BaseRoute] = ()
+) -> Starlette:
+    """`metrics` may block: it is called on `threads`."""
+
+    def answer_probe(probe: Probe) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            well, said = await probe()
+            return JSONResponse(said, 200 if well else 503, NEVER_STORED)
+
+        return answer
+
+    async def answer_metrics(request: Request) -> Response:
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(threads, metrics)
+        except TimeoutError:
+            return JSONResponse({"error": "the daemon's loop does not answer"}, 503, NEVER_STORED)
+        return Response(text, headers={**NEVER_STORED, "content-type": CONTENT_TYPE_LATEST})
+
+    probes = {"/healthz": health, "/readyz": readiness}
+    assert set(probes) == PROBES
+    return Starlette(
+        routes=[
+            *(Route(path, answer_probe(probe), methods=METHODS) for path, probe in probes.items()),
+            Route("/metrics", answer_metrics, methods=METHODS),
+            *routes,
+        ]
+    )
+
+
+class RequestGate:
+    """Stands before the application: what is refused does not reach it."""
+
+    def __init__(self, app: Any, door: Door, report: Callable[[BaseException], None]) -> None:
+        """`report` hears of exceptions of ours; the client is told that there was one."""
+        self._app, self._door, self._report = app, door, report
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = self._refuse_request(scope)
+        try:
+            await (answer or self._app)(scope, receive, send)
+        except Exception as error:  # our fault, told in the log
+            self._report(error)
+            raise
+
+    def _refuse_request(self, scope: Any) -> Response | None:
+        if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return _refuse(431, f"more than {MAX_HEADER_BYTES} bytes of headers")  # h11 bounds what comes in pieces
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if scope["method"] not in METHODS:
+            return _refuse(405, "this port is read-only: GET or HEAD", {"allow": "GET, HEAD"})
+        if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+            return _refuse(413, "no request here has a body")
+        refusal = self._door.check_request(scope["path"], headers, scope[CERTIFICATE])
+        if refusal is None:
+            return None
+        challenge = {"www-authenticate": 'Bearer realm="dips"'} if refusal.status == 401 else {}
+        return _refuse(refusal.status, refusal.reason, challenge)
+
+
+def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": reason}, status, {**NEVER_STORED, "connection": "close", **(headers or {})})

@@ -1,0 +1,158 @@
+"""The HTTP port as a daemon opens it: what it reads on which thread, and what it says.
+
+The daemon's loop builds a view at most once a second, however many scrape; disks are looked at beside it; text is made
+on a thread of the port. /healthz asks the loop itself each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.routing import BaseRoute
+
+from dips import __version__
+from dips.config import host_port, is_loopback
+from dips.http.access import Door, ReaderToken
+from dips.http.answers import RequestGate, make_app
+from dips.http.cached_view import CachedView
+from dips.http.loop_watch import LoopWatch, wait_for_answer
+from dips.http.server import HttpServer, bind_socket
+from dips.identity.certificates import utc_now
+from dips.telemetry import process
+from dips.telemetry.logs import Log
+from dips.telemetry.metrics import Status
+from dips.telemetry.refusals import refusals_by_reason
+from dips.transport.tls import TlsSource
+
+PROBE_S = 2.0  # a loop that does not answer so long is not healthy
+READ_S = 5.0  # for a view to be built; Prometheus waits for 10
+THREADS = 2  # that make text
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSubject:
+    """A daemon as its port sees it: `read` and `explain_unready` are called on its loop, `look` on a thread beside."""
+
+    role: str
+    read: Callable[[], Status]
+    collect: Callable[[Status], Iterable[Metric]]
+    explain_unready: Callable[[], str]  # why it cannot do its work now; empty: it can
+    directories: Mapping[str, Path] = field(default_factory=dict)  # key in the configuration → on which disk
+    look: Callable[[], dict[str, Any]] = dict
+
+
+MakeRoutes = Callable[[Callable[[], Status]], Sequence[BaseRoute]]
+
+
+async def serve_http(
+    address: str,
+    token: Path | None,
+    tls: TlsSource | None,
+    subject: HttpSubject,
+    log: Log,
+    make_routes: MakeRoutes = lambda read: (),
+) -> Callable[[], Any]:
+    """Answer at host:port from now on; return the coroutine function that ends it. Call it on the daemon's loop.
+
+    make_routes  what else is served, given what reads the daemon's view from any other thread, at most a second old
+
+    Raise ConfigError if the port or the token is not usable.
+    """
+    host, port = host_port(address)
+    secured = None if is_loopback(host) else tls
+    report = lambda problem: log.warning("http", problem=problem)  # noqa: E731
+    door = Door(secured, None if token is None else ReaderToken(token, report))
+    listener = bind_socket(host, port)
+    opened = _HttpPort(subject, tls)
+    app = make_app(
+        opened.check_health, opened.check_readiness, opened.text.read, opened.threads, make_routes(opened.view.read)
+    )
+    server = HttpServer(
+        RequestGate(app, door, lambda error: log.error("http_failed", exc_info=error)), listener, secured
+    )
+    opened.count_connections = lambda: server.connections
+    server.start()
+    log.info("http", address=f"{host}:{server.port}", tls=secured is not None)
+
+    async def close() -> None:
+        await asyncio.to_thread(server.close)
+        await opened.close()
+
+    return close
+
+
+class _HttpPort:
+    """What one open port reads."""
+
+    def __init__(self, subject: HttpSubject, tls: TlsSource | None) -> None:
+        self._subject, self._tls = subject, tls
+        self._watch = LoopWatch()
+        self._disks = process.DiskLooks(self._look_at_disks)
+        self.threads = ThreadPoolExecutor(THREADS, "http text")
+        self.view = CachedView(lambda: self._watch.call_on_loop(subject.read).result(READ_S))
+        self.text = CachedView(self._make_text)
+        self.count_connections: Callable[[], int] = lambda: 0
+
+    async def check_health(self) -> tuple[bool, dict[str, Any]]:
+        """The loop answers, or it does not."""
+        try:
+            await wait_for_answer(self._watch.call_on_loop(lambda: None), PROBE_S)
+        except TimeoutError:
+            return False, {"healthy": False, "reason": f"the event loop has not answered for {PROBE_S:g} s"}
+        return True, {"healthy": True}
+
+    async def check_readiness(self) -> tuple[bool, dict[str, Any]]:
+        """The daemon can do its work, or says why not."""
+        try:
+            reason = await wait_for_answer(self._watch.call_on_loop(self._subject.explain_unready), PROBE_S)
+        except TimeoutError:
+            reason = f"the event loop has not answered for {PROBE_S:g} s"
+        return not reason, {"ready": not reason, "reason": reason}
+
+    def _look_at_disks(self) -> dict[str, Any]:
+        return {"disks": process.measure_disks(self._subject.directories), **self._subject.look()}
+
+    def _make_text(self) -> bytes:
+        unready = self._watch.call_on_loop(self._subject.explain_unready).result(READ_S)
+        looked = self._disks.read_newest()
+        status = {**self.view.read(), **looked}
+        ours = {
+            "role": self._subject.role,
+            "version": __version__,
+            "ready": not unready,
+            "resident": process.resident_bytes(),
+            "lag": self._watch.lag,
+            "expiry_s": None if self._tls is None else self._expiry_s(self._tls),
+            "connections": self.count_connections(),
+            "refusals": refusals_by_reason(),
+            **looked,
+        }
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Found(chain(self._subject.collect(status), process.collect(ours))))
+        return generate_latest(registry)
+
+    @staticmethod
+    def _expiry_s(tls: TlsSource) -> float:
+        return (tls.read_current().until - utc_now()).total_seconds()
+
+    async def close(self) -> None:
+        self._disks.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        await self._watch.stop_watching()
+
+
+class _Found(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,0 +1,57 @@
+"""Whether an event loop answers, and how late it wakes: watched from within, asked from another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from dips.telemetry.histogram import LAG_S, Histogram
+
+WAKE_S = 0.25  # between two looks
+T = TypeVar("T")
+
+
+class LoopWatch:
+    """Of the loop on which it is made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.lag = Histogram(LAG_S)
+        self._task = self._loop.create_task(self._watch(), name="loop watch")
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + WAKE_S
+            await asyncio.sleep(WAKE_S)
+            self.lag.observe_value(max(0.0, time.monotonic() - due))
+
+    def call_on_loop(self, ask: Callable[[], T]) -> Future[T]:
+        """Have the loop call `ask`; from another thread. It is not called once nobody waits for it any more."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(ask())
+                except Exception as error:  # noqa: BLE001 (whoever asked is told)
+                    answer.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            answer.set_exception(TimeoutError("the event loop has ended"))
+        return answer
+
+    async def stop_watching(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def wait_for_answer(answer: Future[T], within_s: float) -> T:
+    """Await, on any loop, what another loop was asked; raise TimeoutError if it does not answer in time."""
+    waiting: Awaitable[Any] = asyncio.wrap_future(answer)
+    result: T = await asyncio.wait_for(waiting, within_s)
+    return result

@@ -1,0 +1,89 @@
+"""Makes the ledger of a run whose first model comes by `dips seed`: what `dips init` does, without the model's bytes.
+
+The ledger's file is built aside and renamed, so a master that died over it finds none, or all of it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from math import isfinite
+
+from dips.config import RunFile
+from dips.errors import ConfigError, RemoteProtocolError
+from dips.fsync import sync_path
+from dips.master import genesis
+from dips.master.ledger import Ledger, hold_ledger
+from dips.protocol.events import RunProposed
+from dips.protocol.manifest import Manifest
+from dips.protocol.records import RunRow
+from dips.protocol.seeding import describe_other_model
+
+ASIDE = ".beginning"
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+
+def propose_run(tensors: Mapping[str, genesis.Tensor], share_buffers: tuple[str, ...]) -> RunProposed:
+    """Measure a model; raise ConfigError if it may be none: see `genesis.make_run`."""
+    manifest = genesis.manifest_of(tensors, share_buffers)
+    digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
+    norms = tuple(genesis.layer_norm(layer, tensors) for layer in manifest.layers)
+    return RunProposed(manifest.to_json(), digests, norms)
+
+
+def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float]) -> RunRow:
+    """Write the ledger of a new run.
+
+    Errors  RemoteProtocolError, CorruptManifest: what came is no model; ConfigError: a ledger is here, a mirror holds
+            a run of this name, more slaves than layers
+    """
+    path = genesis.ledger_path(config)
+    genesis.find_mirrors(config, force=False)
+    manifest = _check_proposed(config, proposed)
+    row = genesis.make_row(config, manifest, proposed.genesis, proposed.genesis_norms)
+    config.master.directory.mkdir(parents=True, exist_ok=True)
+    with hold_ledger(path):
+        if path.exists():
+            raise ConfigError(f"{path}: a ledger is here already; a run begins once")
+        genesis.write_listings(config, manifest)
+        genesis.mirror_initial(config)
+        _write_ledger(config, row, wall)
+    return row
+
+
+def check_repeated(row: RunRow, proposed: RunProposed) -> None:
+    """The run has begun: raise ConfigError unless it was with this model."""
+    if problem := describe_other_model(Manifest.from_json(row.manifest), row.genesis, proposed.genesis):
+        raise ConfigError(f"{problem}; a new run takes another shared.run and empty directories")
+
+
+def _check_proposed(config: RunFile, proposed: RunProposed) -> Manifest:
+    manifest = Manifest.from_json(proposed.manifest)
+    shapes = ((p.name, p.shape) for layer in manifest.layers for p in layer.parameters)
+    ours = Manifest.from_shapes(shapes, config.shared.share_buffers)
+    if not manifest.numel or ours.digest != manifest.digest:
+        raise RemoteProtocolError("manifest: expected layers as this version of Di-PS groups parameters, got others")
+    count, digests, norms = len(manifest.layers), proposed.genesis, proposed.genesis_norms
+    if len(digests) != count or len(norms) != count:
+        raise RemoteProtocolError(f"expected {count} digests and norms, got {len(digests)} and {len(norms)}")
+    if not all(map(_DIGEST.fullmatch, digests)):
+        raise RemoteProtocolError("genesis: expected digests of 32 hexadecimal digits")
+    if not all(map(isfinite, norms)):
+        raise RemoteProtocolError("genesis_norms: expected finite numbers")
+    return manifest
+
+
+def _write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> None:
+    path = genesis.ledger_path(config)
+    aside = path.parent / ASIDE
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        built = aside / path.name
+        Ledger.create(built, row, wall).close()  # the last connection moves the WAL into the file
+        sync_path(built)
+        built.rename(path)
+        sync_path(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""How long pushes and the phases of rounds take, from what the Coordinator notes. For showing, never for deciding.
+
+round_opened ─ window ─ round_applying ─ apply ─ round_persisting ─ persist ─ version_committed
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from dips.telemetry.histogram import Histogram
+
+MOST_PUSHES = 4096  # granted and not yet committed; the oldest is forgotten beyond
+# A note → the phase that it ends, and the one that it begins.
+PHASES: Mapping[str, tuple[str, str]] = {
+    "round_opened": ("", "window"),
+    "round_applying": ("window", "apply"),
+    "round_persisting": ("apply", "persist"),
+    "version_committed": ("persist", ""),
+    "round_unchanged": ("", ""),
+    "round_skipped": ("", ""),
+}
+
+
+class RoundMeters:
+    """Histograms of one term."""
+
+    def __init__(self) -> None:
+        self.phases = {ends: Histogram() for ends, _ in PHASES.values() if ends}
+        self.push = Histogram()
+        self._phase, self._since = "", 0.0
+        self._granted: OrderedDict[str, float] = OrderedDict()
+
+    def read_meters(self) -> dict[str, Any]:
+        return {"phases": self.phases, "push": self.push}
+
+    def on_note(self, kind: str, fields: Mapping[str, str], now: float) -> None:
+        """Hear of every note, in order."""
+        if kind in PHASES:
+            ends, begins = PHASES[kind]
+            if ends and ends == self._phase:
+                self.phases[ends].observe_value(now - self._since)
+            self._phase, self._since = begins, now
+        elif kind == "push_granted":
+            self._granted[fields["push"]] = now
+            if len(self._granted) > MOST_PUSHES:
+                self._granted.popitem(last=False)
+        elif kind in ("push_committed", "push_dropped"):
+            granted = self._granted.pop(fields["push"], None)
+            if granted is not None and kind == "push_committed":
+                self.push.observe_value(now - granted)

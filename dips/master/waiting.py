@@ -1,0 +1,100 @@
+"""A master without a ledger: it waits for `dips seed`, or for somebody to put a ledger there, as `dips init` does.
+
+Everybody is told to come again. Slaves of a run whose ledger was lost are safe from it: they hold versions that no new
+ledger has, and a master that begins with one ends at once (docs/rationale.md#4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from dips.config import RunFile
+from dips.errors import UnavailableMaster
+from dips.master import begin, genesis
+from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
+from dips.protocol.events import RunProposed
+from dips.protocol.seeding import WAITS
+from dips.telemetry.logs import Log
+from dips.transport import control
+from dips.transport.gate import Report
+from dips.transport.guard import Guard
+from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
+from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
+from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
+
+REMEDY = "if this run had begun, put its newest ledger back and do not seed it"
+LOOK_S = 1.0  # for a ledger that `dips init` wrote
+GRACE_S = 2.0  # the answer to Begin may leave for so long
+
+
+class ModelAwaiting:
+    """Stands where a runtime will: it answers every question with what is waited for."""
+
+    heartbeats: Mapping[tuple[str, str], Any] = {}  # of nobody
+
+    def __init__(self, config: RunFile) -> None:
+        self._config = config
+
+    async def ask_core(self, make: Callable[[int], Any]) -> NoReturn:
+        self._refuse_all()
+
+    async def take_heartbeat(self, heartbeat: Any) -> NoReturn:
+        self._refuse_all()
+
+    def put_event(self, event: Any) -> NoReturn:
+        self._refuse_all()
+
+    def build_view(self) -> dict[str, Any]:
+        """What is waited for, and what a model must fit."""
+        return {"run": self._config.shared.run, "waiting": WAITS, "shared": self._config.shared.agreed}
+
+    def _refuse_all(self) -> NoReturn:
+        raise UnavailableMaster(f"run {self._config.shared.run!r} {WAITS}")
+
+
+async def wait_for_ledger(
+    config: RunFile, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
+) -> str | None:
+    """Serve until there is a ledger; return host:port where this did, None if it was stopped before."""
+    begun, stopped = asyncio.Event(), asyncio.Event()
+    server = control.make_server(report, guard)
+    listen = config.master.listen
+    address = f"{listen.rpartition(':')[0]}:{control.bind_server(server, listen, 'master.listen', guard)}"
+    awaiting: Any = ModelAwaiting(config)
+    add_ClusterServiceServicer_to_server(ClusterServicer(awaiting), server)
+    add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
+    add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    await server.start()
+    try:
+        log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
+        ready(address)
+        while not (begun.is_set() or stopped.is_set() or genesis.ledger_path(config).exists()):
+            await _wait_for_any(begun, stopped)
+    finally:
+        await server.stop(GRACE_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    return None if stopped.is_set() else address
+
+
+async def _wait_for_any(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _begin_run(config: RunFile, begun: asyncio.Event, proposed: RunProposed) -> None:
+    """On the event loop: two that propose are served one after the other."""
+    begin.begin_run(config, proposed, time.time)
+    begun.set()

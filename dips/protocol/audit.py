@@ -1,0 +1,117 @@
+"""Who did what: every request of an operator becomes a row of the ledger, with its outcome.
+
+The shell says who asks (a certificate's name) and what time it is. The row stands before the answer, so nobody is told
+of a change that the ledger does not know. A question that is asked again while it is Pending, and changes nothing,
+makes no row. What changes nothing has a budget, and what the shell denied another: nobody fills the ledger by asking,
+nor hides by it what an operator asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dips.dataclass import dataclass, replace
+from dips.protocol import drain, extension, quarantine, readmit, tuning
+from dips.protocol.audit_budget import AuditBudget
+from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
+from dips.protocol.events import (
+    DrainAsked,
+    ExtensionAsked,
+    OperatorAsked,
+    OperatorReported,
+    OperatorRequest,
+    QuarantineAsked,
+    ReadmissionAsked,
+    TuningAsked,
+)
+from dips.protocol.records import OperatorActed
+from dips.protocol.run_state import RunState
+from dips.protocol.tunable import describe_changes
+
+MOST_TEXT = 300  # characters of a caller, of arguments, of an outcome
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedRequest:
+    """How one kind of request is carried out, and what its row calls it."""
+
+    action: str
+    handle: Callable[[RunState, Any], None]
+    describe: Callable[[Any], str]
+
+
+def _describe_targets(event: ExtensionAsked) -> str:
+    return " ".join(f"{change.key}={change.value:.15g}" for change in event.changes)
+
+
+REQUESTS: dict[type, AuditedRequest] = {
+    ReadmissionAsked: AuditedRequest("readmit", readmit.on_readmission_asked, lambda e: e.cluster),
+    DrainAsked: AuditedRequest("drain", drain.on_drain_asked, lambda e: e.slave),
+    ExtensionAsked: AuditedRequest("extend", extension.on_extension_asked, _describe_targets),
+    TuningAsked: AuditedRequest("tune", tuning.on_tuning_asked, lambda e: describe_changes(e.changes)),
+    QuarantineAsked: AuditedRequest("quarantine", quarantine.on_quarantine_asked, quarantine.describe_request),
+}
+
+
+def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
+    """Legal any time; carry the request out, and put its row before its answer."""
+    begin = len(run.out)
+    audited = REQUESTS[type(event.request)]
+    audited.handle(run, replace(event.request, req=event.req))
+    at, result = _find_reply(run.out, begin)
+    changed = any(not isinstance(effect, Reply) for effect in run.out[begin:])
+    if isinstance(result, Pending) and not changed:
+        return  # asked again: the first row says it
+    said, refused = _describe_result(result)
+    row = OperatorActed(event.caller, audited.action, audited.describe(event.request), said, refused, event.wall)
+    if not row.arguments:
+        return  # nothing was named: a look
+    if (made := _make_row(run, row, None if changed else run.idle_rows)) is not None:
+        run.out.insert(at, made)
+
+
+def on_operator_reported(run: RunState, event: OperatorReported) -> None:
+    """The shell refused a call, or changed something by itself (a run file that was edited)."""
+    row = OperatorActed(event.caller, event.action, event.arguments, event.outcome, event.refused, event.wall)
+    if (made := _make_row(run, row, run.denied_rows if event.refused else None)) is not None:
+        run.emit_record(made)
+
+
+def _make_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> OperatorActed | None:
+    """The row with its texts bounded; None if its budget has no room."""
+    if budget is not None and not budget.take_row(run.now):
+        return None
+    passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
+    caller, action, arguments, outcome = map(cut_text, (row.caller, row.action, row.arguments, row.outcome))
+    return OperatorActed(caller, action, arguments, outcome, row.refused, row.wall, passed_over)
+
+
+def cut_text(text: str) -> str:
+    """What a row keeps of a text from outside: no control characters, and not more than there is room for."""
+    return "".join(c if c.isprintable() else "�" for c in text[:MOST_TEXT])
+
+
+def _find_reply(out: list[Effect], begin: int) -> tuple[int, Result | None]:
+    for at in range(begin, len(out)):
+        effect = out[at]
+        if isinstance(effect, Reply):
+            return at, effect.result
+    return len(out), None
+
+
+def _describe_result(result: Result | None) -> tuple[str, bool]:
+    """(what came of it, whether it was refused)."""
+    match result:
+        case Refused() | Failed():
+            return f"refused: {result.reason if isinstance(result, Refused) else result.message}", True
+        case Pending():
+            return f"begun: {result.reason}", False
+        case _:
+            return "done", False
+
+
+def spell_request(request: OperatorRequest) -> tuple[str, str]:
+    """(action, arguments) of a request that was refused before it came to the Coordinator."""
+    audited = REQUESTS[type(request)]
+    return audited.action, cut_text(audited.describe(request))

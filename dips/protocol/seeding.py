@@ -1,0 +1,185 @@
+"""The first model by the lanes (`dips seed`, docs/guides/seed.md): an operator brings v0@r0 to the slaves that lack it.
+
+    asked → OpenPush on each slave that lacks it → granted → staged → KeepSeed: compared with the digests, on its disk
+
+All slaves are there before anything moves. What a slave keeps has the digests of the ledger, so nothing here defines θ
+(docs/architecture.md#invariant-7), and a slave that has it is passed over when the operator asks again. The ledger has
+no row of it: a master that restarts has forgotten what moves, its slaves drop it for the next, and what is on their
+disks stays. It ends when nobody has asked for a lease, or a slave that takes it is lost.
+"""
+
+from __future__ import annotations
+
+from dips.dataclass import replace
+from dips.errors import ConfigError, RemoteProtocolError
+from dips.ids import GENESIS, PushId
+from dips.protocol.effects import (
+    Acknowledged,
+    Dropped,
+    DropPush,
+    Failed,
+    KeepSeed,
+    OpenPush,
+    Pending,
+    Refused,
+    Result,
+    SeedGranted,
+)
+from dips.protocol.entities import Bodies, Fanout, Seed
+from dips.protocol.enums import FanoutKind
+from dips.protocol.events import PushRefused, PushStaged, SeedAsked
+from dips.protocol.manifest import Manifest
+from dips.protocol.moves import SlaveState
+from dips.protocol.rank_keys import find_wrong_keys
+from dips.protocol.roster import name_some
+from dips.protocol.run_state import RunState
+
+WAITS = "waits for the first model: run `dips seed`"
+SEEDER = "dips.seed"  # in the place of a cluster, in names of its pushes; their incarnation is the master's term
+SEED_RANKS = 1
+AWAY = (SlaveState.STARTING, SlaveState.LOST)
+SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
+
+
+def on_seed_asked(run: RunState, event: SeedAsked) -> None:
+    """Legal while the head is v0@r0. A repetition renews the lease, and says how far it is."""
+    run.reply_to(event.req, _answer_asked(run, event))
+
+
+def _answer_asked(run: RunState, event: SeedAsked) -> Result:
+    if problem := describe_other_model(run.manifest, run.row.genesis, event.genesis):
+        return Failed(ConfigError, problem)
+    if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
+    if run.head != GENESIS:
+        return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
+    if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:
+        drop_seed(run, "it broke at the operator's end")
+        run.failed_seed = None  # who asks knows it
+    if run.seed is not None:
+        return _answer_seeder(run, run.seed, event)
+    if run.failed_seed is not None and run.failed_seed[0] == event.seeder:
+        reason, run.failed_seed = run.failed_seed[1], None
+        return Dropped(reason)
+    if away := [s.name for s in run.slaves.values() if s.state in AWAY]:
+        return Pending(f"not here: {name_some(away)}")
+    lacking = {s.name: s.sinc for s in run.slaves.values() if s.unseeded}
+    if not lacking:
+        return Acknowledged()
+    _open_seed(run, event, lacking)
+    return Pending("the slaves are making room for it")
+
+
+def describe_other_model(manifest: Manifest, ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
+    """How a model differs from the one whose digests stand in the ledger; empty if it is that one."""
+    if ours == theirs:
+        return ""
+    if len(ours) != len(theirs):
+        return f"expected the model of this run with {len(ours)} layers, got one with {len(theirs)}"
+    wrong = [layer.name for layer, a, b in zip(manifest.layers, ours, theirs, strict=True) if a != b]
+    return f"expected the first model of this run, got another: they differ in {name_some(wrong)}"
+
+
+def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked) -> Result:
+    if seed.seeder != event.seeder:
+        return Pending("another `dips seed` brings it; its place is free when it has been silent for a lease")
+    seed.deadline = run.now + run.options.timing.lease_s
+    if not seed.opened:
+        return Pending("the slaves are making room for it")
+    if not seed.unstaged:
+        return Pending(f"being written to the disk: {name_some(tuple(seed.slaves))}")
+    grant = run.make_grant(GENESIS, run.options.timing.lease_s)
+    takers = tuple(address for address in grant.slaves if address.name in seed.slaves)
+    return SeedGranted(seed.push, replace(grant, slaves=takers))
+
+
+def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None:
+    run.seeds += 1
+    push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
+    run.seed = Seed(push, event.seeder, run.now + timing.lease_s, lacking, unstaged=dict.fromkeys(lacking))
+    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, keys=event.keys, seed=True)
+    run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(lacking, order), timing.order_s)
+    run.emit_note("seed_opened", push=push, slaves=",".join(lacking))
+
+
+def on_seed_opened(run: RunState, fanout: Fanout) -> None:
+    """Every slave that lacks it has room: it may move."""
+    if run.seed is not None and run.seed.push == fanout.subject:
+        run.seed.opened = True
+
+
+def take_staged(run: RunState, event: PushStaged) -> bool:
+    """All of it lies on one slave: have it kept. Every heartbeat repeats it; once is enough. False: another's push."""
+    if event.push.cluster != SEEDER:
+        return False
+    seed = run.seed
+    if seed is None or seed.push != event.push or seed.slaves.get(event.slave) != event.sinc:
+        return True
+    if event.slave in seed.unstaged:
+        del seed.unstaged[event.slave]
+        body: Bodies = {event.slave: KeepSeed(seed.push)}
+        run.fan_out(FanoutKind.KEEP_SEED, seed.push, body, run.options.timing.compute_s)
+    return True
+
+
+def take_refused(run: RunState, event: PushRefused) -> bool:
+    """A slave gave it up: its ranges were wrong or it stalled. False: another's push."""
+    if event.push.cluster != SEEDER:
+        return False
+    seed = run.seed
+    if seed is not None and seed.push == event.push and seed.slaves.get(event.slave) == event.sinc:
+        drop_seed(run, f"{event.slave}: {event.reason}")
+    return True
+
+
+def on_seed_kept(run: RunState, fanout: Fanout) -> None:
+    """It is on the disks of these slaves: their next Register is answered with Load."""
+    seed = run.seed
+    if seed is None or seed.push != fanout.subject:
+        return
+    for name in fanout.answers:
+        seed.slaves.pop(name, None)
+        run.slaves[name].unseeded = False
+        _free_slots(run, seed, [name], "it is on the disk")
+        run.emit_note("seed_kept", push=seed.push, slave=name)
+    if not seed.slaves:
+        run.seed = None
+
+
+def settle_seed(run: RunState) -> None:
+    """After every event: a seed that nobody asks for, or one of whose slaves is another process, is over."""
+    seed = run.seed
+    assert seed is not None
+    for name, sinc in seed.slaves.items():
+        slave = run.slaves[name]
+        if slave.sinc != sinc or slave.state in AWAY:
+            drop_seed(run, f"{name} was lost: {slave.reason}")
+            return
+    if run.now >= seed.deadline:
+        drop_seed(run, "nobody asked for it for a lease")
+
+
+def drop_seed(run: RunState, reason: str) -> None:
+    """End it on every slave that has not kept it; the operator asks again."""
+    seed, run.seed = run.seed, None
+    if seed is None:
+        return
+    run.failed_seed = (seed.seeder, reason)
+    run.forget_orders(SEED_ORDERS, seed.push)
+    present = [n for n, sinc in seed.slaves.items() if run.slaves[n].sinc == sinc and run.slaves[n].state not in AWAY]
+    _free_slots(run, seed, present, reason)
+    run.emit_note("seed_dropped", push=seed.push, reason=reason)
+
+
+def _free_slots(run: RunState, seed: Seed, names: list[str], reason: str) -> None:
+    order = DropPush(seed.push, reason)
+    run.fan_out(FanoutKind.STANDALONE, seed.push, dict.fromkeys(names, order), run.options.timing.order_s)
+
+
+def explain_unseeded(run: RunState) -> str:
+    """What a run without its first model waits for; empty if it has it, or needs it no more."""
+    if run.head != GENESIS or not any(s.unseeded for s in run.slaves.values()):
+        return ""
+    if run.seed is None:
+        return WAITS
+    return f"the first model is on its way to {name_some(tuple(run.seed.slaves))}"

@@ -1,0 +1,62 @@
+"""What a simulated world trains: its shapes, where it begins, and what an inner step does to it.
+
+In the simulation a step is a draw of noise, which is enough for what must always be true of θ. The emulator of
+`dips study` takes real steps of real models instead (dips/study).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.sim.site import Site
+from dips.slave.ports import F32
+
+NOISES = 32  # directions in which a trainer may go in one inner step
+MOST_TOKENS = 5  # of an inner step
+
+
+class SimModel(Protocol):
+    """The model of a run, on every cluster."""
+
+    manifest: Manifest
+    genesis: dict[int, F32]  # θ of v0@r0, flat layers by number
+
+    def draw_tokens(self, site: Site) -> int:
+        """How many tokens the next inner step of a cluster has, if data ranges do not say it."""
+
+    def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
+        """Train on one batch, in place; `progress` of the run, 0 to 1. Return the loss before the step."""
+
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
+        """`theta` of a cluster was replaced; another `attempt` than before has lost its optimizer's state."""
+
+
+class NoiseModel:
+    """Equal layers that move a little in each step, in one of a few directions."""
+
+    def __init__(self, seed: int, layers: int, parameters: tuple[int, ...]) -> None:
+        """`parameters` of each layer, by their elements."""
+        self.manifest = Manifest(tuple(_make_layer(f"layers.{i}", parameters) for i in range(layers)))
+        sizes = [layer.numel for layer in self.manifest.layers]
+        rng = np.random.default_rng(seed)
+        self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in enumerate(sizes)}
+        self._noise = rng.standard_normal((NOISES, max(sizes)), dtype=np.float32) * np.float32(0.02)
+
+    def draw_tokens(self, site: Site) -> int:
+        return 1 + int(MOST_TOKENS * site.rng.random())
+
+    def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
+        noise = self._noise[int(NOISES * site.rng.random())]
+        for a in theta.values():
+            a -= noise[: a.size]
+        return 1.0
+
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
+        pass  # noise has no state
+
+
+def _make_layer(name: str, parameters: tuple[int, ...]) -> Layer:
+    return Layer(name, tuple(Parameter(f"{name}.{k}", (numel,)) for k, numel in enumerate(parameters)))

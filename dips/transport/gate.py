@@ -1,0 +1,134 @@
+"""What stands before every handler of a server: size, rate, rights; and what makes of its errors an answer.
+
+Whatever is refused here is counted by reason (telemetry/refusals.py). Messages above gRPC's own limit, and those whose
+caller goes before they have arrived, reach no handler: they are counted as `unheard`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, cast
+
+import grpc
+from grpc import aio
+
+from dips import errors
+from dips.errors import Busy, Corrupt, Denied, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable
+from dips.identity.names import PeerIdentity, PeerRole
+from dips.telemetry.refusals import count_refusal
+from dips.transport.guard import Guard
+from dips.transport.limits import CallLimits, ServerLimits
+
+ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
+MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
+COUNTED = (Denied, RemoteProtocolError, Corrupt, Busy, Unavailable)  # refusals by handlers, counted by their labels
+
+Report = Callable[[str, BaseException], None]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps every handler, so that none can forget to ask the guard or to translate."""
+
+    def __init__(
+        self,
+        report: Report,
+        guard: Guard | None,
+        limits: ServerLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._report, self._guard, self._limits, self._clock = report, guard, limits, clock
+        self._calls = CallLimits(limits, clock())
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            count_refusal("unknown_method")
+            return handler
+        if handler.unary_unary is None:
+            return handler if self._guard is None else None  # nothing of ours streams: unknown to those outside
+        method, inner = handler_call_details.method, handler.unary_unary
+        waiting = _Waiting()
+
+        async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            waiting.heard = True
+            try:
+                self._check_call(method, request, context)
+                await context.send_initial_metadata(
+                    ()
+                )  # "received": a caller that keeps an order of calls waits for it
+                return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
+            except DipsError as error:
+                await _abort_call(context, error)
+            except aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever a handler raised: the caller must get an answer)
+                self._report(method, error)
+                await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
+
+        return grpc.unary_unary_rpc_method_handler(
+            cast(Any, answer_errors), self._bound_request(method, handler), handler.response_serializer
+        )
+
+    def _check_call(self, method: str, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
+        """Raise what is wrong with a call, cheapest question first."""
+        connection = context.peer()
+        caller: PeerIdentity | None = None
+        if self._guard is not None:
+            self._guard.handshakes.on_call(connection)
+            caller = self._guard.identify_caller(context.auth_context())
+        if caller is None or caller.role is not PeerRole.MASTER:
+            peer = connection if caller is None else str(caller)
+            if excess := self._calls.find_excess(peer, self._clock()):
+                count_refusal("rate")
+                raise _TooManyCalls(excess)
+        if isinstance(request, _TooLarge):
+            raise RemoteProtocolError(f"{method}: expected at most {request.most} bytes, got {request.nbytes}")
+        if self._guard is not None:
+            self._guard.check_call(method, request, context.auth_context())
+
+    def _bound_request(self, method: str, handler: Handler) -> Callable[[bytes], Any]:
+        """What reads a request: one that is too large is not read, but told to the handler's wrapper."""
+        limits = self._limits
+        most = limits.largest_bytes if method in limits.large else limits.request_bytes
+        read = cast(Callable[[bytes], Any], handler.request_deserializer)
+        return lambda raw: read(raw) if len(raw) <= most else _TooLarge(len(raw), most)
+
+
+class _Waiting:
+    """A call whose request has not arrived; one that ends so was too large for gRPC, or its caller went."""
+
+    __slots__ = ("heard",)
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def __del__(self) -> None:
+        if not self.heard:
+            count_refusal("unheard")
+
+
+class _TooLarge:
+    """Stands where a request would."""
+
+    def __init__(self, nbytes: int, most: int) -> None:
+        self.nbytes, self.most = nbytes, most
+
+
+class _TooManyCalls(Busy):
+    """Counted as `rate` already."""
+
+
+async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
+    treatment, cls = errors.treatment_of(error), type(error)
+    if isinstance(error, _TooManyCalls):
+        cls = Busy
+    elif isinstance(error, COUNTED):
+        count_refusal(treatment.label)
+    detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
+    await context.abort(grpc.StatusCode[treatment.status], detail, ((ERROR_KEY, cls.__name__),))

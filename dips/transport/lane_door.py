@@ -1,0 +1,110 @@
+"""The door of a lane: counts its connections, and lets no more in while there are too many.
+
+libzmq accepts whoever comes and says nothing about how many there are. So the listening socket is ours, libzmq tells by
+its monitor who came and went, and while the house is full a filter at the listening socket drops what would begin a
+connection: TCP of an honest rank tries again after one second, then two, and gets in when there is room. What fails
+before it is a ZeroMQ peer, or does not hold the right key, is counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from dips.telemetry.refusals import count_refusal
+
+MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; more wait at their TCP
+ROOM = 64  # connections must end before others are let in again: a full house does not flap
+MOST_EVENTS = 512  # of coming and going that are read at a time: frames have their turn, too
+BACKLOG = 256  # connections that the kernel has made and libzmq has not taken
+_SO_DETACH_FILTER = 27  # Linux; as SO_ATTACH_FILTER, not named in every Python's module socket
+_SO_ATTACH_FILTER = 26
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0, accept no byte of any packet
+_FAILED = int(
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+_EVENTS = int(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.ACCEPT_FAILED) | _FAILED
+
+
+class LaneDoor:
+    """Belongs to one bound socket; the lane's thread looks at it after each batch of frames."""
+
+    def __init__(self, router: zmq.Socket[bytes], host: str, port: int, most: int = MOST_CONNECTIONS) -> None:
+        """Bind `router`; raise OSError or ZMQError if the address is not to be had."""
+        self._most, self._open, self._shut = most, set[int](), False
+        self._listener = _listen(host, port)
+        try:
+            self._monitor = router.get_monitor_socket(_EVENTS)
+            router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # libzmq closes its own
+            name = f"[{host}]" if ":" in host else host
+            self.port = int(self._listener.getsockname()[1])
+            router.bind(f"tcp://{name}:{self.port}")
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def connections(self) -> int:
+        """Open now."""
+        return len(self._open)
+
+    def follow_connections(self) -> None:
+        """Take note of who came and went."""
+        for _ in range(MOST_EVENTS):
+            if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                break
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            kind = int(event["event"])
+            if kind == zmq.Event.ACCEPTED:
+                self._open.add(event["value"])
+            elif kind == zmq.Event.DISCONNECTED:
+                self._open.discard(event["value"])
+            elif kind & _FAILED:
+                count_refusal("lane_handshake")
+        if not self._shut and len(self._open) >= self._most:
+            count_refusal("lane_full")
+            self._shut_door()
+        elif self._shut and len(self._open) <= max(self._most - ROOM, 0):
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            self._shut = False
+
+    def stop_watching(self, router: zmq.Socket[bytes]) -> None:
+        """Before the router is closed."""
+        router.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def close(self) -> None:
+        """After the router: libzmq has closed its listener."""
+        self._listener.close()
+
+    def _shut_door(self) -> None:
+        code = ctypes.create_string_buffer(_DROP)
+        program = struct.pack("HL", 1, ctypes.addressof(code))  # struct sock_fprog: the kernel copies it
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        self._shut = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket as libzmq makes them: IPv6 ones take IPv4, too."""
+    if host == "*":
+        host = "::"
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

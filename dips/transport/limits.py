@@ -1,0 +1,121 @@
+"""How much one server takes: connections, streams, bytes of a message, calls per second; of one peer, and in all.
+
+What an honest run needs of its master, at 1,000 clusters and 100 slaves with the default timing:
+
+    heartbeats     1,000 / 2 s + 100 / 2 s                                       550 calls/s
+    open questions 1,000 × one in 10 s (a long poll; held.py)                    100 calls/s
+    rounds         1,000 × 7 calls (ranges, push, finish, await, pull, finish,
+                   and one asked again) in at least 10 s of training             700 calls/s
+    reports        100 slaves × 1,000 pushes in 10 s, at most                  10,000 calls/s, only if all push at once
+
+so CALLS_PER_S and CALLS_AT_ONCE leave room for all clusters to push within the same seconds, and for the burst of two
+calls of each peer that follows a stall. One cluster makes below ten calls a second, also when all that it asks is
+refused and asked again; one slave reports 1,000 pushes in 10 s. A peer is its certificate's name, or in plain text (on
+loopback, where all have one address) its connection. A master is never held back at its slaves: each order is needed,
+and rounds bound them. Pure: `now` is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from dips.dataclass import dataclass
+
+PEER_CALLS_PER_S = 200.0  # calls/s of one peer
+PEER_CALLS_AT_ONCE = 1_000.0  # calls in a burst: all that a slave has staged
+CALLS_PER_S = 12_000.0  # calls/s of all
+CALLS_AT_ONCE = 24_000.0  # calls in a burst
+MOST_PEERS = 8_192  # whose calls are counted; the longest silent is forgotten: its bucket is full again anyway
+MIB = 1 << 20
+
+MOST_CONNECTIONS = 4_096  # of a master: two of each of 1,000 clusters, three of 100 slaves, and those of operators
+MOST_SLAVE_CONNECTIONS = 256  # of a slave: its master, the one before, probes
+HANDSHAKE_MS = 5_000  # from TCP's accept to HTTP/2's settings; a round trip over a satellite is below a second
+CONNECTION_AGE_MS = 3_600_000  # then a connection is made anew, so that no certificate is believed for longer
+AGE_GRACE_MS = 600_000  # for what is under way: above the longest deadline of an order
+MOST_STREAMS = 32  # calls of one connection at once; an agent has ten under way at most
+MOST_ORDER_STREAMS = 1_024  # of a master at its slave: opening a pull for each cluster
+METADATA_BYTES = 8_192  # of one call's headers; ours are below 1 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What one gRPC server takes."""
+
+    connections: int = MOST_CONNECTIONS  # at once, half-open ones too
+    streams: int = MOST_STREAMS  # calls of a connection at once
+    request_bytes: int = MIB  # of one message, but for those of `large`
+    large: frozenset[str] = frozenset()  # methods whose requests may have `largest_bytes`
+    largest_bytes: int = MIB
+    reply_bytes: int = 16 * MIB
+    peer_calls_per_s: float = PEER_CALLS_PER_S
+    peer_calls_at_once: float = PEER_CALLS_AT_ONCE
+
+    def to_options(self) -> list[tuple[str, int]]:
+        """As gRPC spells them."""
+        return [
+            ("grpc.max_receive_message_length", max(self.request_bytes, self.largest_bytes)),
+            ("grpc.max_send_message_length", self.reply_bytes),
+            ("grpc.max_metadata_size", METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+            ("grpc.http2.settings_timeout", HANDSHAKE_MS),
+            ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
+            ("grpc.max_connection_age_grace_ms", AGE_GRACE_MS),
+        ]
+
+
+# A manifest of 100,000 parameters is about 8 MiB of JSON; it travels with a Join that is to be told the differences.
+MASTER_LIMITS = ServerLimits(large=frozenset({"/dips.v1.ClusterService/Join"}), largest_bytes=16 * MIB)
+SLAVE_LIMITS = ServerLimits(
+    connections=MOST_SLAVE_CONNECTIONS,
+    streams=MOST_ORDER_STREAMS,
+    peer_calls_per_s=CALLS_PER_S,  # in plain text a master is not known by its name
+    peer_calls_at_once=CALLS_AT_ONCE,
+)
+
+
+class TokenBucket:
+    """`burst` calls at once, `per_s` in the long run."""
+
+    __slots__ = ("_at", "_burst", "_left", "_per_s")
+
+    def __init__(self, per_s: float, burst: float, now: float) -> None:
+        self._per_s, self._burst, self._left, self._at = per_s, burst, burst, now
+
+    def take_token(self, now: float) -> bool:
+        """Whether one more may pass now."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class CallLimits:
+    """The calls of one server: each peer has its bucket, all have one; a flooder empties its own first."""
+
+    def __init__(
+        self, limits: ServerLimits, now: float, per_s: float = CALLS_PER_S, at_once: float = CALLS_AT_ONCE
+    ) -> None:
+        self._limits, self._all = limits, TokenBucket(per_s, at_once, now)
+        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def find_excess(self, peer: str, now: float) -> str:
+        """Why this call of `peer` comes too early; empty if it may pass."""
+        bucket = self._peers.get(peer)
+        if bucket is None:
+            if len(self._peers) >= MOST_PEERS:
+                self._peers.popitem(last=False)
+            bucket = TokenBucket(self._limits.peer_calls_per_s, self._limits.peer_calls_at_once, now)
+            self._peers[peer] = bucket
+        else:
+            self._peers.move_to_end(peer)
+        if not bucket.take_token(now):
+            return f"{peer} makes more than {self._limits.peer_calls_per_s:g} calls a second: wait and ask again"
+        if not self._all.take_token(now):
+            return f"more than {CALLS_PER_S:g} calls a second come in: wait and ask again"
+        return ""

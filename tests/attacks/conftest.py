@@ -1,0 +1,39 @@
+"""The deployments that are attacked, and the table of what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks.deployment import Deployment, Row
+from tests.forkserver.fixtures import end_of_servers, forked_commands, python_of_scripts, real_commands
+
+__all__ = ["end_of_servers", "forked_commands", "python_of_scripts", "real_commands"]
+
+ROWS: list[Row] = []
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("attacks") / "secured", secured=True) as deployment:
+        yield deployment
+    ROWS.extend(deployment.rows)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
+        yield deployment
+    ROWS.extend(deployment.rows)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not ROWS:
+        return
+    header = Row("attack", "with the certificate of", "refused by", "counted")
+    rows = [(r.attack, r.certificate, r.refused_by, r.counter) for r in (header, *ROWS)]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    terminalreporter.section(f"{len(ROWS)} attacks, all refused")
+    for row in rows:
+        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))

@@ -1,0 +1,281 @@
+"""Attacks on daemons with certificates: without one, with a wrong one, with a true one of somebody else's rights.
+
+Each is refused, and the run beside it makes two more versions with both clusters and loses no round. In the end all are
+counted and no daemon has grown.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.ids import GENESIS, PushId
+from dips.protocol import effects, events
+from dips.protocol.claims import MOST_TERMS_AHEAD
+from dips.transport.limits import HANDSHAKE_MS, PEER_CALLS_AT_ONCE
+from dips.wire.generated import operator_pb2, status_pb2
+from dips.wire.messages import to_proto
+from tests.attacks import callers
+from tests.attacks.callers import refused_with
+from tests.attacks.deployment import RUN, Deployment
+from tests.integration.test_mistakes import tiny
+
+pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
+MASTER_SAN = f"master.master.{RUN}.dips"
+STATUS = "StatusService/Status"
+JOIN, REGISTER, EXECUTE = "ClusterService/Join", "SlaveService/Register", "OrderService/Execute"
+CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
+
+
+@pytest.fixture(autouse=True)
+def run_goes_on(secured: Deployment) -> Iterator[None]:
+    before = secured.read_standing()
+    yield
+    secured.require_rounds(before)
+    secured.require_memory()
+
+
+def join(cluster: str) -> events.ClusterJoined:
+    return events.ClusterJoined(0, cluster, "nonce", RUN, "0" * 64, "0" * 64, take_over=True)
+
+
+def register(slave: str, term: int = 0) -> events.SlaveRegistered:
+    return events.SlaveRegistered(0, slave, "mine", RUN, "127.0.0.1:9", ("127.0.0.1:9",), term, None, None, (), 4, "")
+
+
+# ---- certificates --------------------------------------------------------------------------------------------------
+
+HANDSHAKES = {
+    "plain text to TLS": lambda d: None,
+    "a certificate of another authority of the same name": Deployment.forge_elsewhere,
+    "an expired certificate": lambda d: d.forge("expired", [f"west.cluster.{RUN}.dips"], begin_s=-7200, end_s=-3600),
+    "one that is not valid yet": lambda d: d.forge("future", [f"west.cluster.{RUN}.dips"], begin_s=3600, end_s=7200),
+}
+
+
+@pytest.mark.parametrize("daemon", ["master", "ps0"])
+@pytest.mark.parametrize("attack", HANDSHAKES)
+def test_the_handshake_refuses(secured: Deployment, attack: str, daemon: str) -> None:
+    files: TlsFiles | None = HANDSHAKES[attack](secured)
+    san = MASTER_SAN if daemon == "master" else f"ps0.slave.{RUN}.dips"
+    said = refused_with(secured.address_of(daemon), files, san, STATUS, status_pb2.StatusRequest())
+    assert said.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED")), said
+    secured.note_attack(
+        f"{attack}, at {daemon}", "none" if files is None else "a forger", "TLS", daemon, "handshake", 1
+    )
+
+
+def test_no_certificate_is_shown(secured: Deployment) -> None:
+    files = secured.certificate_of("ada", PeerRole.VIEWER)
+    said = refused_with(secured.run.address, files, MASTER_SAN, STATUS, status_pb2.StatusRequest(), shown=False)
+    assert said.startswith("UNAVAILABLE"), said
+    secured.note_attack("no certificate in the handshake", "none", "TLS", "master", "handshake", 1)
+
+
+def test_a_revoked_certificate(secured: Deployment) -> None:
+    files = secured.certificate_of("mallory", PeerRole.VIEWER)
+    secured.enrolled.authority.revoke("mallory.viewer")
+    time.sleep(1.1)  # daemons look once a second
+    said = refused_with(secured.run.address, files, MASTER_SAN, STATUS, status_pb2.StatusRequest())
+    assert "is revoked" in said
+    secured.note_attack("a revoked certificate", "its former holder", "guard", "master", "denied", 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "sans", "told"),
+    [
+        ("two names in one", [f"west.cluster.{RUN}.dips", f"east.cluster.{RUN}.dips"], "found 2"),
+        ("no name of Di-PS", ["west.example.org"], "expected a certificate for"),
+        ("a certificate of another run", ["west.cluster.other.dips"], "this is run 'test'"),
+        ("a second master", [f"mallory.master.{RUN}.dips"], "a run has one master"),
+    ],
+)
+def test_names_that_are_none(secured: Deployment, what: str, sans: list[str], told: str) -> None:
+    files = secured.forge(what.replace(" ", "-"), sans)
+    said = refused_with(secured.run.address, files, MASTER_SAN, JOIN, join("west"))
+    assert said.startswith("PERMISSION_DENIED") and told in said, said
+    secured.note_attack(what, "a careless authority", "guard", "master", "denied", 1)
+
+
+def test_another_certificates_key(secured: Deployment) -> None:
+    """The certificate is public: whoever shows it without its key does not get as far as a connection."""
+    west, east = (secured.certificate_of(name, PeerRole.CLUSTER) for name in ("north", "south"))
+    mixed = {"ca": str(west.ca), "cert": str(west.cert), "key": str(east.key)}
+    posing = secured.run.start_cluster("north", tiny(secured.directory), tls=mixed)
+    secured.run.wait(posing, 60, code=78)
+    assert "is not the key of" in posing.log.read_text()
+    said = refused_with(
+        secured.run.address, replace(west, key=east.key), MASTER_SAN, STATUS, status_pb2.StatusRequest()
+    )
+    assert said.startswith("UNAVAILABLE"), said
+    secured.note_attack("another certificate's key", "north, with south's key", "its own start; TLS", "", "", 0)
+
+
+# ---- rights --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_speaks_for_another(secured: Deployment) -> None:
+    north = secured.certificate_of("north", PeerRole.CLUSTER)
+    for method, said in (
+        (JOIN, join("west")),
+        ("ClusterService/RequestPush", events.PushRequested(0, PushId("west", 1, 9999), GENESIS, 1)),
+        ("ClusterService/Leave", events.ClusterLeft(0, "west", 1, 0, "bye")),
+    ):
+        answer = refused_with(secured.run.address, north, MASTER_SAN, method, said)
+        assert "cannot speak for 'west'" in answer, answer
+        secured.note_attack(f"{method.partition('/')[2]} as another cluster", "north", "rights", "master", "denied", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "method", "said"),
+    [
+        ("eve", PeerRole.VIEWER, "OperatorService/Drain", operator_pb2.DrainAsked(slave="ps0")),
+        ("north", PeerRole.CLUSTER, "OperatorService/Drain", operator_pb2.DrainAsked(slave="ps0")),
+        ("ps1", PeerRole.SLAVE, "OperatorService/Drain", operator_pb2.DrainAsked(slave="ps0")),
+        ("north", PeerRole.CLUSTER, REGISTER, register("ps0")),
+        ("ps1", PeerRole.SLAVE, REGISTER, register("ps0", 2)),
+        ("ada", PeerRole.OPERATOR, REGISTER, register("ps0")),
+    ],
+    ids=["viewer drains", "cluster drains", "slave drains another", "cluster registers", "slave registers as another",
+         "operator registers"],
+)  # fmt: skip
+def test_whom_the_master_refuses(
+    secured: Deployment, request: pytest.FixtureRequest, name: str, role: PeerRole, method: str, said: object
+) -> None:
+    files = secured.certificate_of(name, role) if name != "ps1" else secured.forge(name, [f"ps1.slave.{RUN}.dips"])
+    answer = refused_with(secured.run.address, files, MASTER_SAN, method, said)
+    assert answer.startswith("PERMISSION_DENIED"), answer
+    secured.note_attack(request.node.callspec.id, f"{name}.{role}", "rights", "master", "denied", 1)
+
+
+@pytest.mark.parametrize(("name", "role"), [("north", PeerRole.CLUSTER), ("ada", PeerRole.OPERATOR)])
+def test_who_orders_a_slave(secured: Deployment, name: str, role: PeerRole) -> None:
+    """Only the master does, whatever term the order bears."""
+    order = effects.Order("ps0", 1, (1 << 53) - 1, 1, effects.Ping(), 1.0)
+    files = secured.certificate_of(name, role)
+    answer = refused_with(secured.address_of("ps0"), files, f"ps0.slave.{RUN}.dips", EXECUTE, order)
+    assert answer.startswith("PERMISSION_DENIED"), answer
+    secured.note_attack("an order to a slave", f"{name}.{role}", "rights", "ps0", "denied", 1)
+
+
+@pytest.mark.parametrize("term", [1 << 62, 2 + MOST_TERMS_AHEAD, 3, 0], ids=["2**62", "a million", "the next", "none"])
+def test_a_stolen_slaves_certificate(secured: Deployment, term: int) -> None:
+    """Another process with ps0's own certificate, while ps0 lives: its terms end no master."""
+    files = secured.forge("stolen", [f"ps0.slave.{RUN}.dips"])
+    said = to_proto(register("ps0", min(term, (1 << 53) - 1)))
+    said.term_seen = term  # type: ignore[attr-defined]
+    answer = refused_with(secured.run.address, files, MASTER_SAN, REGISTER, said)
+    told = "expected at most" if term > 3 else "is taken"
+    assert told in answer, answer
+    reason = "remote_protocol" if term > 3 else "busy"
+    secured.note_attack(f"a second ps0, which has seen term {term}", "ps0, stolen", "claims", "master", reason, 1)
+
+
+# ---- too much ------------------------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_calls(secured: Deployment) -> None:
+    """The flooder alone is held back."""
+    files = secured.certificate_of("eve", PeerRole.VIEWER)
+    with callers.channel_to(secured.run.address, files, MASTER_SAN) as channel:
+        call = channel.unary_unary("/dips.v1.StatusService/Describe", lambda m: m.SerializeToString(), bytes)
+        call(status_pb2.DescribeRequest(), timeout=5)
+        with ThreadPoolExecutor(16) as threads:
+            codes = list(threads.map(lambda _: _code_of(call), range(int(PEER_CALLS_AT_ONCE) * 4)))
+    assert codes.count("RESOURCE_EXHAUSTED") > 100, {code: codes.count(code) for code in set(codes)}
+    secured.note_attack(f"{len(codes)} calls at once", "eve.viewer", "rate", "master", "rate", 100)
+
+
+def _code_of(call: grpc.UnaryUnaryMultiCallable) -> str:
+    try:
+        call(status_pb2.DescribeRequest(), timeout=20)
+    except grpc.RpcError as error:
+        return callers.status_of(error)
+    return "OK"
+
+
+def test_huge_messages(secured: Deployment) -> None:
+    files = secured.certificate_of("north", PeerRole.CLUSTER)
+    huge = to_proto(replace(join("north"), manifest="x" * (40 << 20)))
+    answer = refused_with(secured.run.address, files, MASTER_SAN, JOIN, huge)
+    assert answer.startswith("RESOURCE_EXHAUSTED"), answer
+    secured.note_attack("a message of 40 MiB", "north.cluster", "gRPC", "master", "unheard", 1)
+    large = operator_pb2.DrainAsked(slave="p" * (2 << 20))
+    answer = refused_with(secured.run.address, files, MASTER_SAN, "OperatorService/Drain", large)
+    assert "expected at most 1048576 bytes" in answer, answer
+    secured.note_attack("a question of 2 MiB", "north.cluster", "size of the method", "master", "remote_protocol", 1)
+
+
+def test_a_method_that_is_none(secured: Deployment) -> None:
+    files = secured.certificate_of("north", PeerRole.CLUSTER)
+    answer = refused_with(secured.run.address, files, MASTER_SAN, "OperatorService/Shutdown", join("north"))
+    assert answer.startswith("UNIMPLEMENTED"), answer
+    secured.note_attack("an unknown method", "north.cluster", "gRPC", "master", "unknown_method", 1)
+
+
+@pytest.mark.parametrize("daemon", ["master", "ps0"])
+def test_half_open_connections_and_slow_handshakes(secured: Deployment, daemon: str) -> None:
+    """Who says nothing, half of a handshake, or garbage, is hung up on."""
+    address, hello = callers.host_and_port(secured.address_of(daemon)), callers.client_hello()
+    said = {
+        "nothing": b"",
+        "half of a handshake": hello[: len(hello) // 2],
+        "garbage": os.urandom(4096),
+        "HTTP": b"GET /",
+    }
+    connections = [callers.connect_to(address) for _ in said for _ in range(8)]
+    for connection, words in zip(connections, list(said.values()) * 8, strict=True):
+        connection.sendall(words)
+    slow = callers.connect_to(address)
+    for at in range(5):
+        try:
+            slow.sendall(hello[at : at + 1])
+        except OSError:
+            break
+        time.sleep(1.0)
+    assert all(callers.closed_within(connection, CLOSED_S) for connection in (*connections, slow))
+    for connection in (*connections, slow):
+        connection.close()
+    for what in (*said, "a handshake, byte by byte"):
+        secured.note_attack(f"connections that say {what}, to {daemon}", "none", "handshake_s", daemon, "handshake", 1)
+
+
+def test_a_flood_of_connections(secured: Deployment) -> None:
+    """Beyond the most that it takes they are closed at once; those on which the run lives stay."""
+    address = callers.host_and_port(secured.address_of("ps0"))
+    connections = []
+    for _ in range(600):
+        connections.append(callers.connect_to(address))
+    assert sum(callers.closed_within(connection, 0.01) for connection in connections) >= 300
+    for connection in connections:
+        connection.close()
+    secured.note_attack("600 connections to a slave", "none", "most connections", "ps0", "handshake", 100)
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_that_would_clear_the_screen(secured: Deployment) -> None:
+    """An enrolled cluster says it; log and status spell it."""
+    files = secured.certificate_of("north", PeerRole.CLUSTER)
+    evil = events.ClusterLeft(0, "north", 1, 0, "\x1b[2J\u202e\nmaster: all is well")
+    with callers.channel_to(secured.run.address, files, MASTER_SAN) as channel:
+        callers.ask(channel, "ClusterService/Leave", evil)
+    log = (secured.directory / "master.log").read_text()
+    assert "\x1b" not in log and "\u202e" not in log and "\nmaster: all" not in log
+    secured.note_attack("a reason with escape sequences", "north.cluster", "printable", "", "", 0)
+
+
+# ---- in the end ----------------------------------------------------------------------------------------------------
+
+
+def test_all_are_counted(secured: Deployment) -> None:
+    secured.require_counted()

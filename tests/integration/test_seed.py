@@ -1,0 +1,119 @@
+"""`dips seed`: a master and slaves that start with empty directories, and share no disk (docs/guides/seed.md)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from dips.cli import cli
+from dips.errors import ConfigError, DipsError
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
+TINY = str(Path(__file__).parent / "train_tiny.py")
+VERSIONS = 2
+
+
+def dips_word(*words: str) -> str:
+    """Run a command in this process; raise what it raised."""
+    done = CliRunner().invoke(cli, [*words])
+    if isinstance(done.exception, DipsError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def model_of(number: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(number)
+    parameters = script.ConstantModel().named_parameters()
+    return {name: random.standard_normal(tuple(p.shape)).astype(np.float32) for name, p in parameters}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[harness.Run]:
+    """A run that `dips init` has not made, and two models beside it."""
+    save_file(model_of(1), tmp_path / "one.safetensors")
+    save_file(model_of(2), tmp_path / "two.safetensors")
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}
+    with harness.Run(tmp_path, model_of(1), shared=shared, slave={"initial_model": None}) as made:
+        shutil.rmtree(tmp_path / "master")
+        yield made
+
+
+def states_of(run: harness.Run) -> dict[str, str]:
+    """What `dips status` says of each slave, or of the run that waits."""
+    picture = json.loads(dips_word("status", "--master", run.address, "--json"))
+    return {"run": picture.get("waiting", ""), **{name: s["state"] for name, s in picture["slaves"].items()}}
+
+
+@pytest.mark.timeout(120)
+def test_a_run_begins_without_a_shared_disk(run: harness.Run, tmp_path: Path) -> None:
+    """The master waits, the slaves wait; one command brings all of it, and each restart on the way loses nothing."""
+    seed = ("seed", "--master", run.address, "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
+    other = ("seed", "--master", run.address, "--model", str(tmp_path / "two.safetensors"), "--wait-s", "60")
+    master = run.start_master()
+    run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
+    assert "waits for the first model" in states_of(run)["run"]
+    assert "waits for the first model" in dips_word("status", "--master", run.address)
+    slaves = run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+
+    assert "every slave has the first model" in dips_word(*seed)
+    run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
+    with pytest.raises(ConfigError, match="expected the first model of this run, got another: they differ in"):
+        dips_word(*other)
+    run.wait(west, 60)
+    with pytest.raises(ConfigError, match="this run has begun, and takes no first model any more"):
+        dips_word(*seed)
+
+    for process in (*slaves, master):
+        process.terminate()
+    with run.ledger() as ledger:
+        assert ledger.read_state().versions[-1].version.version == VERSIONS
+    brought = {k: t for s in run.slaves for k, t in load_file(tmp_path / s / "initial.safetensors").items()}
+    assert brought.keys() == model_of(1).keys()
+    assert all(np.array_equal(brought[name], tensor) for name, tensor in model_of(1).items())
+
+
+@pytest.mark.timeout(120)
+def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path: Path) -> None:
+    """The master dies with a ledger and no slave, a slave loses its disk: said again, only what lacks is brought."""
+    seed = ("seed", "--master", run.address, "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
+    master = run.start_master()
+    run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
+    with pytest.raises(DipsError, match=r"not here: ps0, ps1|cannot be reached"):
+        dips_word(*seed[:-1], "0")
+    master.kill()
+    run.start_master()
+    slaves = run.start_slaves()
+    assert "every slave has the first model" in dips_word(*seed)
+
+    slaves[0].kill()
+    kept = (tmp_path / "ps1" / "initial.safetensors").stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "ps0")
+    run.start_slave("ps0")
+    run.until(lambda: states_of(run)["ps0"] == "restoring", 30, "it waits for the model again")
+    assert "every slave has the first model" in dips_word(*seed)
+    run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
+    assert (tmp_path / "ps1" / "initial.safetensors").stat().st_mtime_ns == kept, "what is there is not brought again"
+
+
+@pytest.mark.timeout(120)
+def test_a_slave_drains_itself(run: harness.Run, tmp_path: Path) -> None:
+    """A preStop hook: it may end at once while it waits for the model, and is drained when it serves."""
+    drain = ("drain", "ps0", "--self", "--config", str(run.file), "--wait-s", "30")
+    run.start_master()
+    run.start_slaves()
+    dips_word("seed", "--config", str(run.file), "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
+    run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
+    assert "ps0 may be stopped: drained" in dips_word(*drain)
+    assert states_of(run)["ps0"] == "draining"
+    assert "ps0 may be stopped: drained" in dips_word(*drain), "said again, it is drained still"

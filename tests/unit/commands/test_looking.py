@@ -1,0 +1,220 @@
+"""Commands that look and start nothing: plan, config check, completion; and what each says as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from dips import cli
+from dips.client.parallel import host_sum
+from dips.commands import completing, planning
+from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
+from dips.config import load_run
+from dips.identity.certificates import utc_now
+from dips.identity.names import PeerRole
+from dips.outer.pool import MemorySum
+from dips.wire.codecs import codec_named
+from tests.enrolled import Enrolled
+
+ROOT = Path(__file__).parents[3]
+RUN = "july"
+
+
+def type_words(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(cli.cli, list(words))
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done.output
+
+
+class Files:
+    """A run file and a cluster file that agree, to be broken one key at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.run_file, self.cluster_file = directory, directory / "dips.yaml", directory / "west.yaml"
+        slave = {"master": "127.0.0.1:7800", "initial_model": "m/model.safetensors"}
+        self.run: dict[str, Any] = {
+            "shared": {"run": RUN},
+            "master": {"listen": "127.0.0.1:7800", "directory": "m"},
+            "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
+            "insecure": True,
+        }
+        self.cluster: dict[str, Any] = {
+            "shared": {"run": RUN}, "cluster": "west", "master": "127.0.0.1:7800", "insecure": True,
+        }  # fmt: skip
+
+    def check(self, *labels: str, now: Any = None) -> list[ConfigFinding]:
+        self.run_file.write_text(yaml.safe_dump(self.run))
+        self.cluster_file.write_text(yaml.safe_dump(self.cluster))
+        return check_files([self.run_file, self.cluster_file], labels, now)
+
+    def secure(self) -> Enrolled:
+        enrolled = Enrolled(self.directory, RUN)
+        tls = {"ca": "ca/ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key", "crl": "ca/crl.pem"}
+        for file in (self.run, self.cluster):
+            del file["insecure"]
+            file["tls"] = tls
+        return enrolled
+
+
+@pytest.fixture(name="files")
+def made_files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def verdicts(rows: list[ConfigFinding], verdict: str) -> list[str]:
+    return [f"{row.what.rpartition('/')[2]}: {row.seen}" for row in rows if row.verdict == verdict]
+
+
+def test_what_agrees_is_well(files: Files) -> None:
+    assert not verdicts(files.check(), FAIL)
+    assert verdicts(files.check(), NOTE) == [
+        f"dips.yaml: master.directory: no ledger at {files.directory}/m/ledger.sqlite"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f.run["master"].update(lisen="x"), "master.lisen: unknown key"),
+        (lambda f: f.cluster.update(insecure=False), "expected a section `tls`"),
+        (lambda f: f.run["slaves"][1].update(directory="s0"), "s0 is s0's, too"),
+        (lambda f: f.run["slaves"][1].update(listen="127.0.0.1:7800"), "127.0.0.1:7800 is master.listen's, too"),
+        (lambda f: f.run["slaves"][0].update(mirror="m"), "is a directory of the run itself"),
+        (lambda f: f.cluster["shared"].update(run="june"), "run 'june' and run 'july'"),
+        (lambda f: f.cluster["shared"].update(outer={"lr": 0.5}), "the run has 0.7, this file 0.5"),
+        (lambda f: f.run.update(clusters=["east"]), "west is not in the run file's list"),
+        (lambda f: f.cluster.update(heartbeat_s=9.0), "a heartbeat each 9 s, and a lease of 10 s"),
+    ],
+)
+def test_what_would_be_refused_is_found(files: Files, change: Any, said: str) -> None:
+    change(files)
+    assert any(said in line for line in verdicts(files.check(), FAIL)), files.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f.run.update(clusters=["west"]), "the list keeps nobody out"),
+        (lambda f: f.run["slaves"][0].update(master="127.0.0.1:7900"), "while the master listens on 127.0.0.1:7800"),
+        (lambda f: f.run["master"].update(timing={"order_s": 3.0}), "3 s of silence fail an order"),
+    ],
+)
+def test_what_looks_odd_has_a_note(files: Files, change: Any, said: str) -> None:
+    change(files)
+    rows = files.check()
+    assert not verdicts(rows, FAIL) and any(said in line for line in verdicts(rows, NOTE)), rows
+
+
+def test_certificates_are_looked_at_before_a_daemon_does(files: Files) -> None:
+    """Missing, another's, expired, soon to expire; and a Secret that is not mounted, with what to do."""
+    enrolled = files.secure()
+    assert "s1.slave.crt cannot be read" in str(verdicts(files.check("s1.slave"), FAIL))
+    assert "of no process of this file is a certificate here" in str(verdicts(files.check(), FAIL))
+    for name, role in (("master", PeerRole.MASTER), ("west", PeerRole.CLUSTER)):
+        enrolled.enroll(name, role)
+    assert not verdicts(files.check(), FAIL)
+    later = utc_now() + timedelta(days=85)
+    assert [line.partition(": ")[2][:6] for line in verdicts(files.check(now=later), NOTE)].count("west.c") == 1
+    assert "expired at" in str(verdicts(files.check(now=later + timedelta(days=10)), FAIL))
+    (files.directory / "west.cluster.key").write_bytes((files.directory / "master.master.key").read_bytes())
+    assert "is not the key of" in str(verdicts(files.check(), FAIL))
+    assert "nobody.slave is in none of these files" in str([row.seen for row in files.check("nobody.slave")])
+
+
+def test_config_check_and_show_say_json(files: Files) -> None:
+    files.check()
+    good, bad = str(files.run_file), str(files.cluster_file)
+    said = json.loads(type_words("config", "check", good, "--json"))
+    assert said["ok"] and {tuple(row) for row in said["rows"]} == {("what", "verdict", "seen", "remedy")}
+    files.cluster_file.write_text("cluster: west\n")
+    assert not json.loads(type_words("config", "check", good, bad, "--json", code=78))["ok"]
+    assert "FAIL" in type_words("config", "check", bad, code=78)
+    assert json.loads(type_words("config", "show", good))["master"]["timing"]["heartbeat_s"] == 2.0
+
+
+# ---- dips plan memory ----------------------------------------------------------------------------------------------
+
+
+def test_a_slave_is_planned_as_it_counts_itself(files: Files) -> None:
+    files.run["slaves"][0].update(slots=3, pinned=2)
+    files.check()
+    words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2001", "--json")
+    plan = json.loads(type_words(*words))
+    section = load_run(files.run_file).slaves[0]
+    assert [s["parameters"] for s in plan["slaves"]] == [1000, 1001] and plan["model"] == 2001
+    assert plan["slaves"][0]["memory_bytes"] == MemorySum(1000, 3, 2, section.transit_bytes).total_bytes
+    assert plan["slaves"][0]["disk_bytes"] == 1000 * 8 * 3  # two that stay and the one that is written
+    assert (plan["cluster"]["push_bytes"], plan["cluster"]["pull_bytes"]) == (8004, 8004)
+
+
+def test_ranks_and_links_follow_the_codecs(files: Files) -> None:
+    files.run["shared"].update(codec="int8", pull_codec="bf16")
+    files.cluster["shared"].update(codec="int8", pull_codec="bf16")
+    files.cluster["overlap"] = "full"
+    files.check()
+    plan = json.loads(
+        type_words(
+            *("plan", "memory", "--config", str(files.run_file), "--cluster", str(files.cluster_file)),
+            *("--parameters", "65536", "--ranks", "4", "--json"),
+        )
+    )
+    assert plan["cluster"]["rank_bytes"] == 16384 * (4 + 4 + 8) + planning.RANK_PROCESS_BYTES
+    assert plan["cluster"]["pull_bytes"] == 2 * 65536
+
+
+@pytest.mark.parametrize("codec", planning.PUSH_BYTES)
+def test_codecs_are_as_wide_as_planned(codec: str) -> None:
+    import numpy as np
+
+    assert len(bytes(codec_named(codec).encode(np.ones(65536, np.float32)))) == planning.PUSH_BYTES[codec] * 65536
+
+
+def test_ranks_are_planned_as_they_count_themselves() -> None:
+    assert planning.RANK_PROCESS_BYTES == host_sum.PROCESS_BYTES
+
+
+def test_a_plan_of_a_real_model_and_for_kubernetes() -> None:
+    words = ("plan", "memory", "--factory", "dips.demo.model:build")
+    assert "1,070,464 parameters" in type_words(*words)
+    proposed = yaml.safe_load(type_words(*words, "--kubernetes", "--cpus", "6"))
+    assert proposed.keys() == {"master", "slave-0", "slave-1"}
+    resources = proposed["slave-0"]["resources"]
+    assert resources["requests"]["cpu"] == "6" and "cpu" not in resources["limits"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert "name the model" in type_words("plan", "memory", code=2)
+    assert "name the model" in type_words("plan", "memory", "--parameters", "3", "--factory", "a:b", code=2)
+
+
+# ---- completion ----------------------------------------------------------------------------------------------------
+
+
+def test_a_shell_completes_names_of_the_run_file(files: Files) -> None:
+    files.run["clusters"] = ["west", "east"]
+    files.check()
+    words = {
+        "COMP_WORDS": f"dips drain --config {files.run_file} s",
+        "COMP_CWORD": "4",
+        "_DIPS_COMPLETE": "complete_bash",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from dips.cli import cli; cli(prog_name='dips')"],
+        env={**os.environ, **words}, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["s0", "s1"], done.stderr
+    context = typer.Context(typer.main.get_command(cli.cli))
+    context.params["config"] = str(files.run_file)
+    assert completing.complete_cluster(context, "w") == ["west"]
+    assert completing.complete_version(context, "") == []
+    assert "outer.lr=" in completing.complete_change("outer")
+    context.params["config"] = "nowhere.yaml"
+    assert completing.complete_slave(context, "") == []

@@ -1,0 +1,70 @@
+"""What daemons write is theirs alone; what is not theirs is left to its group, and refused if everybody may write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dips import private_files
+from dips.errors import ConfigError
+from dips.private_files import keep_files_private, make_private_directory, require_private, umask_given
+
+
+@pytest.fixture(autouse=True)
+def umask_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = os.umask(0o022)
+    monkeypatch.setattr(private_files, "_given", -1)
+    yield
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_are_private_and_those_of_others_are_not(tmp_path: Path) -> None:
+    """The umask that we were started with is handed on, however often ours is set."""
+    assert umask_given() == -1
+    keep_files_private()
+    keep_files_private()
+    (tmp_path / "ours").write_text("")
+    (tmp_path / "directory").mkdir()
+    script = "import sys; open(sys.argv[1], 'w')"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "theirs")], check=True, umask=umask_given())
+    assert [mode_of(tmp_path / name) for name in ("ours", "directory", "theirs")] == [0o600, 0o700, 0o644]
+
+
+def test_a_directory_is_taken_from_all_others(tmp_path: Path) -> None:
+    for before in (0o777, 0o755, 0o700):
+        (tmp_path / "state").mkdir(exist_ok=True)
+        (tmp_path / "state").chmod(before)
+        make_private_directory(tmp_path / "state", "directory")
+        assert mode_of(tmp_path / "state") == 0o700
+
+
+def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume that belongs to root and a group is as it should be; one where everybody may write is not."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    tmp_path.chmod(0o2770)
+    make_private_directory(tmp_path, "directory")
+    assert mode_of(tmp_path) == 0o2770
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"directory: everybody on this machine may write in .* chmod o-rwx"):
+        make_private_directory(tmp_path, "directory")
+
+
+def test_a_secret_that_lies_open(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("x")
+    for mode in (0o600, 0o440):
+        secret.chmod(mode)
+        require_private(secret, "token")
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"token: .*token can be read by everybody .*mode 644.*: chmod 600 it"):
+        require_private(secret, "token")

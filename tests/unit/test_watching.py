@@ -1,0 +1,118 @@
+"""A daemon's file that changes while it runs: what is taken over, what is said, and what is left as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dips.config import RunFile, load_run
+from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
+
+
+class Story:
+    """A run file, and a master that looks at it."""
+
+    def __init__(self, directory: Path) -> None:
+        slave = {"master": "127.0.0.1:1", "initial_model": "m/model.safetensors"}
+        self.content: dict[str, Any] = {
+            "shared": "shared.yaml",
+            "master": {"listen": "127.0.0.1:1", "directory": "m"},
+            "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
+            "insecure": True,
+        }
+        self.path, self.shared, self.said = directory / "dips.yaml", {"run": "r"}, list[str]()
+        self.write()
+        config = load_run(self.path)
+        self.watch = ConfigWatch(
+            self.path, config, load_run, ("clusters", "log_level"), self.said.append, ["slaves.s1.*"]
+        )
+
+    def write(self, **keys: Any) -> None:
+        self.content |= keys
+        (self.path.parent / "shared.yaml").write_text(yaml.safe_dump(self.shared))
+        new = self.path.with_suffix(".new")
+        new.write_text(yaml.safe_dump(self.content))
+        new.rename(self.path)
+
+    def look(self) -> tuple[RunFile, list[str]] | None:
+        return self.watch.look_again()
+
+
+@pytest.fixture(name="story")
+def made_story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def test_what_may_change_is_taken_over(story: Story) -> None:
+    assert story.look() is None
+    story.write(clusters=["west"], log_level="debug")
+    found = story.look()
+    assert found is not None
+    config, keys = found
+    assert (config.clusters, config.log_level, keys) == (("west",), "debug", ["clusters", "log_level"])
+    assert story.look() is None and not story.said
+
+
+def test_what_cannot_change_is_said_once_with_the_reason(story: Story) -> None:
+    story.content["slaves"][0]["slots"] = 4
+    story.content["slaves"][1]["slots"] = 4  # the other slave's own affair
+    story.shared["outer"] = {"lr": 0.5}  # type: ignore[assignment]
+    story.write(log_level="debug")
+    found = story.look()
+    assert found is not None and found[1] == ["log_level"]
+    assert found[0].slaves[0].slots == 2, "the configuration in use is the one of the start"
+    story.write(log_level="info")
+    assert story.look() is not None
+    assert [line.partition(":")[0] for line in story.said] == ["shared.outer.lr", "slaves.s0.slots"]
+    assert "0.7 → 0.5 is not used" in story.said[0] and "dips tune" in story.said[0]
+    assert "memory is allocated at the start" in story.said[1]
+
+
+def test_a_file_that_is_wrong_is_not_used(story: Story) -> None:
+    """Nor one that is gone; the next good one is."""
+    story.write(log_level="loud")
+    assert story.look() is None and "log_level" in story.said[0]
+    story.path.unlink()
+    assert story.look() is None and "cannot be read" in story.said[1]
+    assert story.look() is None and len(story.said) == 2
+    story.write(log_level="error")
+    assert story.look() is not None
+
+
+def test_slaves_that_come_or_go_are_one_change(story: Story) -> None:
+    del story.content["slaves"][1]
+    story.write()
+    assert story.look() is None
+    assert story.said[0].startswith("slaves: s0, s1 → s0") and "dips rebalance" in story.said[0]
+
+
+def test_a_signal_hurries_the_look(story: Story) -> None:
+    """SIGHUP: at once, and also a file whose dates have not changed."""
+
+    async def play() -> list[str]:
+        taken, hurry, done = list[str](), asyncio.Event(), asyncio.Event()
+
+        def apply(_: RunFile, keys: list[str]) -> None:
+            taken.extend(keys)
+            done.set()
+
+        task = asyncio.create_task(keep_watching(story.watch, apply, hurry))
+        await asyncio.sleep(0)
+        story.write(log_level="debug")
+        hurry.set()
+        await asyncio.wait_for(done.wait(), 0.9)
+        task.cancel()
+        return taken
+
+    assert asyncio.run(play()) == ["log_level"]
+
+
+def test_every_key_has_a_reason() -> None:
+    assert "restart this process" in explain_key("master.journal.segments")
+    assert "dips extend" in explain_key("shared.stop.tokens")
+    assert "agreed" in explain_key("shared.codec")
+    assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]

@@ -1,0 +1,67 @@
+"""The door of a lane: it counts who is in, shuts when the house is full, and opens again."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from dips.telemetry.refusals import refusals_by_reason
+from dips.transport import lane_door
+from dips.transport.lane_door import LaneDoor
+
+MOST = 4
+
+
+@pytest.fixture(name="door")
+def small_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaneDoor]:
+    monkeypatch.setattr(lane_door, "ROOM", 2)
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    door = LaneDoor(router, "127.0.0.1", 0, MOST)
+    yield door
+    door.stop_watching(router)
+    router.close()
+    door.close()
+    context.term()
+
+
+def wait_for(door: LaneDoor, connections: int) -> None:
+    until = time.monotonic() + 5.0
+    while door.connections != connections:
+        assert time.monotonic() < until, f"{door.connections} connections, expected {connections}"
+        time.sleep(0.005)
+        door.follow_connections()
+
+
+def test_a_full_house_lets_nobody_in_until_there_is_room(door: LaneDoor) -> None:
+    """Who comes meanwhile waits at its TCP, and is not told that nobody listens."""
+    before = refusals_by_reason().get("lane_full", 0)
+    inside = [socket.create_connection(("127.0.0.1", door.port), 2.0) for _ in range(MOST)]
+    wait_for(door, MOST)
+    assert refusals_by_reason()["lane_full"] == before + 1
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", door.port), 0.1)
+    late = socket.socket()
+    late.setblocking(False)
+    late.connect_ex(("127.0.0.1", door.port))
+    for connection in inside[:2]:
+        connection.close()
+    wait_for(door, MOST - 2)
+    wait_for(door, MOST - 1)
+    for connection in (late, *inside):
+        connection.close()
+    wait_for(door, 0)
+
+
+def test_a_port_that_is_taken_is_an_error(door: LaneDoor) -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    with pytest.raises(OSError):
+        LaneDoor(router, "127.0.0.1", door.port)
+    router.close()
+    context.term()
