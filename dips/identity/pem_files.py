@@ -20,17 +20,11 @@ from dips.identity.certificates import MOST_PEM, Key
 from dips.private_files import require_private
 
 PRIVATE, PUBLIC = 0o600, 0o644
-CRL_END = b"-----END X509 CRL-----"
-BEGIN, END = b"-----BEGIN ", b"-----END "
-_MADE = {  # what is missing → where it comes from
-    "tls.ca": "copy the authority's ca.crt there",
-    "tls.crl": "copy the authority's crl.pem there, or leave the key out",
-    "tls.cert": "`dips certs request` and `dips certs issue` make it",
-    "tls.key": "`dips certs request` makes it, together with the request",
-}
-_IN_A_POD = "in a pod, see that its Secret exists and is mounted"
 
 Document = TypeVar("Document")
+
+# of a block of PEM
+BEGIN, END, CRL_END = b"-----BEGIN ", b"-----END ", b"-----END X509 CRL-----"
 
 
 def read_pem(path: Path, key: str) -> bytes:
@@ -39,14 +33,23 @@ def read_pem(path: Path, key: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError) and key in _MADE
-        remedy = f": {_MADE[key]}; {_IN_A_POD}" if missing else ""
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{remedy}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{_find_remedy(path, error)}") from error
     if len(content) > MOST_PEM:
         raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
     if content.count(BEGIN) != content.count(END):
         raise ConfigError(f"{key}: {path} ends in the middle of a block: it is half-written; copy it once more")
     return content
+
+
+def _find_remedy(path: Path, error: OSError) -> str:
+    """What to do about a file that is not there, or not ours."""
+    if isinstance(error, PermissionError):
+        return ": give it to the user of this process, or to its group"
+    if not isinstance(error, FileNotFoundError):
+        return ""
+    if not path.parent.is_dir():
+        return f": {path.parent} is not there, too; is the Secret or volume mounted? see `dips config check`"
+    return ": bring it here, `dips certs request` and `dips certs issue` make it"
 
 
 def read_key_pem(path: Path, key: str) -> bytes:

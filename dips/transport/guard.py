@@ -46,9 +46,9 @@ class Guard:
         wall: Callable[[], datetime] = utc_now,
     ) -> None:
         """`clusters`: those that may join; None: all whose certificate says so."""
+        self._trusted = b""  # the authorities by which callers were looked at
         self.source, self._clusters, self._wall = source, clusters, wall
         self._callers: dict[bytes, Caller] = {}
-        self._trusted = b""  # the authorities by which these were looked at
         self._admitted: dict[str, Caller] = {}  # clusters, by the certificate of their last call that was let in
         self.refused: Counter[str] = Counter()  # by method
         self.handshakes = HandshakeWatch()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dips.identity import pem_files
+from dips.identity.authority import REVOCATIONS, ROOT, Authority
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.transport.endpoints import Endpoint, master_peer, slave_peer
 from dips.transport.guard import Guard
@@ -46,16 +48,44 @@ class RunCertificates:
     def __init__(self, directory: Path, run: str, slaves: Iterable[str], clusters: Iterable[str]) -> None:
         self.enrolled = Enrolled(directory / DIRECTORY, run)
         self._sources: dict[tuple[str, PeerRole], TlsSource] = {}
-        self.enroll(MASTER_NAME, PeerRole.MASTER)
-        self.enroll(OPERATOR, PeerRole.OPERATOR)
-        for name in slaves:
-            self.enroll(name, PeerRole.SLAVE)
-        for name in clusters:
-            self.enroll(name, PeerRole.CLUSTER)
+        self._names = [(MASTER_NAME, PeerRole.MASTER), (OPERATOR, PeerRole.OPERATOR)]
+        self._names += [(name, PeerRole.SLAVE) for name in slaves]
+        self._names += [(name, PeerRole.CLUSTER) for name in clusters]
+        self.enroll_all()
 
     def enroll(self, name: str, role: PeerRole) -> None:
         """A certificate for a name, the first or a new one."""
         self.enrolled.enroll(name, role)
+
+    def enroll_all(self) -> None:
+        for name, role in self._names:
+            self.enroll(name, role)
+
+    def serials(self) -> list[str]:
+        """Of the certificates that are valid now, as `dips certs revoke` takes them."""
+        return [f"{row.serial:x}" for row in self.enrolled.authority.list_issued() if row.revoked is None]
+
+    def revoke(self, *labels: str) -> None:
+        """`name.role`, or serials; every process of the run reads the same list."""
+        for label in labels:
+            self.enrolled.authority.revoke(label)
+        self._publish(self.enrolled.authority)
+
+    def add_authority(self) -> None:
+        """From now on a second one signs; both are trusted."""
+        former = self.enrolled.authority
+        self.enrolled.authority = Authority.create(former.directory.with_name("later"), self.enrolled.run)
+        self._publish(former, self.enrolled.authority)
+
+    def remove_old_authority(self) -> None:
+        self._publish(self.enrolled.authority)
+
+    def _publish(self, *authorities: Authority) -> None:
+        """Put into the files that all read what these authorities say."""
+        files = self.enrolled.files_of("")
+        assert files.crl is not None
+        for to, name in ((files.ca, ROOT), (files.crl, REVOCATIONS)):
+            pem_files.write_public(to, b"".join((a.directory / name).read_bytes() for a in authorities))
 
     @property
     def security(self) -> Mapping[str, Any]:

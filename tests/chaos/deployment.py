@@ -242,6 +242,11 @@ class Deployment(Run):
         self.count_kill(name)
         os.kill(self.ranks(name)[-1], signal.SIGKILL)
 
+    def wait_for_end(self, process: Process, code: int) -> None:
+        """Wait until a process has ended by itself, with this code; others may do what they like."""
+        self.until(lambda: process.code is not None, SEEN_S, f"{process.name} ends")
+        assert process.code == code, f"{process.name} ended with {process.code}, expected {code}\n{process.tail()}"
+
     def count_kill(self, name: str, times: int = 1) -> None:
         """What its trainer did since its last question, H steps at most, may not have been reported (step_batch.py)."""
         self._killed[name] = self._killed.get(name, 0) + times

@@ -43,6 +43,7 @@ def missing() -> str | None:
 
 @pytest.mark.skipif(INSIDE in os.environ, reason="it is this namespace")
 @pytest.mark.timeout(600)
+@pytest.mark.real_commands  # a fork has modules that plugins of the inner pytest would have it rewrite
 def test_partitions_in_a_network_namespace() -> None:
     """Everything below holds where packets are dropped; the namespace is gone afterwards."""
     if why := missing():

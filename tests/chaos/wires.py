@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
@@ -33,6 +33,9 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._helper = ThreadPoolExecutor(1)  # a handshake that explains a silence; here, since it outlives its test
+        self._helper.submit(bool).result()
+        self._loop.set_default_executor(self._helper)
         self._thread = threading.Thread(target=self._loop.run_forever, name="wires")
         self._thread.start()
 
@@ -47,6 +50,7 @@ class Loop:
         self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._helper.shutdown()
         self._loop.close()
 
 

@@ -179,7 +179,7 @@ class TestWithoutRestart:
             assert await join(master_peer(address, west), "west") == "west"
 
     def test_a_secret_that_vanishes(self, enrolled: Enrolled) -> None:
-        """What was loaded stays in use, and the report names the file and the Secret."""
+        """What was loaded stays in use, and the report names the file and what to do."""
         clock, problems = HandClock(), []
         files = enrolled.enroll("west", PeerRole.CLUSTER)
         ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
@@ -188,7 +188,7 @@ class TestWithoutRestart:
         clock.now += LOOK_S
         assert ours.read_current() is first
         (problem,) = problems
-        assert f"tls.cert: {files.cert} cannot be read" in problem and "see that its Secret exists" in problem
+        assert f"tls.cert: {files.cert} cannot be read: No such file" in problem and "bring it here" in problem
         files.cert.write_bytes(content)
         clock.now += LOOK_S
         assert ours.read_current().cert == first.cert and len(problems) == 1

@@ -119,7 +119,7 @@ BAD: list[tuple[Callable[[Enrolled, TlsFiles], TlsFiles], str]] = [
     (another_key, r"tls\.key: .*east\.cluster\.key is not the key of .*west\.cluster\.crt: one of them was renewed"),
     (another_authority, r"tls\.cert: .*which is not in .*other/ca\.crt"),
     (another_list, r"tls\.crl: .*is not signed by an authority"),
-    (missing, r"tls\.cert: .*cannot be read: No such file.*see that its Secret exists"),
+    (missing, r"tls\.cert: .*cannot be read: No such file.*bring it here, `dips certs request`"),
     (half_written, r"tls\.cert: .*is half-written; copy it once more"),
     (half_of_two_lists, r"tls\.crl: .*is half-written; copy it once more"),
     (no_block, r"tls\.cert: .*expected a certificate in PEM"),
