@@ -29,7 +29,7 @@ def umask_given() -> int:
 
 
 def make_private_directory(path: Path, key: str) -> None:
-    """Make it, or take it from everybody else; raise ConfigError if others may write in it and it is not ours to change.
+    """Make it, or take it from all others; raise ConfigError if everybody may write in it and it is not ours to change.
 
     What belongs to another user is left to a group: Kubernetes gives volumes to one (fsGroup).
     """
@@ -41,7 +41,7 @@ def make_private_directory(path: Path, key: str) -> None:
             path.chmod(mode & ~_OTHERS)
     elif mode & stat.S_IWOTH:
         raise ConfigError(
-            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), and it is another user's: chmod o-rwx"
+            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), another user's directory: chmod o-rwx it"
         )
 
 
