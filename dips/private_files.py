@@ -41,7 +41,7 @@ def make_private_directory(path: Path, key: str) -> None:
             path.chmod(mode & ~_OTHERS)
     elif mode & stat.S_IWOTH:
         raise ConfigError(
-            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), another user's directory: chmod o-rwx it"
+            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), another user's: chmod o-rwx it"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks.deployment import Deployment, Row
+from tests.attacks.deployment import AttackedRun, Row
 from tests.forkserver.fixtures import end_of_servers, forked_commands, python_of_scripts, real_commands
 
 __all__ = ["end_of_servers", "forked_commands", "python_of_scripts", "real_commands"]
@@ -15,15 +15,15 @@ ROWS: list[Row] = []
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with Deployment(tmp_path_factory.mktemp("attacks") / "secured", secured=True) as deployment:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    with AttackedRun(tmp_path_factory.mktemp("attacks") / "secured", secured=True) as deployment:
         yield deployment
     ROWS.extend(deployment.rows)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with Deployment(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    with AttackedRun(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
         yield deployment
     ROWS.extend(deployment.rows)
 
