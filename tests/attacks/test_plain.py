@@ -13,24 +13,20 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-import zmq
 
 from dips.identity.names import PeerRole
-from dips.ids import GENESIS
 from dips.protocol import effects, events
 from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.transport import lane_door
 from dips.transport.lane import HANDSHAKE_MS
 from dips.transport.limits import PEER_CALLS_AT_ONCE
-from dips.wire import streams
-from dips.wire.chunks import Range
 from dips.wire.frame import Kind, make_message, run_id
 from dips.wire.generated import status_pb2
 from dips.wire.messages import MAX_INTEGER, to_proto
-from dips.wire.streams import StreamName
 from tests.attacks import callers
 from tests.attacks.callers import refused_with
 from tests.attacks.deployment import RUN, AttackedRun
+from tests.attacks.wild_dealer import WildDealer, hello
 from tests.enrolled import Enrolled
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
@@ -128,35 +124,6 @@ def test_garbage_and_silence(plain: AttackedRun, daemon: str) -> None:
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
-
-
-class WildDealer:
-    """A ZeroMQ peer of a lane that sends what it likes."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.socket.connect(f"tcp://{address[0]}:{address[1]}")
-
-    def __enter__(self) -> WildDealer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self._context.term()
-
-    def answers_to(self, *parts: bytes) -> list[bytes]:
-        """What comes back within half a second; empty for silence."""
-        self.socket.send_multipart(parts)
-        return self.socket.recv_multipart() if self.socket.poll(500) else []
-
-
-def hello(slave: str = "ps0", run: str = RUN, stream: int | None = None, wire_run: str = RUN) -> tuple[bytes, bytes]:
-    name = StreamName(run, "pull", "west", 1, 9999, 0, slave, 1, 1, str(GENESIS))
-    body = streams.encode_hello(name, (Range(0, 0, 0, 1),))
-    return make_message(Kind.HELLO, run_id(wire_run), name.stream_id if stream is None else stream, body)
 
 
 FRAMES = {

@@ -26,6 +26,7 @@ from dips.wire.messages import to_proto
 from tests.attacks import callers
 from tests.attacks.callers import refused_with
 from tests.attacks.deployment import RUN, AttackedRun
+from tests.attacks.wild_dealer import WildDealer, hello
 from tests.integration.test_mistakes import tiny
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
@@ -258,6 +259,25 @@ def test_a_flood_of_connections(secured: AttackedRun) -> None:
     for connection in connections:
         connection.close()
     secured.note_attack("600 connections to a slave", "none", "most connections", "ps0", "handshake", 100)
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+# Who has a key of an open transfer and reaches for another's: tests/integration/test_lane_thieves.py
+
+
+@pytest.mark.parametrize("attack", ["plain text", "a key of nothing", "garbage"])
+def test_who_has_no_key_of_a_lane(secured: AttackedRun, attack: str) -> None:
+    """A lane lets nobody in without the key of an open push or pull."""
+    address = secured.lane_of("ps0")
+    if attack == "garbage":
+        raw = callers.connect_to(address)
+        raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\3\0CURVE" + os.urandom(1024))
+        assert callers.closed_within(raw, 14.0)
+        raw.close()
+    else:
+        with WildDealer(address, keys=attack != "plain text") as dealer:
+            assert not dealer.answers_to(*hello())
+    secured.note_attack(f"{attack} to a lane", "none", "CURVE", "ps0", "lane_handshake", 1)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
