@@ -72,9 +72,9 @@ class LaneDoor:
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             kind = int(event["event"])
             if kind == zmq.Event.ACCEPTED:
-                self._open.add(event["value"])
+                self._open.add(int(event["value"]))
             elif kind == zmq.Event.DISCONNECTED:
-                self._open.discard(event["value"])
+                self._open.discard(int(event["value"]))
             elif kind & _FAILED:
                 count_refusal("lane_handshake")
         if not self._shut and len(self._open) >= self._most:
