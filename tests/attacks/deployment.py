@@ -67,6 +67,7 @@ class AttackedRun:
     secured: bool
     expected: dict[str, Counter[str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)  # of a daemon's memory, in bytes, as seen after each attack
 
     def __enter__(self) -> AttackedRun:
         self.directory.mkdir()
@@ -191,7 +192,12 @@ class AttackedRun:
     def require_memory(self) -> None:
         for name, before in self._rss.items():
             now, most = self.read_rss(name), int(before * (1 + GROWTH)) + GROWTH_BYTES
+            self.peaks[name] = max(now, self.peaks.get(name, 0))
             assert now <= most, f"{name}: {now >> 20} MiB, {before >> 20} before the attacks, at most {most >> 20}"
+
+    def describe_memory(self) -> str:
+        grown = (f"{name} {self._rss[name] >> 20} → {peak >> 20} MiB" for name, peak in self.peaks.items())
+        return f"memory of the {'secured' if self.secured else 'plain'} run: {', '.join(grown)}"
 
     def require_counted(self) -> None:
         until = time.monotonic() + COUNT_S
