@@ -67,7 +67,7 @@ class LaneDoor:
     def follow_connections(self) -> None:
         """Take note of who came and went."""
         for _ in range(MOST_EVENTS):
-            if not self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             kind = int(event["event"])
