@@ -33,6 +33,7 @@ from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KEY_CHARS, KeyPair
 from dips.transport.lane import Lane, Outgoing
+from dips.transport.lane_door import most_connections
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
@@ -103,9 +104,10 @@ class ZmqFlow:
         self._started = self._over = False
         self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
         try:
+            most = most_connections(len(lanes))
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
-                self._lanes.append(Lane(index, host, port, stall_s, key, self._admit_key))
+                self._lanes.append(Lane(index, host, port, stall_s, key, self._admit_key, most))
         except BaseException:
             self.close()
             raise

@@ -53,7 +53,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if handler.unary_unary is None:
             return handler if self._guard is None else None  # nothing of ours streams: unknown to those outside
         method, inner = handler_call_details.method, handler.unary_unary
-        waiting = _Waiting()
+        waiting = _UnheardCall()
 
         async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             waiting.heard = True
@@ -100,7 +100,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         return lambda raw: read(raw) if len(raw) <= most else _TooLarge(len(raw), most)
 
 
-class _Waiting:
+class _UnheardCall:
     """A call whose request has not arrived; one that ends so was too large for gRPC, or its caller went."""
 
     __slots__ = ("heard",)

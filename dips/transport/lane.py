@@ -22,7 +22,7 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.transport.credit import MOST_CHUNKS
 from dips.transport.curve import KEY_CHARS, KeyPair
-from dips.transport.lane_door import LaneDoor
+from dips.transport.lane_door import MOST_CONNECTIONS, LaneDoor
 from dips.transport.zap import USER_ID, Admit, ZapHandler
 from dips.wire.frame import FRAME_LIMIT, Buffer
 
@@ -126,8 +126,9 @@ class Lane:
         stall_s: float,
         key: KeyPair | None = None,
         admit: Admit = lambda key: True,
+        most: int = MOST_CONNECTIONS,
     ) -> None:
-        """Bind; with a key the lane speaks CURVE only, to peers whose keys `admit` takes."""
+        """Bind; with a key the lane speaks CURVE only, to peers whose keys `admit` takes. `most`: connections."""
         self.index = index
         self._key_chars = 0 if key is None else KEY_CHARS
         self._zap: ZapHandler | None = None
@@ -155,7 +156,7 @@ class Lane:
             if key is not None:
                 self._zap = ZapHandler(self._context, admit)
                 key.secure_server(self._socket)
-            self._door = LaneDoor(self._socket, host, port)
+            self._door = LaneDoor(self._socket, host, port, most)
         except (zmq.ZMQError, OSError) as error:
             self.close()
             raise ConfigError(
@@ -216,6 +217,7 @@ class Lane:
             poller.register(self._zap.socket, zmq.POLLIN)
         waker, door = self._waker.theirs.fileno(), self._door
         assert door is not None
+        poller.register(door.monitor, zmq.POLLIN)
         more = False
         while not self._stop.is_set():
             if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import struct
 
@@ -19,6 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 from dips.telemetry.refusals import count_refusal
 
 MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; more wait at their TCP
+FEWEST_CONNECTIONS = 64  # of one lane, however few files this process may have open
+OWN_FILES = 512  # of the process besides: libraries, logs, snapshots, gRPC's connections
 ROOM = 64  # connections must end before others are let in again: a full house does not flap
 MOST_EVENTS = 512  # of coming and going that are read at a time: frames have their turn, too
 BACKLOG = 256  # connections that the kernel has made and libzmq has not taken
@@ -31,15 +34,23 @@ _FAILED = int(
 _EVENTS = int(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.ACCEPT_FAILED) | _FAILED
 
 
+def most_connections(lanes: int) -> int:
+    """Of one of so many lanes: half of the files that may be open, for libzmq lets in some before the door is shut."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(FEWEST_CONNECTIONS, (limit - OWN_FILES) // (2 * lanes)))
+
+
 class LaneDoor:
-    """Belongs to one bound socket; the lane's thread looks at it after each batch of frames."""
+    """Belongs to one bound socket; its thread looks when `monitor` is readable, and after each batch of frames."""
 
     def __init__(self, router: zmq.Socket[bytes], host: str, port: int, most: int = MOST_CONNECTIONS) -> None:
         """Bind `router`; raise OSError or ZMQError if the address is not to be had."""
         self._most, self._open, self._shut = most, set[int](), False
         self._listener = _listen(host, port)
         try:
-            self._monitor = router.get_monitor_socket(_EVENTS)
+            self.monitor = router.get_monitor_socket(_EVENTS)
             router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # libzmq closes its own
             name = f"[{host}]" if ":" in host else host
             self.port = int(self._listener.getsockname()[1])
@@ -56,14 +67,14 @@ class LaneDoor:
     def follow_connections(self) -> None:
         """Take note of who came and went."""
         for _ in range(MOST_EVENTS):
-            if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             kind = int(event["event"])
             if kind == zmq.Event.ACCEPTED:
-                self._open.add(event["value"])
+                self._open.add(int(event["value"]))
             elif kind == zmq.Event.DISCONNECTED:
-                self._open.discard(event["value"])
+                self._open.discard(int(event["value"]))
             elif kind & _FAILED:
                 count_refusal("lane_handshake")
         if not self._shut and len(self._open) >= self._most:
@@ -76,7 +87,7 @@ class LaneDoor:
     def stop_watching(self, router: zmq.Socket[bytes]) -> None:
         """Before the router is closed."""
         router.disable_monitor()
-        self._monitor.close(linger=0)
+        self.monitor.close(linger=0)
 
     def close(self) -> None:
         """After the router: libzmq has closed its listener."""

@@ -6,26 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks.deployment import Deployment, Row
+from tests.attacks.deployment import AttackedRun, Row
 from tests.forkserver.fixtures import end_of_servers, forked_commands, python_of_scripts, real_commands
 
 __all__ = ["end_of_servers", "forked_commands", "python_of_scripts", "real_commands"]
 
 ROWS: list[Row] = []
+MEMORY: list[str] = []
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with Deployment(tmp_path_factory.mktemp("attacks") / "secured", secured=True) as deployment:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    with AttackedRun(tmp_path_factory.mktemp("attacks") / "secured", secured=True) as deployment:
         yield deployment
     ROWS.extend(deployment.rows)
+    MEMORY.append(deployment.describe_memory())
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with Deployment(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    with AttackedRun(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
         yield deployment
     ROWS.extend(deployment.rows)
+    MEMORY.append(deployment.describe_memory())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -37,3 +40,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"{len(ROWS)} attacks, all refused")
     for row in rows:
         terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    for line in MEMORY:
+        terminalreporter.write_line(line)

@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass
-class Standing:
+class RunProgress:
     """What must not have changed for the worse."""
 
     applied: int
@@ -60,15 +60,16 @@ class Standing:
 
 
 @dataclass
-class Deployment:
+class AttackedRun:
     """Started by `with`; `expected` is what the attacks so far must have made the daemons count."""
 
     directory: Path
     secured: bool
     expected: dict[str, Counter[str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)  # of a daemon's memory, in bytes, as seen after each attack
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> AttackedRun:
         self.directory.mkdir()
         security: dict[str, Any] = {"insecure": True}
         if self.secured:
@@ -169,15 +170,15 @@ class Deployment:
     def read_refusals(self, daemon: str) -> dict[str, float]:
         return {reason: float(value) for reason, value in _COUNT.findall(self._scrape(daemon))}
 
-    def read_standing(self) -> Standing:
+    def read_standing(self) -> RunProgress:
         text = self._scrape("master")
         accepted = {cluster: _read(text, f'dips_cluster_accepted_total{{cluster="{cluster}"}}') for cluster in CLUSTERS}
-        return Standing(_read(text, "dips_rounds_applied_total"), _read(text, "dips_rounds_skipped_total"), accepted)
+        return RunProgress(_read(text, "dips_rounds_applied_total"), _read(text, "dips_rounds_skipped_total"), accepted)
 
     def read_rss(self, daemon: str) -> int:
         return int(psutil.Process(self.daemons[daemon].pid).memory_info().rss)
 
-    def require_rounds(self, before: Standing) -> None:
+    def require_rounds(self, before: RunProgress) -> None:
         """The run beside it goes on, with both clusters, and has lost no round."""
 
         def goes_on() -> bool:
@@ -191,7 +192,12 @@ class Deployment:
     def require_memory(self) -> None:
         for name, before in self._rss.items():
             now, most = self.read_rss(name), int(before * (1 + GROWTH)) + GROWTH_BYTES
+            self.peaks[name] = max(now, self.peaks.get(name, 0))
             assert now <= most, f"{name}: {now >> 20} MiB, {before >> 20} before the attacks, at most {most >> 20}"
+
+    def describe_memory(self) -> str:
+        grown = (f"{name} {self._rss[name] >> 20} → {peak >> 20} MiB" for name, peak in self.peaks.items())
+        return f"memory of the {'secured' if self.secured else 'plain'} run: {', '.join(grown)}"
 
     def require_counted(self) -> None:
         until = time.monotonic() + COUNT_S

@@ -25,7 +25,8 @@ from dips.wire.generated import operator_pb2, status_pb2
 from dips.wire.messages import to_proto
 from tests.attacks import callers
 from tests.attacks.callers import refused_with
-from tests.attacks.deployment import RUN, Deployment
+from tests.attacks.deployment import RUN, AttackedRun
+from tests.attacks.wild_dealer import WildDealer, hello
 from tests.integration.test_mistakes import tiny
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
@@ -36,7 +37,7 @@ CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
 
 
 @pytest.fixture(autouse=True)
-def run_goes_on(secured: Deployment) -> Iterator[None]:
+def run_goes_on(secured: AttackedRun) -> Iterator[None]:
     before = secured.read_standing()
     yield
     secured.require_rounds(before)
@@ -55,7 +56,7 @@ def register(slave: str, term: int = 0) -> events.SlaveRegistered:
 
 HANDSHAKES = {
     "plain text to TLS": lambda d: None,
-    "a certificate of another authority of the same name": Deployment.forge_elsewhere,
+    "a certificate of another authority of the same name": AttackedRun.forge_elsewhere,
     "an expired certificate": lambda d: d.forge("expired", [f"west.cluster.{RUN}.dips"], begin_s=-7200, end_s=-3600),
     "one that is not valid yet": lambda d: d.forge("future", [f"west.cluster.{RUN}.dips"], begin_s=3600, end_s=7200),
 }
@@ -63,7 +64,7 @@ HANDSHAKES = {
 
 @pytest.mark.parametrize("daemon", ["master", "ps0"])
 @pytest.mark.parametrize("attack", HANDSHAKES)
-def test_the_handshake_refuses(secured: Deployment, attack: str, daemon: str) -> None:
+def test_the_handshake_refuses(secured: AttackedRun, attack: str, daemon: str) -> None:
     files: TlsFiles | None = HANDSHAKES[attack](secured)
     san = MASTER_SAN if daemon == "master" else f"ps0.slave.{RUN}.dips"
     said = refused_with(secured.address_of(daemon), files, san, STATUS, status_pb2.StatusRequest())
@@ -73,14 +74,14 @@ def test_the_handshake_refuses(secured: Deployment, attack: str, daemon: str) ->
     )
 
 
-def test_no_certificate_is_shown(secured: Deployment) -> None:
+def test_no_certificate_is_shown(secured: AttackedRun) -> None:
     files = secured.certificate_of("ada", PeerRole.VIEWER)
     said = refused_with(secured.run.address, files, MASTER_SAN, STATUS, status_pb2.StatusRequest(), shown=False)
     assert said.startswith("UNAVAILABLE"), said
     secured.note_attack("no certificate in the handshake", "none", "TLS", "master", "handshake", 1)
 
 
-def test_a_revoked_certificate(secured: Deployment) -> None:
+def test_a_revoked_certificate(secured: AttackedRun) -> None:
     files = secured.certificate_of("mallory", PeerRole.VIEWER)
     secured.enrolled.authority.revoke("mallory.viewer")
     time.sleep(1.1)  # daemons look once a second
@@ -98,14 +99,14 @@ def test_a_revoked_certificate(secured: Deployment) -> None:
         ("a second master", [f"mallory.master.{RUN}.dips"], "a run has one master"),
     ],
 )
-def test_names_that_are_none(secured: Deployment, what: str, sans: list[str], told: str) -> None:
+def test_names_that_are_none(secured: AttackedRun, what: str, sans: list[str], told: str) -> None:
     files = secured.forge(what.replace(" ", "-"), sans)
     said = refused_with(secured.run.address, files, MASTER_SAN, JOIN, join("west"))
     assert said.startswith("PERMISSION_DENIED") and told in said, said
     secured.note_attack(what, "a careless authority", "guard", "master", "denied", 1)
 
 
-def test_another_certificates_key(secured: Deployment) -> None:
+def test_another_certificates_key(secured: AttackedRun) -> None:
     """The certificate is public: whoever shows it without its key does not get as far as a connection."""
     west, east = (secured.certificate_of(name, PeerRole.CLUSTER) for name in ("north", "south"))
     mixed = {"ca": str(west.ca), "cert": str(west.cert), "key": str(east.key)}
@@ -122,7 +123,7 @@ def test_another_certificates_key(secured: Deployment) -> None:
 # ---- rights --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_that_speaks_for_another(secured: Deployment) -> None:
+def test_a_cluster_that_speaks_for_another(secured: AttackedRun) -> None:
     north = secured.certificate_of("north", PeerRole.CLUSTER)
     for method, said in (
         (JOIN, join("west")),
@@ -148,7 +149,7 @@ def test_a_cluster_that_speaks_for_another(secured: Deployment) -> None:
          "operator registers"],
 )  # fmt: skip
 def test_whom_the_master_refuses(
-    secured: Deployment, request: pytest.FixtureRequest, name: str, role: PeerRole, method: str, said: object
+    secured: AttackedRun, request: pytest.FixtureRequest, name: str, role: PeerRole, method: str, said: object
 ) -> None:
     files = secured.certificate_of(name, role) if name != "ps1" else secured.forge(name, [f"ps1.slave.{RUN}.dips"])
     answer = refused_with(secured.run.address, files, MASTER_SAN, method, said)
@@ -157,7 +158,7 @@ def test_whom_the_master_refuses(
 
 
 @pytest.mark.parametrize(("name", "role"), [("north", PeerRole.CLUSTER), ("ada", PeerRole.OPERATOR)])
-def test_who_orders_a_slave(secured: Deployment, name: str, role: PeerRole) -> None:
+def test_who_orders_a_slave(secured: AttackedRun, name: str, role: PeerRole) -> None:
     """Only the master does, whatever term the order bears."""
     order = effects.Order("ps0", 1, (1 << 53) - 1, 1, effects.Ping(), 1.0)
     files = secured.certificate_of(name, role)
@@ -167,7 +168,7 @@ def test_who_orders_a_slave(secured: Deployment, name: str, role: PeerRole) -> N
 
 
 @pytest.mark.parametrize("term", [1 << 62, 2 + MOST_TERMS_AHEAD, 3, 0], ids=["2**62", "a million", "the next", "none"])
-def test_a_stolen_slaves_certificate(secured: Deployment, term: int) -> None:
+def test_a_stolen_slaves_certificate(secured: AttackedRun, term: int) -> None:
     """Another process with ps0's own certificate, while ps0 lives: its terms end no master."""
     files = secured.forge("stolen", [f"ps0.slave.{RUN}.dips"])
     said = to_proto(register("ps0", min(term, (1 << 53) - 1)))
@@ -182,7 +183,7 @@ def test_a_stolen_slaves_certificate(secured: Deployment, term: int) -> None:
 # ---- too much ------------------------------------------------------------------------------------------------------
 
 
-def test_a_flood_of_calls(secured: Deployment) -> None:
+def test_a_flood_of_calls(secured: AttackedRun) -> None:
     """The flooder alone is held back."""
     files = secured.certificate_of("eve", PeerRole.VIEWER)
     with callers.channel_to(secured.run.address, files, MASTER_SAN) as channel:
@@ -202,7 +203,7 @@ def _code_of(call: grpc.UnaryUnaryMultiCallable) -> str:
     return "OK"
 
 
-def test_huge_messages(secured: Deployment) -> None:
+def test_huge_messages(secured: AttackedRun) -> None:
     files = secured.certificate_of("north", PeerRole.CLUSTER)
     huge = to_proto(replace(join("north"), manifest="x" * (40 << 20)))
     answer = refused_with(secured.run.address, files, MASTER_SAN, JOIN, huge)
@@ -214,7 +215,7 @@ def test_huge_messages(secured: Deployment) -> None:
     secured.note_attack("a question of 2 MiB", "north.cluster", "size of the method", "master", "remote_protocol", 1)
 
 
-def test_a_method_that_is_none(secured: Deployment) -> None:
+def test_a_method_that_is_none(secured: AttackedRun) -> None:
     files = secured.certificate_of("north", PeerRole.CLUSTER)
     answer = refused_with(secured.run.address, files, MASTER_SAN, "OperatorService/Shutdown", join("north"))
     assert answer.startswith("UNIMPLEMENTED"), answer
@@ -222,7 +223,7 @@ def test_a_method_that_is_none(secured: Deployment) -> None:
 
 
 @pytest.mark.parametrize("daemon", ["master", "ps0"])
-def test_half_open_connections_and_slow_handshakes(secured: Deployment, daemon: str) -> None:
+def test_half_open_connections_and_slow_handshakes(secured: AttackedRun, daemon: str) -> None:
     """Who says nothing, half of a handshake, or garbage, is hung up on."""
     address, hello = callers.host_and_port(secured.address_of(daemon)), callers.client_hello()
     said = {
@@ -248,7 +249,7 @@ def test_half_open_connections_and_slow_handshakes(secured: Deployment, daemon: 
         secured.note_attack(f"connections that say {what}, to {daemon}", "none", "handshake_s", daemon, "handshake", 1)
 
 
-def test_a_flood_of_connections(secured: Deployment) -> None:
+def test_a_flood_of_connections(secured: AttackedRun) -> None:
     """Beyond the most that it takes they are closed at once; those on which the run lives stay."""
     address = callers.host_and_port(secured.address_of("ps0"))
     connections = []
@@ -260,10 +261,29 @@ def test_a_flood_of_connections(secured: Deployment) -> None:
     secured.note_attack("600 connections to a slave", "none", "most connections", "ps0", "handshake", 100)
 
 
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+# Who has a key of an open transfer and reaches for another's: tests/integration/test_lane_thieves.py
+
+
+@pytest.mark.parametrize("attack", ["plain text", "a key of nothing", "garbage"])
+def test_who_has_no_key_of_a_lane(secured: AttackedRun, attack: str) -> None:
+    """A lane lets nobody in without the key of an open push or pull."""
+    address = secured.lane_of("ps0")
+    if attack == "garbage":
+        raw = callers.connect_to(address)
+        raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\3\0CURVE" + os.urandom(1024))
+        assert callers.closed_within(raw, 14.0)
+        raw.close()
+    else:
+        with WildDealer(address, keys=attack != "plain text") as dealer:
+            assert not dealer.answers_to(*hello())
+    secured.note_attack(f"{attack} to a lane", "none", "CURVE", "ps0", "lane_handshake", 1)
+
+
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reason_that_would_clear_the_screen(secured: Deployment) -> None:
+def test_a_reason_that_would_clear_the_screen(secured: AttackedRun) -> None:
     """An enrolled cluster says it; log and status spell it."""
     files = secured.certificate_of("north", PeerRole.CLUSTER)
     evil = events.ClusterLeft(0, "north", 1, 0, "\x1b[2J\u202e\nmaster: all is well")
@@ -277,5 +297,5 @@ def test_a_reason_that_would_clear_the_screen(secured: Deployment) -> None:
 # ---- in the end ----------------------------------------------------------------------------------------------------
 
 
-def test_all_are_counted(secured: Deployment) -> None:
+def test_all_are_counted(secured: AttackedRun) -> None:
     secured.require_counted()

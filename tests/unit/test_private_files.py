@@ -55,7 +55,7 @@ def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_private_directory(tmp_path, "directory")
     assert mode_of(tmp_path) == 0o2770
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"directory: everybody on this machine may write in .* chmod o-rwx"):
+    with pytest.raises(ConfigError, match=r"directory: everybody on this machine may write in .* chmod o-rwx it"):
         make_private_directory(tmp_path, "directory")
 
 

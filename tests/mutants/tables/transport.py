@@ -11,6 +11,7 @@ CODECS = "tests/unit/wire/test_bites_codecs.py tests/unit/wire/test_codecs.py"
 INTAKE = "tests/unit/transport/test_bites_intake.py tests/unit/transport/test_intake.py"
 TURNS = "tests/unit/transport/test_turns.py"
 SHARES = "tests/unit/transport/test_shares.py"
+LIMITS = "tests/unit/transport/test_limits.py"
 
 MUTANTS = (
     Mutant(
@@ -149,6 +150,10 @@ MUTANTS = (
     Mutant("a view beyond its piece", ROOM, "offset + length <= end:", "offset < end:", SHARES),
     Mutant("a view before its piece", ROOM, "if first <= offset and", "if", SHARES),
     Mutant("a piece of another dtype is sent", ROOM, "if array.dtype != np.float32 or", "if", SHARES),
+    Mutant("a bucket is never empty", ROOM, "if self._left < 1.0:", "if False:", LIMITS),
+    Mutant("a bucket holds any number", ROOM, "self._left = min(self._burst, ", "self._left = max(0.0, ", LIMITS),
+    Mutant("peers are remembered for ever", ROOM, "if len(self._peers) >= MOST_PEERS:", "if False:", LIMITS),
+    Mutant("a handshake that fails is forgotten", ROOM, 'count_refusal("handshake")', "pass", LIMITS),
     Mutant(
         "an update's block is cut in two",
         "dips/wire/updates.py",

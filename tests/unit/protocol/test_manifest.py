@@ -25,7 +25,7 @@ def test_legal_shapes(shape: tuple[int, ...]) -> None:
 
 def test_its_json_is_what_json_dumps_writes() -> None:
     """The digest is of these bytes: names that need escapes, scalars and empty parameters included."""
-    names = ['a"b', "back\\slash", "ä", "line\nend", "emb.0.w"]
+    names = ['a"b', "back\\slash", "ä", "𝜃 and 中", "emb.0.w"]
     manifest = Manifest.from_shapes([(name, (2,) * i) for i, name in enumerate(names)])
     layers = [
         {"name": layer.name, "parameters": [[p.name, list(p.shape)] for p in layer.parameters]}

@@ -1,0 +1,79 @@
+"""A server's gate on a real port: size of a method, rate of a peer, unknown methods; each counted by its reason."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from dips.errors import Busy, RemoteProtocolError, UnavailableMaster
+from dips.telemetry.refusals import refusals_by_reason
+from dips.transport import control
+from dips.transport.endpoints import master_peer
+from dips.transport.limits import MASTER_LIMITS, MIB, ServerLimits
+from dips.wire.generated import cluster_pb2
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
+from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server as add_clusters
+from tests.integration.test_mutual_tls import Clusters
+
+
+@asynccontextmanager
+async def gated(limits: ServerLimits) -> AsyncIterator[tuple[Any, aio.Channel]]:
+    """A server with these limits, and what asks it for a Join of so many bytes."""
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"), None, limits)
+    add_clusters(Clusters(), server)
+    peer = master_peer(f"127.0.0.1:{control.bind_server(server, '127.0.0.1:0', 'master.listen')}", None)
+    await server.start()
+    channel = control.open_channel(peer)
+
+    async def join(nbytes: int = 0) -> Any:
+        asked = cluster_pb2.ClusterJoined(cluster="west", manifest="x" * nbytes)
+        method = ClusterServiceStub(channel).Join
+        return await control.call_method(method, asked, deadline_s=10.0, peer=peer, unavailable=UnavailableMaster)
+
+    yield join, channel
+    await channel.close()
+    await server.stop(0)
+
+
+def counted(reason: str) -> int:
+    return refusals_by_reason().get(reason, 0)
+
+
+async def test_a_question_that_is_too_large_for_its_method() -> None:
+    """A Join may bring a manifest; what no method may bring does not even reach us."""
+    before, unheard = counted("remote_protocol"), counted("unheard")
+    async with gated(replace(MASTER_LIMITS, largest_bytes=2 * MIB)) as (join, _):
+        assert await join(MIB + 1)
+    async with gated(replace(MASTER_LIMITS, large=frozenset(), largest_bytes=2 * MIB)) as (join, _):
+        with pytest.raises(RemoteProtocolError, match=r"Join: expected at most 1048576 bytes, got 10485\d\d"):
+            await join(MIB)
+        with pytest.raises(RemoteProtocolError, match="larger than max"):
+            await join(3 * MIB)
+        assert await join()
+    assert (counted("remote_protocol"), counted("unheard")) == (before + 1, unheard + 1)
+
+
+async def test_calls_that_come_too_fast() -> None:
+    """They are told to wait, which agents and slaves do; a moment later the next one passes."""
+    before = counted("rate")
+    async with gated(replace(MASTER_LIMITS, peer_calls_per_s=0.001, peer_calls_at_once=3.0)) as (join, _):
+        for _ in range(3):
+            await join()
+        with pytest.raises(Busy, match=r"127.0.0.1:\d+ makes more than 0.001 calls a second: wait and ask again"):
+            await join()
+    assert counted("rate") == before + 1
+
+
+async def test_a_method_that_is_not_served() -> None:
+    before = counted("unknown_method")
+    async with gated(MASTER_LIMITS) as (_, channel):
+        with pytest.raises(aio.AioRpcError) as raised:
+            await channel.unary_unary("/dips.v1.ClusterService/Shutdown")(b"", timeout=10.0)
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert counted("unknown_method") == before + 1
