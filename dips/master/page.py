@@ -15,7 +15,6 @@ from dips.master.ledger_history import RoundHistory
 from dips.master.status import build_status
 from dips.page.memory import PageMemory, RoundMemory
 from dips.page.rates import SeenTransfers, SlaveRates
-from dips.page.routes import page_routes
 from dips.page.spans import SpanKind
 from dips.page.view import make_state
 from dips.protocol.effects import Effect
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from dips.master.core import Step
     from dips.master.runtime import Runtime
 
-ROUNDS_RECALLED = 2_000  # of the ledger at the start: 30 ms for two clusters
+ROUNDS_RECALLED = 1_000  # of the ledger at the start; 0.2 s for rounds of ten clusters, on one core
 READ_S = 5.0  # the loop answers, or the page says that it does not
 # What a cluster's state says of the span that is open in its lane.
 _BUSY_WITH = {"pushing": SpanKind.PUSH, "committed": SpanKind.WAIT, "pulling": SpanKind.PULL}
@@ -59,6 +58,8 @@ class MasterPage:
 
     def make_routes(self, runtime: Runtime) -> list[Route]:
         """The routes for an HTTP server, which may call them in a thread of its own; called on the master's loop."""
+        from dips.page.routes import page_routes  # starlette: only for those who serve it
+
         loop = asyncio.get_running_loop()
 
         async def read_state() -> dict[str, Any]:

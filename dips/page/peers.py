@@ -12,6 +12,7 @@ from dips.page.text import clean_text, number_of, seconds_of
 MOST_CLUSTERS = 48  # listed, those that ask for attention first; the rest is summed
 MOST_SLAVES = 48
 SILENT_HEARTBEATS = 2.0  # so long without a word, and it is shown as silent; its lease ends after five
+LEAST_FREE = 0.05  # of a slave's disk; less asks for a look
 ENDED = frozenset({LEFT, "its incarnation ended", "known from the ledger"})
 CRASHING = "crashing"  # what a cluster's note begins with while its trainer is dead
 _PLAIN_REASONS = frozenset({"training", "joined", "asks for a push", "its push is committed"})
@@ -138,8 +139,8 @@ def _slave_row(name: str, s: Peer, judged: Judgement, rates: tuple[float, float]
         "slots_used": number_of(s.get("slots_used")),
         "pool_used": number_of(s.get("pool_used")),
         "pool_limit": number_of(s.get("pool_limit")),
-        "disk_free": number_of(s.get("disk_free")),
-        "disk_total": number_of(s.get("disk_total")),
+        "disk_free": number_of(s.get("disk_free")) if s.get("disk_total") else None,
+        "disk_total": number_of(s.get("disk_total") or None),
         "persist_s": number_of(s.get("persist_s")),
         "apply_s": number_of(s.get("apply_s")),
         "mirror_behind": number_of(mirror.get("behind_versions")) if mirror else None,
@@ -158,6 +159,8 @@ def _judge_slave(s: Peer, heartbeat_s: float, uptime_s: float) -> Judgement:
         return state, Gravity.ATTENTION, reason
     if (silent_s := _silent_s(s, heartbeat_s, uptime_s)) is not None:
         return "silent", Gravity.ATTENTION, _explain_silence(silent_s, s, state)
+    if (total := s.get("disk_total")) and s.get("disk_free", 0) < LEAST_FREE * total:
+        return state, Gravity.ATTENTION, f"its disk is nearly full: {s.get('disk_free', 0) / total:.1%} are free"
     if mirror.get("failing"):
         return state, Gravity.ATTENTION, f"its mirror fails: {mirror.get('reason') or '–'}"
     return state, Gravity.GOOD, "" if reason.startswith("serves ") else reason

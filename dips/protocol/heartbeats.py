@@ -96,6 +96,8 @@ class SlaveHeartbeat:
     work_bytes: int = 0  # that kernels and disk have worked through: what lasts is told from what hangs
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     live: int = 0  # number of the last list of what is live that it got in this term; 0: none
+    disk_free: int = 0  # bytes where its snapshots lie, for showing only
+    disk_total: int = 0  # 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

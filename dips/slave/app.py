@@ -29,6 +29,7 @@ from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
+from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
@@ -99,6 +100,7 @@ class Parts:
     mirror: SnapshotMirror | None
     log: logs.Log
     pull_codec: str
+    room: DiskRoom
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
@@ -136,7 +138,15 @@ class Parts:
         """What a heartbeat says of this process; from any thread."""
         mirror = self.mirror.report() if self.mirror is not None else None
         thread, done = self.thread, self.work.nbytes
-        return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done, mirror)
+        return Meters(
+            self.flow.bytes_in,
+            self.flow.bytes_out,
+            thread.persist_s,
+            thread.apply_s,
+            done,
+            mirror,
+            *self.room.read_room(),
+        )
 
     def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
         """Bring back from the mirror what is newer than the disk, on a new machine everything."""
@@ -255,8 +265,9 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)
     return Parts(
-        section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log, config.shared.pull_codec
-    )
+        section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log, config.shared.pull_codec,
+        DiskRoom(section.directory),
+    )  # fmt: skip
 
 
 def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> SnapshotMirror | None:

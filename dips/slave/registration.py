@@ -230,6 +230,8 @@ class Heartbeats:
             apply_s=meters.apply_s,
             work_bytes=meters.work_bytes,
             mirror=meters.mirror,
+            disk_free=meters.disk_free,
+            disk_total=meters.disk_total,
             live=self._list.number if self._list is not None and self._list_of == self._known_as(standing) else 0,
         )
 

@@ -66,3 +66,5 @@ class Meters:
     apply_s: float = 0.0
     work_bytes: int = 0  # kernels and disk
     mirror: MirrorReport | None = None  # None: its directory has no mirror
+    disk_free: int = 0  # where its snapshots lie
+    disk_total: int = 0  # 0: unknown

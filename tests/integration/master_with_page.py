@@ -19,7 +19,6 @@ from dips.master import app
 from dips.master.page import MasterPage
 from dips.master.runtime import Runtime
 
-STARTED_S = 0.02
 pages: list[MasterPage] = []
 
 

@@ -56,7 +56,7 @@ class Watched:
         page.on("pageerror", lambda error: self.problems.append(f"raised: {error}"))
         page.goto(self.url)
         page.locator("#clusters tbody tr").first.wait_for()
-        page.wait_for_function("document.querySelectorAll('#loss-time polyline').length > 0")
+        page.wait_for_function("() => document.querySelectorAll('#loss-time polyline').length > 0")
         return page
 
     def keep_shot(self, page: Any, name: str, *, whole: bool = True) -> None:
@@ -215,8 +215,8 @@ def test_a_master_that_is_away_is_said_and_found_again(watched: Watched) -> None
     assert page.title().startswith("✕")
     run.start_master()
     page.locator("#lost").wait_for(state="hidden", timeout=30_000)
-    page.wait_for_function("document.querySelector('#foot').textContent.includes('term 2')", timeout=10_000)
-    page.wait_for_function("document.querySelector('#health').textContent === 'All is well'", timeout=30_000)
+    page.wait_for_function("() => document.querySelector('#foot').textContent.includes('term 2')", timeout=10_000)
+    page.wait_for_function("() => document.querySelector('#health').textContent === 'All is well'", timeout=30_000)
     away = [p for p in watched.problems[known:] if "ERR_CONNECTION" in p or "ERR_EMPTY" in p]
     assert watched.problems[known:] == away  # the browser's own words for what the page says
     del watched.problems[known:]

@@ -341,6 +341,8 @@ class SlaveHeartbeat(_message.Message):
     WORK_BYTES_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    DISK_FREE_FIELD_NUMBER: _builtins.int
+    DISK_TOTAL_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -354,6 +356,9 @@ class SlaveHeartbeat(_message.Message):
     """that kernels and disk have worked through: what lasts is told from what hangs"""
     live: _builtins.int
     """number of the last list of what is live that it got in this term"""
+    disk_free: _builtins.int
+    """bytes where its snapshots lie; for showing only"""
+    disk_total: _builtins.int
     @_builtins.property
     def memory(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -380,10 +385,12 @@ class SlaveHeartbeat(_message.Message):
         work_bytes: _builtins.int = ...,
         mirror: Global___MirrorReport | None = ...,
         live: _builtins.int = ...,
+        disk_free: _builtins.int = ...,
+        disk_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "disk_free", b"disk_free", "disk_total", b"disk_total", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

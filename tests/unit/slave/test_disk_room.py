@@ -1,0 +1,38 @@
+"""FreeDisk on a slave's disk: known soon, asked by one thread at a time, and a disk that hangs holds up nobody."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from dips.slave import disk_room
+from dips.slave.disk_room import DiskRoom, FreeDisk
+
+
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for it, however often it is asked; when it answers, the room is known."""
+    asked, answers, known = [], threading.Event(), shutil.disk_usage(tmp_path)
+
+    def hang(directory: Path) -> object:
+        asked.append(directory)
+        assert answers.wait(10)
+        return known
+
+    monkeypatch.setattr(disk_room.shutil, "disk_usage", hang)
+    room = DiskRoom(tmp_path)
+    assert [room.read_room() for _ in range(5)] == [FreeDisk()] * 5
+    [waiting] = [t for t in threading.enumerate() if t.name == "disk-room"]
+    answers.set()
+    waiting.join(10)
+    assert room.read_room() == FreeDisk(known.free, known.total) and asked == [tmp_path]
+
+
+def test_a_disk_that_is_gone_has_no_room_that_is_known(tmp_path: Path) -> None:
+    room = DiskRoom(tmp_path / "gone")
+    room.read_room()
+    for thread in [t for t in threading.enumerate() if t.name == "disk-room"]:
+        thread.join(10)
+    assert room.read_room() == FreeDisk()
