@@ -83,7 +83,7 @@ class ClusterFile(HttpKeys):
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "streaming", "lazy"] = "whole"
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
-    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
@@ -106,7 +106,7 @@ def load_cluster(path: Path) -> ClusterFile:
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
-    check_transport(path, config.insecure, config.tls, control, [])
+    check_transport(path, config.insecure, config.tls, control)
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")

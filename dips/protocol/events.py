@@ -13,7 +13,7 @@ from dips.protocol.data import BegunRange
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 5
+PROTOCOL = 6
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -128,6 +128,7 @@ class PushRequested:
     ranks: int  # speaking ranks, each of which says HELLO to every slave
     tokens: int = 0  # that it would bring if it were frozen now
     step_s: float = 0.0  # time of an inner step; 0 while unknown
+    keys: tuple[str, ...] = ()  # public, of each rank; slaves whose lanes are plain need none
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class PullRequested:
     pull: PullId
     ranks: int
     version: VersionId | None = None  # an older one that the disks keep; None: the head
+    keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,15 @@ class PullFinished:
     req: int
     pull: PullId
     installed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAsked:
+    """A cluster is about to measure the way to the lanes, and shows this key there."""
+
+    req: int
+    cluster: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +368,7 @@ Event = (
     | RoundAwaited
     | PullRequested
     | PullFinished
+    | ProbeAsked
     | RangesRequested
     | ClusterLeft
     | ReadmissionAsked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.tables import client, http, master, protocol, silence, slave, transport
+from tests.mutants.tables import client, http, lanes, master, protocol, silence, slave, transport
 
 MUTANTS = (
     *protocol.MUTANTS,
@@ -11,5 +11,6 @@ MUTANTS = (
     *master.MUTANTS,
     *client.MUTANTS,
     *silence.MUTANTS,
+    *lanes.MUTANTS,
     *http.MUTANTS,
 )
