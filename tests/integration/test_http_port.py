@@ -116,6 +116,7 @@ async def test_it_is_read_only_and_takes_no_body() -> None:
     async with serving(subject()) as port:
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert (await ask(port, "/metrics", method=method))[0] == 405
+            assert (await ask(port, "/nowhere", method=method))[0] == 405, "whatever routes a daemon adds"
         assert (await ask(port, "/healthz", headers={"Content-Length": "5"}))[0] == 413
         assert (await ask(port, "/metrics", headers={"Host": "evil.example"}))[0] == 403
         assert (await ask(port, "/metrics", headers={"X": "y" * connection.MAX_HEADER_BYTES}))[0] == 431
