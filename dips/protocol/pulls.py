@@ -107,6 +107,8 @@ def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
     pull = cluster.pull
     assert pull is not None
     cluster.pull = None
+    if cluster.push is None:
+        cluster.keys = ()  # the next request names them again
     run.transfers.close_pull(pull)
     cluster.closed_pull = Tombstone(pull.id.seq, reason)
     run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)

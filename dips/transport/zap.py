@@ -1,8 +1,9 @@
 """Asks, for each connection to a lane that encrypts, whether its key is admitted (ZAP, ZeroMQ RFC 27).
 
 libzmq sends the question through its context to one known endpoint and holds the handshake open until it is answered.
-The answer's User-Id is the key: from then on every frame of that connection bears it, and nobody else's can. Lives on
-the lane's thread.
+The answer's User-Id is the key: from then on every frame of that connection bears it, and no other's does. A property
+of that name that a peer sends of itself does not count: libzmq enters ZAP's first and replaces none. One thread uses
+it, the lane's.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ MAY: dict[str, set[str]] = {
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
-    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options", "dips.identity.names", "dips.identity.paths"},
+    "dips.config": LOW
+    | {"dips.protocol.enums", "dips.protocol.options", "dips.protocol.rank_keys"}
+    | {"dips.identity.names", "dips.identity.paths"},
     "dips.identity": LOW | {"dips.fsync"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,

@@ -306,6 +306,16 @@ def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
         load_run(path)
 
 
+def test_encrypted_lanes_know_so_many_ranks(tmp_path: Path) -> None:
+    """Their keys travel with each request; plain lanes have no such bound."""
+    many = changed(CLUSTER, "max_transfer_ranks", 20_000)
+    assert load_cluster(write(tmp_path / "cluster.yaml", many)).max_transfer_ranks == 20_000
+    many["tls"] = TLS
+    del many["insecure"]
+    with pytest.raises(ConfigError, match="20000 ranks are more than the 16384 whose keys"):
+        load_cluster(write(tmp_path / "cluster.yaml", many))
+
+
 @pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}])
 def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
     """steps, seconds or aligned: one, and the others are None."""

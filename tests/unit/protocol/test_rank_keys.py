@@ -66,6 +66,21 @@ def test_keys_are_named_in_every_order_that_opens(run: ScriptedRun) -> None:
     assert run.outcome(pushed).pull.slaves[0].key == key("lane")
 
 
+def test_keys_are_kept_as_long_as_a_transfer_may_need_them(run: ScriptedRun) -> None:
+    """From a push's request to the end of the pull after it; nothing is kept of a cluster that rests or is gone."""
+    a = run.machine._run.clusters["a"]
+    pushed = push(run, "a", key("r0"))
+    assert a.keys == (key("r0"),)
+    run.wait(11.0)
+    assert a.pull is not None and a.keys == (key("r0"),)
+    run.outcome(pushed)
+    assert a.pull is None and a.keys == ()
+    run.ask(pull_of("a", 9, key("r1")))
+    assert a.keys == (key("r1"),)
+    run.ask(ev.ClusterLeft(0, "a", 1, 0))
+    assert a.keys == ()
+
+
 @pytest.mark.parametrize(
     ("keys", "ranks", "said"),
     [
