@@ -232,7 +232,7 @@ async def _serve_http(
     section = config.master
     if section.http is None:
         return
-    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
 
     def read_status() -> dict[str, Any]:
         merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
