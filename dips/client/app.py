@@ -179,7 +179,7 @@ async def _serve_http(
     """Probes and metrics, if the cluster file says where; return what ends them."""
     if config.http is None:
         return partial(asyncio.sleep, 0)
-    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
 
     def read_state() -> dict[str, Any]:
         return {**agent_metrics.read_metrics(state, time.monotonic()), **agent_metrics.read_relay(relay)}

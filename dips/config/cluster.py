@@ -108,7 +108,7 @@ def load_cluster(path: Path) -> ClusterFile:
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
-    check_transport(path, config.insecure, config.tls, control, [])
+    check_transport(path, config.insecure, config.tls, control)
     if config.tls is not None and config.max_transfer_ranks > MOST_KEYS:
         raise ConfigError(
             f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "

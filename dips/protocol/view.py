@@ -26,7 +26,6 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "targets": asdict(run.targets),
         "tuned": {key: None if change.off else change.value for key, change in run.tuned.items()},
         "finished": str(run.finished) if run.finished else None,
-        "unready": explain_unready(run),
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,

@@ -213,7 +213,7 @@ async def _serve_http(
 ) -> None:
     if section.http is None:
         return
-    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
 
     mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
     subject = HttpSubject(

@@ -116,6 +116,7 @@ async def test_it_is_read_only_and_takes_no_body() -> None:
     async with serving(subject()) as port:
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert (await ask(port, "/metrics", method=method))[0] == 405
+            assert (await ask(port, "/nowhere", method=method))[0] == 405, "whatever routes a daemon adds"
         assert (await ask(port, "/healthz", headers={"Content-Length": "5"}))[0] == 413
         assert (await ask(port, "/metrics", headers={"Host": "evil.example"}))[0] == 403
         assert (await ask(port, "/metrics", headers={"X": "y" * connection.MAX_HEADER_BYTES}))[0] == 431
@@ -142,6 +143,8 @@ async def test_a_port_in_use_is_named() -> None:
     async with serving(subject()) as port:
         with pytest.raises(ConfigError, match=f"http: cannot listen on 127.0.0.1:{port}"):
             await serve_http(f"127.0.0.1:{port}", None, None, subject(), structlog.get_logger())
+    with pytest.raises(ConfigError, match="not loopback and needs certificates"):
+        await serve_http("0.0.0.0:0", None, None, subject(), structlog.get_logger())
 
 
 # ---- off loopback ----------------------------------------------------------------------------------------------------

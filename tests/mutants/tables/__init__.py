@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants.tables import client, lanes, master, protocol, silence, slave, transport
+from tests.mutants.tables import client, http, lanes, master, protocol, silence, slave, transport
 
 MUTANTS = (
-    *protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS, *silence.MUTANTS,
+    *protocol.MUTANTS,
+    *slave.MUTANTS,
+    *transport.MUTANTS,
+    *master.MUTANTS,
+    *client.MUTANTS,
+    *silence.MUTANTS,
     *lanes.MUTANTS,
-)  # fmt: skip
+    *http.MUTANTS,
+)
