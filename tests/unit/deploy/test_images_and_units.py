@@ -72,7 +72,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
     assert not complaints, complaints
 
 
-@pytest.mark.parametrize("script", ["slurm/cluster.sbatch", "slurm/torchrun.sh", "nodes.sh", "kubernetes/check"])
+@pytest.mark.parametrize("script", ["slurm/cluster.sbatch", "slurm/torchrun.sh", "nodes.sh"])
 def test_scripts_are_shell(script: str) -> None:
     """bash can read them."""
     subprocess.run(["bash", "-n", str(DEPLOY / script)], check=True)
