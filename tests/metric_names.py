@@ -15,7 +15,7 @@ from dips.slave import metrics as slave_metrics
 from dips.telemetry import process
 from dips.telemetry.metrics import Table
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "metrics.md"
+GUIDE = Path(__file__).parents[1].joinpath("docs/guides/metrics.md")
 BEGIN, END = "<!-- {} begins: python -m tests.metric_names --write -->", "<!-- {} ends -->"
 ROLES: dict[str, tuple[Table, ...]] = {
     "process": process.TABLES,
@@ -32,6 +32,11 @@ def series_of(*roles: str) -> set[str]:
     rows = [row for role in roles for table, _ in ROLES[role] for row in table]
     plain = {row.series for row in rows if not row.histogram}
     return plain | {row.name + part for row in rows if row.histogram for part in parts}
+
+
+def kinds_of(*roles: str) -> dict[str, str]:
+    """What daemons of these roles register, with its type."""
+    return {row.series: row.kind for role in roles for table, _ in ROLES[role] for row in table}
 
 
 def unit_of(name: str) -> str:

@@ -106,7 +106,7 @@ def load_cluster(path: Path) -> ClusterFile:
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
-    check_transport(path, config.insecure, config.tls, control, [])
+    check_transport(path, config.insecure, config.tls, control)
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")

@@ -108,27 +108,21 @@ def check_names(path: Path, names: list[tuple[str, str]]) -> None:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def check_transport(
-    path: Path,
-    insecure: bool,
-    tls: TlsSection | None,
-    control: list[tuple[str, str]],
-    plain: list[tuple[str, str]],
-) -> None:
+def check_transport(path: Path, insecure: bool, tls: TlsSection | None, addresses: list[tuple[str, str]]) -> None:
     """Plain text leaves the machine never, and stays on it only when that is asked for
-    (docs/architecture.md#security). `plain`: addresses at which there is no certificate in any case."""
+    (docs/architecture.md#security)."""
     if insecure == (tls is not None):
         got = "both" if insecure else "neither"
         raise ConfigError(
             f"{path}: insecure: expected a section `tls` (`dips certs` makes the files) or `insecure: true` for plain "
             f"text on loopback, got {got}"
         )
-    for key, address in control + plain:
+    for key, address in addresses:
         try:
             host, _ = host_port(address)
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from error
-        if is_loopback(host) or (tls is not None and (key, address) not in plain):
-            continue
-        why = "`insecure: true`" if insecure else "certificates do not reach it yet"
-        raise ConfigError(f"{path}: {key}: plain text ({why}) is allowed on loopback only, got {address!r}")
+        if tls is None and not is_loopback(host):
+            raise ConfigError(
+                f"{path}: {key}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}"
+            )

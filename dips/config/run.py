@@ -59,7 +59,6 @@ def load_run(path: Path) -> RunFile:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
     control = [("master.listen", config.master.listen)]
     control += [("master.http", config.master.http)] if config.master.http else []
-    plain: list[tuple[str, str]] = []
     for s in config.slaves:
         if s.lanes and s.lane_count:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
@@ -68,8 +67,8 @@ def load_run(path: Path) -> RunFile:
         ]
         lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
         lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
-        control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
+        control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
     check_names(path, [(name, "cluster") for name in config.clusters or ()])
-    check_transport(path, config.insecure, config.tls, control, plain)
+    check_transport(path, config.insecure, config.tls, control)
     return config

@@ -17,8 +17,22 @@ from dips.http.access import PROBES, Door
 from dips.http.connection import CERTIFICATE, MAX_HEADER_BYTES
 
 METHODS = ("GET", "HEAD")
-Probe = Callable[[], Awaitable[tuple[bool, dict[str, Any]]]]  # whether all is well, and what to say
+Answered = tuple[bool, dict[str, Any]]
+Probe = Callable[[], Awaitable[Answered]]  # whether all is well, and what to say
 NEVER_STORED = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class SharedProbe:
+    """Asks once for all who ask meanwhile: whoever floods a probe has one question at the daemon's loop."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._asking: asyncio.Future[Answered] | None = None
+
+    async def ask_daemon(self) -> Answered:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._probe())
+        return await asyncio.shield(self._asking)
 
 
 def make_app(
@@ -27,8 +41,10 @@ def make_app(
     """`metrics` may block: it is called on `threads`."""
 
     def answer_probe(probe: Probe) -> Callable[[Request], Awaitable[Response]]:
+        shared = SharedProbe(probe)
+
         async def answer(request: Request) -> Response:
-            well, said = await probe()
+            well, said = await shared.ask_daemon()
             return JSONResponse(said, 200 if well else 503, NEVER_STORED)
 
         return answer

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute
 
 from dips import __version__
 from dips.config import host_port, is_loopback
+from dips.errors import ConfigError
 from dips.http.access import Door, ReaderToken
 from dips.http.answers import RequestGate, make_app
 from dips.http.cached_view import CachedView
@@ -50,32 +51,29 @@ class HttpSubject:
     look: Callable[[], dict[str, Any]] = dict
 
 
-MakeRoutes = Callable[[Callable[[], Status]], Sequence[BaseRoute]]
-
-
 async def serve_http(
     address: str,
     token: Path | None,
     tls: TlsSource | None,
     subject: HttpSubject,
     log: Log,
-    make_routes: MakeRoutes = lambda read: (),
+    extra_routes: Sequence[BaseRoute] = (),
 ) -> Callable[[], Any]:
     """Answer at host:port from now on; return the coroutine function that ends it. Call it on the daemon's loop.
 
-    make_routes  what else is served, given what reads the daemon's view from any other thread, at most a second old
+    `extra_routes`: what else is served, on the port's own thread, to those who may read the metrics.
 
     Raise ConfigError if the port or the token is not usable.
     """
     host, port = host_port(address)
+    if tls is None and not is_loopback(host):
+        raise ConfigError(f"http: {address} is not loopback and needs certificates, a section `tls`")
     secured = None if is_loopback(host) else tls
     report = lambda problem: log.warning("http", problem=problem)  # noqa: E731
     door = Door(secured, None if token is None else ReaderToken(token, report))
     listener = bind_socket(host, port)
     opened = _HttpPort(subject, tls)
-    app = make_app(
-        opened.check_health, opened.check_readiness, opened.text.read, opened.threads, make_routes(opened.view.read)
-    )
+    app = make_app(opened.check_health, opened.check_readiness, opened.text.read, opened.threads, extra_routes)
     server = HttpServer(
         RequestGate(app, door, lambda error: log.error("http_failed", exc_info=error)), listener, secured
     )
@@ -98,7 +96,6 @@ class _HttpPort:
         self._watch = LoopWatch()
         self._disks = process.DiskLooks(self._look_at_disks)
         self.threads = ThreadPoolExecutor(THREADS, "http text")
-        self.view = CachedView(lambda: self._watch.call_on_loop(subject.read).result(READ_S))
         self.text = CachedView(self._make_text)
         self.count_connections: Callable[[], int] = lambda: 0
 
@@ -122,9 +119,9 @@ class _HttpPort:
         return {"disks": process.measure_disks(self._subject.directories), **self._subject.look()}
 
     def _make_text(self) -> bytes:
-        unready = self._watch.call_on_loop(self._subject.explain_unready).result(READ_S)
+        reading = self._watch.call_on_loop(lambda: (self._subject.read(), self._subject.explain_unready()))
         looked = self._disks.read_newest()
-        status = {**self.view.read(), **looked}
+        status, unready = reading.result(READ_S)
         ours = {
             "role": self._subject.role,
             "version": __version__,
@@ -137,7 +134,7 @@ class _HttpPort:
             **looked,
         }
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Found(chain(self._subject.collect(status), process.collect(ours))))
+        registry.register(_Found(chain(self._subject.collect({**status, **looked}), process.collect(ours))))
         return generate_latest(registry)
 
     @staticmethod

@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
@@ -44,6 +45,12 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"http: cannot listen on {host}:{port}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
+
+
+def _close_cancelled(connection: socket.socket, begun: asyncio.Task[None]) -> None:
+    """One that was ended before it had a transport, which would close it."""
+    if begun.cancelled():
+        connection.close()
 
 
 class HttpServer:
@@ -120,7 +127,7 @@ class HttpServer:
             self._accepted += 1
             number = self._accepted
             task = loop.create_task(self._begin_connection(number, connection))
-            task.add_done_callback(lambda done, held=connection: held.close() if done.cancelled() else None)
+            task.add_done_callback(partial(_close_cancelled, connection))
             self._open[number] = task.cancel  # type: ignore[assignment]
 
     async def _begin_connection(self, number: int, connection: socket.socket) -> None:

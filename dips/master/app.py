@@ -232,7 +232,7 @@ async def _serve_http(
     section = config.master
     if section.http is None:
         return
-    from dips.http.daemon import HttpSubject, MakeRoutes, serve_http  # 0.2 s that only its users pay
+    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
 
     def read_status() -> dict[str, Any]:
         merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
@@ -240,10 +240,10 @@ async def _serve_http(
 
     mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
     subject = HttpSubject(
-        "master", read_status, metrics.collect, lambda: runtime.build_view()["unready"],
+        "master", read_status, metrics.collect, runtime.explain_unready,
         {"directory": section.directory, **mirror},
     )  # fmt: skip
-    extra_routes: MakeRoutes = lambda read: ()  # noqa: E731 (the page's)
+    extra_routes: list[Any] = []  # the page's
     stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, extra_routes))
 
 

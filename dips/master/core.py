@@ -136,6 +136,10 @@ class MasterCore:
 
     # ---- for people ------------------------------------------------------------------------------------------------
 
+    def explain_unready(self) -> str:
+        """Why the run cannot take an outer step now; empty: it can."""
+        return self._coordinator.explain_unready()
+
     def build_view(self, now: float) -> dict[str, Any]:
         """The status as plain data."""
         timing, picture = self._coordinator.window_timing(), self._coordinator.build_view(now)

@@ -97,6 +97,10 @@ class Runtime:
         picture = {**self._core.build_view(self._clock()), **self._outside.view()}
         return picture if self._journal is None else {**picture, "journal": self._journal.read_status()}
 
+    def explain_unready(self) -> str:
+        """Why the run cannot take an outer step now; empty: it can."""
+        return self._core.explain_unready()
+
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
         if not self._code.done():

@@ -253,6 +253,10 @@ class Coordinator:
         run = self._run
         return WindowTiming(run.opened_at, run.roster.slots, run.model_bytes)
 
+    def explain_unready(self) -> str:
+        """Why no outer step can be taken now, whatever clusters do; empty: one can."""
+        return view.explain_unready(self._run)
+
     def build_view(self, now: float) -> dict[str, Any]:
         """The status as plain data: every state with its reason."""
         return view.build_view(self._run, now)

@@ -25,7 +25,6 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
         "targets": asdict(run.targets),
         "finished": str(run.finished) if run.finished else None,
-        "unready": explain_unready(run),
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,

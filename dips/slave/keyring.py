@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from math import inf
 
 from dips.errors import RemoteProtocolError
 from dips.ids import PullId, PushId
@@ -77,7 +76,3 @@ class Keyring:
         if name.rank >= len(keys):
             return f"{transfer} has {len(keys)} ranks, got rank {name.rank}"
         return "" if keys[name.rank] == key else f"this connection's key is not that of rank {name.rank} of {transfer}"
-
-    def next_expiry(self) -> float:
-        """When the last probe's key is admitted no more; inf without any. For tests and status."""
-        return max((until for _, until in self._probes.values()), default=inf)

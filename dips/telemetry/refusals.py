@@ -1,4 +1,4 @@
-"""What this process has refused since its start, by reason: `dips_refusals_total`. Many doors, one count.
+"""What this process has refused since its start, by reason: `dips_refusals_total`. All doors share one count.
 
 Reasons are words of the code, never of a peer: their number is bounded by what is written in it.
 """

@@ -43,7 +43,7 @@ def check_manifests() -> Iterator[str]:
 
 
 def check_monitoring(directory: Path = DEPLOY) -> Iterator[str]:
-    """Rules, their tests and the examples of configurations, by Prometheus' own tools; what a file is, it says itself."""
+    """Rules, their tests and examples of configurations, by Prometheus' own tools."""
     for file in sorted(path for part in ("prometheus", "alertmanager") for path in (directory / part).glob("*.y*ml")):
         content = yaml.safe_load(file.read_text())
         found = [words for key, words in TOOLS.items() if key in content]

@@ -28,15 +28,7 @@ from tests.deploy.walk import Walker, read_blocks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 VERSIONS = 4
 TRAINED_S = 600.0
-STATUS = (
-    "dips",
-    "status",
-    "--master",
-    "dips-master:7800",
-    "--credentials",
-    "/etc/dips-tls/master.master.crt",
-    "--json",
-)
+STATUS = "dips status --master 127.0.0.1:7800 --credentials certs/operator.operator.crt --json"
 CERTIFICATES, SECRETS, SERVERS, CLUSTER = range(4)  # blocks of the section; production's comes after them
 
 

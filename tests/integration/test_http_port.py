@@ -142,6 +142,8 @@ async def test_a_port_in_use_is_named() -> None:
     async with serving(subject()) as port:
         with pytest.raises(ConfigError, match=f"http: cannot listen on 127.0.0.1:{port}"):
             await serve_http(f"127.0.0.1:{port}", None, None, subject(), structlog.get_logger())
+    with pytest.raises(ConfigError, match="not loopback and needs certificates"):
+        await serve_http("0.0.0.0:0", None, None, subject(), structlog.get_logger())
 
 
 # ---- off loopback ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.metric_names import kinds_of
 
 HERE = Path(__file__).parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -37,7 +39,8 @@ def held_by_promtool(text: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
-    """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree."""
+    """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree, and each
+    registers the names that docs/guides/metrics.md lists for it, no more and no fewer."""
     tensors = {
         n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()
     }
@@ -67,6 +70,8 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
 
     agent = scraped["slow"]
     assert agent["dips_agent_tokens_total", ()] >= 5 * 24
+    waits = {cause: agent["dips_agent_wait_seconds_count", (("cause", cause),)] for cause in ("push", "update", "pull")}
+    assert min(waits.values()) >= 4
     assert agent["dips_agent_inner_steps_total", ()] * 24 == agent["dips_agent_tokens_total", ()]
     assert agent["dips_agent_tokens_per_second", ()] > 0 and agent["dips_agent_devices", ()] == 1
     spent = {dict(labels)["cause"]: v for (name, labels), v in agent.items() if name == "dips_agent_seconds_total"}
@@ -88,6 +93,16 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
         assert shard["dips_shard_order_seconds_count", (("order", "persist"),)] >= 4
         assert shard["dips_shard_order_seconds_sum", (("order", "persist"),)] > 0
         assert shard["dips_shard_snapshots", ()] >= 1 and shard["dips_shard_snapshot_bytes", ()] > 0
-    assert scraped["master"]["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
-    for text in texts.values():
-        held_by_promtool(text)
+    master = scraped["master"]
+    assert master["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
+    assert all(master["dips_clusters", (("standing", s),)] == 1 for s in ("live", "participating", "contributing"))
+    assert 0 <= master["dips_head_age_seconds", ()] == pytest.approx(master["dips_durable_age_seconds", ()])
+    assert master["dips_push_seconds_count", ()] >= 4
+    assert all(master["dips_round_phase_seconds_count", (("phase", p),)] >= 4 for p in ("window", "apply", "persist"))
+    for name, role in (("master", "master"), ("ps0", "slave"), ("ps1", "slave"), ("slow", "agent")):
+        assert dict(re.findall(r"^# TYPE (\S+) (\w+)$", texts[name], re.MULTILINE)) == kinds_of("process", role)
+        assert scraped[name]["dips_ready", ()] == 1
+        assert scraped[name]["dips_resident_bytes", ()] > 1 << 20
+        assert scraped[name]["dips_disk_free_bytes", (("directory", "directory"),)] > 0
+        assert scraped[name]["dips_loop_lag_seconds_count", ()] > 0
+        held_by_promtool(texts[name])

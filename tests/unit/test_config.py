@@ -334,21 +334,16 @@ def secured(**changes: Any) -> dict[str, Any]:
     return content
 
 
-def test_with_certificates_all_but_metrics_leaves_the_machine(tmp_path: Path) -> None:
+def test_with_certificates_all_leaves_the_machine(tmp_path: Path) -> None:
     """The file's paths are relative to it, and stand for each process's own."""
-    content = secured(listen="10.0.0.2:7801", lanes=["10.0.0.2:7802"], advertise="s0.example")
+    content = secured(listen="10.0.0.2:7801", lanes=["10.0.0.2:7802"], advertise="s0.example", http="10.0.0.2:9400")
     content["master"]["listen"] = "10.0.0.1:7800"
     run = load_run(write(tmp_path / "dips.yaml", content))
     files = run.tls_files("s0", PeerRole.SLAVE)
     assert files is not None and files.cert == tmp_path / "s0.slave.crt" and files.ca == tmp_path / "ca.crt"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"curve_key": "lane.key_secret"}, r"curve_key: removed, delete it: with a section `tls` slaves make the keys"),
-    ],
-)
-def test_what_certificates_do_not_reach_stays_on_loopback(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run(write(tmp_path / "dips.yaml", secured(**change)))
+def test_a_key_of_lanes_is_not_needed_any_more(tmp_path: Path) -> None:
+    """A file from before is refused with what to do."""
+    with pytest.raises(ConfigError, match="curve_key: removed, delete it: with a section `tls` slaves make the keys"):
+        load_run(write(tmp_path / "dips.yaml", secured(curve_key="lane.key_secret")))

@@ -33,8 +33,9 @@ def ask_push(s: AgentState) -> None:
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
     tokens, step_s, ranks = s.account.carried.tokens, s.pace.step_s, s.trainer.push_ranks
-    sync.keys = s.trainer.keys
-    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, sync.keys[:ranks]))
+    ask_master(
+        s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, s.trainer.keys[:ranks])
+    )
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
@@ -125,9 +126,9 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
     sync.pull_due = sync.waiting
     if result.pull is None:
         end_transfer(s, f"its push was {result.kind}")
-    elif sync.waiting and sync.keys == s.trainer.keys:
+    elif sync.waiting:
         on_pull_granted(s, result.pull, after_push=True)
-    else:  # nobody waits, or ranks that began since: the slaves do not admit their keys to this one
+    else:  # ranks that began since the push have other keys than the slaves admit to this pull: they ask for their own
         close_pull(s, False)
 
 

@@ -130,7 +130,6 @@ class OuterSync:
     waits_since: float = 0.0  # when it was first asked
     # the transfer
     grant: Grant | None = None
-    keys: tuple[str, ...] = ()  # of the ranks for which the present push or pull was asked
     frozen: bool = False  # the ranks have the order to freeze the model for the present push
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps what was trained since the push was frozen

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dips.client.agent.master_link import MasterLink
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
 from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
@@ -29,8 +28,10 @@ from dips.transport import control
 from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import open_source
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+from dips.wire.messages import to_proto, unwrap_oneof
 
 MASTER_S = 10.0  # for the master to describe the run
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def make_rows(
     try:
         master = _master_of(config)
         described = asyncio.run(describe_run(master))
-        keys = asyncio.run(_admit_probe(master, config)) if master.tls is not None else None
+        keys = asyncio.run(admit_probe(master, config.cluster)) if master.tls is not None else None
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
@@ -112,18 +113,24 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
     return described
 
 
-async def _admit_probe(master: Endpoint, config: ClusterFile) -> KeyPair:
-    """Have the slaves admit a new key; raise UnavailableMaster if they do not know it in time."""
-    keys, link, why = new_keys(), MasterLink(master, {}), "it does not answer"
+async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
+    """Have the slaves admit a new key; raise UnavailableMaster if they do not hear of it in time."""
+    keys, why = new_keys(), "it does not answer"
+    channel, asked = control.open_channel(master), to_proto(ProbeAsked(0, cluster, keys.public))
+    method = ClusterServiceStub(channel).AdmitProbe
     try:
         async with asyncio.timeout(MASTER_S):
-            while isinstance(result := await link.ask_master(ProbeAsked(0, config.cluster, keys.public)), Pending):
-                why = result.reason
+            while True:
+                reply = await control.call_method(
+                    method, asked, deadline_s=MASTER_S, peer=master, unavailable=UnavailableMaster
+                )
+                if not isinstance(answer := unwrap_oneof(reply), Pending):
+                    return keys
+                why = answer.reason
     except TimeoutError:
         raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
     finally:
-        await link.close()
-    return keys
+        await channel.close()
 
 
 def _master_of(config: ClusterFile) -> Endpoint:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants.tables import client, master, protocol, silence, slave, transport
+from tests.mutants.tables import client, http, lanes, master, protocol, silence, slave, transport
 
-MUTANTS = (*protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS, *silence.MUTANTS)
+MUTANTS = (
+    *protocol.MUTANTS,
+    *slave.MUTANTS,
+    *transport.MUTANTS,
+    *master.MUTANTS,
+    *client.MUTANTS,
+    *silence.MUTANTS,
+    *lanes.MUTANTS,
+    *http.MUTANTS,
+)

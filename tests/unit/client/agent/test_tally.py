@@ -66,3 +66,15 @@ def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
     assert empty == {"dips_agent_loss", "dips_agent_base_version"}
     spent = next(f for f in found if f.name == "dips_agent_seconds")
     assert {s.labels["cause"] for s in spent.samples} == set(CAUSES)
+
+
+def test_each_standstill_is_one_observation() -> None:
+    """However often its cause is told again; of a wait that ends with an outer step the update has its share."""
+    tally = Tally()
+    for cause, now in (("inner", 0.0), ("push", 1.0), ("push", 2.0), ("window", 4.0), ("window", 9.0)):
+        tally.switch_cause(cause, now)
+    tally.count_update(2.0)
+    tally.switch_cause("pull", 9.0)
+    tally.switch_cause("inner", 10.0)
+    seen = {cause: (w.list_buckets()[-1][1], w.total) for cause, w in tally.waits.items() if w.list_buckets()[-1][1]}
+    assert seen == {"push": (1, 3.0), "window": (1, 3.0), "update": (1, 2.0), "pull": (1, 1.0)}

@@ -1,0 +1,65 @@
+"""What the master shows beside its state: how long phases take, how old the newest version is."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from dips.ids import PushId, VersionId
+from dips.master.meters import MOST_PUSHES, RoundMeters
+from dips.master.newest import NewestVersion
+from dips.protocol.records import FoldRow, VersionCommitted, VersionDurable
+
+V1, V2 = VersionId(1, 1), VersionId(2, 2)
+
+
+def played(*notes: tuple[float, str, dict[str, str]]) -> RoundMeters:
+    meters = RoundMeters()
+    for now, kind, words in notes:
+        meters.on_note(kind, words, now)
+    return meters
+
+
+def test_a_round_is_measured_by_phase() -> None:
+    """Each phase lasts until the note that ends it; a round that breaks, or makes nothing, leaves no trace."""
+    meters = played(
+        (0.0, "round_opened", {}), (2.0, "round_applying", {}), (2.5, "round_persisting", {}),
+        (6.5, "version_committed", {}),
+        (10.0, "round_opened", {}), (11.0, "round_applying", {}), (99.0, "round_skipped", {}),
+        (100.0, "round_opened", {}), (200.0, "round_unchanged", {}),
+    )  # fmt: skip
+    assert {name: phase.total for name, phase in meters.phases.items()} == {"window": 3.0, "apply": 0.5, "persist": 4.0}
+    assert meters.phases["window"].list_buckets()[-1][1] == 2
+
+
+def test_a_push_is_measured_from_its_grant_to_its_commit() -> None:
+    """One that is dropped is not; what is granted and never heard of again is forgotten at last."""
+    meters = played(
+        (0.0, "push_granted", {"push": "a/1#1"}), (1.0, "push_granted", {"push": "b/1#1"}),
+        (3.0, "push_committed", {"push": "a/1#1"}), (4.0, "push_dropped", {"push": "b/1#1"}),
+        (5.0, "push_committed", {"push": "b/1#1"}),
+    )  # fmt: skip
+    assert meters.push.total == 3.0 and meters.push.list_buckets()[-1][1] == 1
+    for number in range(MOST_PUSHES + 1):
+        meters.on_note("push_granted", {"push": f"c/1#{number}"}, 6.0)
+    meters.on_note("push_committed", {"push": "c/1#0"}, 7.0)
+    assert meters.push.total == 3.0
+
+
+def committed(version: VersionId, durable: bool, *clusters: str) -> VersionCommitted:
+    folds = tuple(FoldRow(PushId(c, 1, 1), V1, 10, 1, 1.0, 1.0, 0.0, 2.0, ()) for c in clusters)
+    values: dict[str, Any] = dict.fromkeys((f.name for f in fields(VersionCommitted)), None)
+    return VersionCommitted(**{**values, "version": version, "durable": durable, "folds": folds})
+
+
+def test_ages_are_of_the_newest_version_and_of_the_newest_durable_one() -> None:
+    """With snapshots that come later the two differ, until the newest is on the disks as well."""
+    newest = NewestVersion().follow_records([committed(V1, True, "west", "east", "west")], 100.0)
+    assert newest.view(110.0) == {"age_s": 10.0, "durable_age_s": 10.0, "clusters": 2}
+    assert newest.loss == 2.0
+    newest = newest.follow_records([committed(V2, False, "west")], 120.0)
+    assert newest.view(130.0) == {"age_s": 10.0, "durable_age_s": 30.0, "clusters": 1}
+    newest = newest.follow_records([VersionDurable(V2, (), 0.0)], 140.0)
+    assert newest.view(150.0)["durable_age_s"] == 30.0
+    assert newest.view(90.0)["age_s"] == 0.0, "the clock was set back"
+    assert NewestVersion().view(0.0) == {"age_s": None, "durable_age_s": None, "clusters": 0}
