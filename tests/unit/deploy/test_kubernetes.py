@@ -152,6 +152,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         lambda o: change_file(o, "dips.yaml", "dips-slave-1.dips-slave.dips.svc", "x.svc"),
         r"advertises x\.svc",
     ),
+    "no certificate": (
+        lambda o: change_file(o, "cluster.yaml", "cluster: berlin", "cluster: oslo"),
+        r"oslo\.cluster\.crt is not among the files of its Secret",
+    ),
     "preset": (lambda o: change_file(o, "paper.yaml", "lr: 0.7", "lr: 0.8"), "no copy of configs/paper.yaml"),
     "nodes": (lambda o: find(o, "Job", "berlin")["spec"].update(completions=3), "NODES is 2, of 3 pods"),
     "open to all": (
