@@ -137,6 +137,7 @@ class Node:
             "--env", "OMP_NUM_THREADS=1", "--entrypoint", "", "--stop-timeout", "60", "--image-volume", "ignore",
             *(word for name, value in environment.items() for word in ("--env", f"{name}={value}")),
             "--no-hosts", "--volume", f"{self._resolver(pod)}:/etc/resolv.conf:ro",
+            "--volume", f"{self._hosts(pod)}:/etc/hosts:ro",
             *(word for mount in container["volumeMounts"] for word in ("--volume", self._mount(pod, mount))),
             container["image"], *command,
         )  # fmt: skip
@@ -170,6 +171,13 @@ class Node:
     def _resolver(self, pod: Pod) -> Path:
         path = self._directory / f"{pod.namespace}.resolv.conf"
         path.write_text(f"search {pod.namespace}.svc svc\nnameserver {self._dns}\noptions ndots:5\n")
+        return path
+
+    def _hosts(self, pod: Pod) -> Path:
+        """A pod knows itself, as the kubelet writes it."""
+        path = self._directory / f"{pod.name}.hosts"
+        names = " ".join([*reversed(pod.host_names), pod.name])
+        path.write_text(f"127.0.0.1 localhost\n{self.network.parties[pod.name].ip} {names}\n")
         return path
 
     def _mount(self, pod: Pod, mount: dict[str, Any]) -> str:
