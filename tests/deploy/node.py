@@ -6,6 +6,7 @@ services names of a DNS (names.py), NetworkPolicies nft rules (network.py). It s
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -32,6 +33,7 @@ SECRET_MODE, CLAIM_MODE = 0o440, 0o2770
 LOOK_S = 0.5
 KUBE_DNS = "kube-dns-0"
 PIDS = 512
+CLONE_NEWNET = 0x40000000
 
 
 class Node:
@@ -221,25 +223,21 @@ def _expand(word: str, environment: dict[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
 
 
-class _inside:  # noqa: N801
+@contextmanager
+def _inside(namespace: str) -> Iterator[None]:
     """This thread in another network namespace."""
+    home, there = os.open("/proc/thread-self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        _enter_network(there)
+        try:
+            yield
+        finally:
+            _enter_network(home)
+    finally:
+        os.close(home)
+        os.close(there)
 
-    def __init__(self, namespace: str) -> None:
-        self._target = Path("/run/netns", namespace)
 
-    def __enter__(self) -> None:
-        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        self._enter(os.open(self._target, os.O_RDONLY))
-
-    def __exit__(self, *error: object) -> None:
-        self._enter(self._home)
-
-    @staticmethod
-    def _enter(namespace: int) -> None:
-        import ctypes
-
-        library = ctypes.CDLL(None, use_errno=True)
-        failed = library.setns(namespace, 0x40000000)  # CLONE_NEWNET
-        os.close(namespace)
-        if failed:
-            raise OSError(ctypes.get_errno(), "setns")
+def _enter_network(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
