@@ -26,7 +26,7 @@ from tests.deploy.podman import find_missing
 from tests.deploy.walk import Walker, read_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-VERSIONS = 4
+VERSIONS = 8  # enough to look at the pods meanwhile
 TRAINED_S = 600.0
 STATUS = "dips status --master 127.0.0.1:7800 --credentials certs/operator.operator.crt --json"
 CERTIFICATES, SECRETS, SERVERS, CLUSTER = range(4)  # blocks of the section; production's comes after them
@@ -111,22 +111,23 @@ def test_the_steps_of_the_document(node: Node, tree: Path, environment: dict[str
     operator.walk(blocks[CLUSTER])
     node.until(lambda: "berlin" in read_status(operator).get("clusters", {}), 120, "the cluster has joined")
 
+    for pod in ("dips-master-0", "dips-slave-0", "berlin-0"):
+        done = node.run_in(pod, "cat", "/proc/self/status")
+        inside = done.stdout + done.stderr
+        assert (
+            "CapEff:\t0000000000000000" in inside
+            and "CapBnd:\t0000000000000000" in inside
+            and "NoNewPrivs:\t1" in inside
+        ), inside
+        assert re.search(r"^Uid:\t10001", inside, re.MULTILINE) and "Seccomp:\t2" in inside
+        assert node.run_in(pod, "sh", "-c", "touch /etc/x").returncode != 0, "the root is read-only"
+
     ours = set(node.pods)
     for number, party in enumerate(p for p in strangers() if p.namespace and p.role != NAMES):
         node.network.add_pod(f"other-{number}", party)
     node.network.add_pod("outside", Party("outside"))
     node.apply([])
     assert not (wrong := node.network.find_wrong_ways(ARROWS, dict.fromkeys(ours))), "\n".join(wrong)
-
-    for pod in ("dips-master-0", "dips-slave-0", "berlin-0"):
-        inside = node.run_in(pod, "cat", "/proc/self/status").stdout
-        assert (
-            "CapEff:\t0000000000000000" in inside
-            and "CapBnd:\t0000000000000000" in inside
-            and "NoNewPrivs:\t1" in inside
-        )
-        assert re.search(r"^Uid:\t10001", inside, re.MULTILINE) and "Seccomp:\t2" in inside
-        assert node.run_in(pod, "sh", "-c", "touch /etc/x").returncode != 0, "the root is read-only"
 
     node.until(lambda: read_status(operator).get("finished") is True, TRAINED_S, "the run has ended")
     node.until(lambda: node.exit_code("berlin-0") is not None, 120, "the head has ended")
