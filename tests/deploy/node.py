@@ -1,26 +1,28 @@
 """A node that runs what `kubectl apply` was given: pods as containers of podman, with the rights of their manifests.
 
 It stands for the controllers and the kubelet: sets and jobs become pods, config maps, Secrets and claims directories,
-headless services lines in /etc/hosts, NetworkPolicies nft rules (network.py). What it does not do: schedule, restart,
-resolve names that come later.
+services names of a DNS (names.py), NetworkPolicies nft rules (network.py). It schedules nothing and restarts nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
 import shutil
 import ssl
 import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from tests.deploy.arrows import Party, Policies
+from tests.deploy.arrows import NAMES, Party, Policies
 from tests.deploy.kubectl import Manifest
 from tests.deploy.network import PodNetwork
 from tests.deploy.podman import remove_containers, run_podman
@@ -29,7 +31,9 @@ from tests.deploy.pods import Pod, expand_pods
 USER = 10001
 SECRET_MODE, CLAIM_MODE = 0o440, 0o2770
 LOOK_S = 0.5
+KUBE_DNS = "kube-dns-0"
 PIDS = 512
+CLONE_NEWNET = 0x40000000
 
 
 class Node:
@@ -37,6 +41,8 @@ class Node:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self.network = directory, PodNetwork()
+        self._names, self._addresses = directory / "names.json", dict[str, str]()
+        self._begin_dns()
         self.objects: list[Manifest] = []
         self.pods: dict[str, Pod] = {}
 
@@ -50,6 +56,7 @@ class Node:
         for pod in new:
             self.pods[pod.name] = pod
             self.network.add_pod(pod.name, Party.of(pod))
+        self._tell_names()
         self.network.enforce(Policies(self.objects))
         for pod in new:
             self._start(pod)
@@ -113,6 +120,8 @@ class Node:
 
     def close(self) -> None:
         remove_containers(self.container_of(pod) for pod in self.pods)
+        self._server.terminate()
+        self._server.wait()
         self.network.close()
 
     def _start(self, pod: Pod) -> None:
@@ -129,7 +138,8 @@ class Node:
             "--user", f"{context['runAsUser']}:{context['runAsGroup']}", "--memory", memory, "--pids-limit", str(PIDS),
             "--env", "OMP_NUM_THREADS=1", "--entrypoint", "", "--stop-timeout", "60", "--image-volume", "ignore",
             *(word for name, value in environment.items() for word in ("--env", f"{name}={value}")),
-            *(word for host in self._hosts() for word in ("--add-host", host)),
+            "--no-hosts", "--volume", f"{self._resolver(pod)}:/etc/resolv.conf:ro",
+            "--volume", f"{self._hosts(pod)}:/etc/hosts:ro",
             *(word for mount in container["volumeMounts"] for word in ("--volume", self._mount(pod, mount))),
             container["image"], *command,
         )  # fmt: skip
@@ -140,14 +150,37 @@ class Node:
         path = variable["valueFrom"]["fieldRef"]["fieldPath"]
         return pod.name if path == "metadata.name" else str(pod.index)  # the job-completion-index
 
-    def _hosts(self) -> list[str]:
-        """Names of pods, and of services by the pod that each selects first: those that are there already."""
-        hosts = {name: self.network.parties[p.name].ip for p in self.pods.values() for name in p.host_names}
+    def _begin_dns(self) -> None:
+        """A pod of the cluster's DNS, as policies know it."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._names.write_text("{}")
+        self._dns = self.network.add_pod(KUBE_DNS, Party(NAMES, "kube-system", {"k8s-app": "kube-dns"})).ip
+        command = [sys.executable, str(Path(__file__).with_name("names.py")), self._dns, str(self._names)]
+        self._server = subprocess.Popen(["ip", "netns", "exec", self.network.namespace_of(KUBE_DNS), *command])
+
+    def _tell_names(self) -> None:
+        """Pods by their own names, services by the pod that each selects first."""
         for pod in self.pods.values():
+            ip = self.network.parties[pod.name].ip
+            self._addresses |= dict.fromkeys(pod.host_names[1:], ip)
             service = pod.owner["spec"].get("serviceName")
             if service and pod.index == 0:
-                hosts |= dict.fromkeys((service, f"{service}.{pod.namespace}.svc"), self.network.parties[pod.name].ip)
-        return [f"{name}:{ip}" for name, ip in hosts.items()]
+                self._addresses[f"{service}.{pod.namespace}.svc"] = ip
+        aside = self._names.with_suffix(".new")
+        aside.write_text(json.dumps(self._addresses))
+        aside.replace(self._names)
+
+    def _resolver(self, pod: Pod) -> Path:
+        path = self._directory / f"{pod.namespace}.resolv.conf"
+        path.write_text(f"search {pod.namespace}.svc svc\nnameserver {self._dns}\noptions ndots:5\n")
+        return path
+
+    def _hosts(self, pod: Pod) -> Path:
+        """A pod knows itself, as the kubelet writes it."""
+        path = self._directory / f"{pod.name}.hosts"
+        names = " ".join([*reversed(pod.host_names), pod.name])
+        path.write_text(f"127.0.0.1 localhost\n{self.network.parties[pod.name].ip} {names}\n")
+        return path
 
     def _mount(self, pod: Pod, mount: dict[str, Any]) -> str:
         name = mount["name"]
@@ -190,25 +223,21 @@ def _expand(word: str, environment: dict[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
 
 
-class _inside:  # noqa: N801
+@contextmanager
+def _inside(namespace: str) -> Iterator[None]:
     """This thread in another network namespace."""
+    home, there = os.open("/proc/thread-self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        _enter_network(there)
+        try:
+            yield
+        finally:
+            _enter_network(home)
+    finally:
+        os.close(home)
+        os.close(there)
 
-    def __init__(self, namespace: str) -> None:
-        self._target = Path("/run/netns", namespace)
 
-    def __enter__(self) -> None:
-        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        self._enter(os.open(self._target, os.O_RDONLY))
-
-    def __exit__(self, *error: object) -> None:
-        self._enter(self._home)
-
-    @staticmethod
-    def _enter(namespace: int) -> None:
-        import ctypes
-
-        library = ctypes.CDLL(None, use_errno=True)
-        failed = library.setns(namespace, 0x40000000)  # CLONE_NEWNET
-        os.close(namespace)
-        if failed:
-            raise OSError(ctypes.get_errno(), "setns")
+def _enter_network(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")

@@ -23,15 +23,21 @@ COMMAND_S = 600.0
 _CRUN = """\
 #!/usr/bin/env python3
 import json, os, sys
-words = sys.argv[1:]
-if "create" in words or "run" in words:
-    at = next((words[i + 1] for i, word in enumerate(words) if word in ("--bundle", "-b")), ".")
-    path = os.path.join(at, "config.json")
+
+def edit(path, find):
     with open(path) as file:
-        config = json.load(file)
-    config["process"].pop("rlimits", None)
+        content = json.load(file)
+    find(content).pop("rlimits", None)
     with open(path, "w") as file:
-        json.dump(config, file)
+        json.dump(content, file)
+
+words = sys.argv[1:]
+after = dict(zip(words, words[1:]))
+if "create" in words or "run" in words:
+    bundle = after.get("--bundle") or after.get("-b") or "."
+    edit(os.path.join(bundle, "config.json"), lambda config: config["process"])
+elif "exec" in words and ("--process" in after or "-p" in after):
+    edit(after.get("--process") or after["-p"], lambda process: process)
 os.execv("{crun}", ["crun", *words])
 """
 

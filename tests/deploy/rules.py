@@ -26,6 +26,16 @@ def find_misfits(objects: list[Manifest]) -> Iterator[str]:
         yield from rule(objects, pods)
 
 
+def secret_files() -> dict[str, set[str]]:
+    """The files of each Secret that deploy/README.md makes."""
+    made = re.findall(r"create secret \w+ ([\w-]+) (.+)$", README.read_text(), re.MULTILINE)
+    found: dict[str, set[str]] = {}
+    for name, words in made:
+        files = re.findall(r"--from-file=(?:([\w.]+)=)?(\S+)", words)
+        found[name] = {key or Path(path).name for key, path in files}
+    return found
+
+
 def quantity(text: object) -> float:
     found = re.fullmatch(r"([\d.]+)(m|[KMGT]i)?", str(text))
     assert found, text
@@ -127,7 +137,7 @@ def _mounts(pod: Pod, container: dict[str, Any]) -> Iterator[str]:
 def what_is_mounted_exists(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """Config maps and claims are made here, priorities too; Secrets by a command that deploy/README.md shows."""
     made = {(o["kind"], o["metadata"]["name"]) for o in objects}
-    secrets = set(re.findall(r"create secret \w+ ([\w-]+)", README.read_text()))
+    secrets = secret_files().keys()
     for pod in pods:
         for volume in pod.spec["volumes"]:
             wanted = {

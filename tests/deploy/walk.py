@@ -31,15 +31,19 @@ class Walker:
         self._node, self._tree, self._environment, self._directory = node, tree, environment, directory
         self._words: dict[str, Callable[[list[str], str], None]] = {
             "apply": self._apply, "create": self._create, "wait": self._wait, "rollout": self._rollout,
-            "exec": self._exec, "logs": self._logs,
+            "port-forward": self._forward, "logs": self._logs,
         }  # fmt: skip
-        self.said: list[str] = []  # by what ran inside a pod
+        self._forwarded: dict[str, str] = {}  # address here → address there
+        self.said: list[str] = []  # by what was typed
 
     def walk(self, block: str) -> None:
         if not block.startswith("kubectl"):
             self._run_bash(block)
             return
         for line in block.splitlines():
+            if not line.startswith("kubectl"):
+                self._run_bash(line)
+                continue
             words = shlex.split(line)[1:]
             namespace = "default"
             if words[0] == "-n":
@@ -47,11 +51,16 @@ class Walker:
             self._words[words[0]](words[1:], namespace)
 
     def _run_bash(self, text: str) -> None:
+        """Where the pods can be reached, as by a forwarded port."""
+        for ours, theirs in self._forwarded.items():
+            text = text.replace(ours, theirs)
+        inside = ["ip", "netns", "exec", self._node.network.router] if self._forwarded else []
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text], cwd=self._directory, env=self._environment, timeout=BASH_S,
-            capture_output=True, text=True, check=False,
+            [*inside, "bash", "-euo", "pipefail", "-c", text], cwd=self._directory, env=self._environment,
+            timeout=BASH_S, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+        self.said.append(done.stdout)
 
     def _apply(self, words: list[str], namespace: str) -> None:
         for option, name in zip(words[::2], words[1::2], strict=True):
@@ -81,10 +90,8 @@ class Walker:
                 lambda name=pod.name: self._node.probe(name, "/readyz")[0] == 200, READY_S, f"{pod.name} is ready"
             )
 
-    def _exec(self, words: list[str], namespace: str) -> None:
-        done = self._node.run_in(words[0], *words[words.index("--") + 1 :])
-        assert done.returncode == 0, done.stdout + done.stderr
-        self.said.append(done.stdout)
+    def _forward(self, words: list[str], namespace: str) -> None:
+        self._forwarded[f"127.0.0.1:{words[1]}"] = f"{self._node.network.parties[words[0]].ip}:{words[1]}"
 
     def _logs(self, words: list[str], namespace: str) -> None:
         self.said.append(self._node.logs(f"{words[-1].removeprefix('job/')}-0"))

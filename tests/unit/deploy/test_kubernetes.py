@@ -1,224 +1,250 @@
-"""The manifests fit each other and the programs: what no schema can see; `make check` holds them against schemas."""
+"""The checks of `make deploy-check` find what they are for: one thing is broken at a time, and is named."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
+import copy
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dips.config import RunFile, host_port, load_cluster, load_run
-from dips.errors import ConfigError
+from tests.deploy.arrows import ARROWS, find_wrong_arrows
+from tests.deploy.check import PARTS
+from tests.deploy.configuration import find_contradictions
+from tests.deploy.kubectl import KUBERNETES, Manifest, find_kubectl, render
+from tests.deploy.names import answer_query
+from tests.deploy.pods import expand_pods
+from tests.deploy.rules import find_misfits
+from tests.deploy.schemas import find_invalid
 
-ROOT = Path(__file__).parents[3]
-KUBERNETES = ROOT / "deploy" / "kubernetes"
-DIRECTORIES = ("base", "loopback", "cluster")
-WRITABLE = ("/tmp", "/var/lib/dips", "/var/cache/dips", "/initial", "/dev/shm")  # of a read-only root
+try:
+    find_kubectl()
+except RuntimeError as missing:
+    pytestmark = pytest.mark.skip(f"NO KUBECTL: {missing}")
 
-
-def objects(directory: str) -> list[dict[str, Any]]:
-    """All resources that a kustomization names."""
-    wanted = yaml.safe_load((KUBERNETES / directory / "kustomization.yaml").read_text())["resources"]
-    return [o for name in wanted for o in yaml.safe_load_all((KUBERNETES / directory / name).read_text()) if o]
-
-
-def workloads(directory: str) -> list[dict[str, Any]]:
-    return [o for o in objects(directory) if "template" in o.get("spec", {})]
+Break = Callable[[list[Manifest]], None]
 
 
-def containers(workload: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = workload["spec"]["template"]["spec"]
-    return [*spec.get("initContainers", []), *spec["containers"]]
+@cache
+def rendered(part: str) -> list[Manifest]:
+    return render(KUBERNETES / part)
 
 
-ALL = [(d, w) for d in DIRECTORIES for w in workloads(d)]
-NAMES = [f"{d}-{w['metadata']['name']}" for d, w in ALL]
-everywhere = pytest.mark.parametrize(("directory", "workload"), ALL, ids=NAMES)
+def together(*parts: str) -> list[Manifest]:
+    return copy.deepcopy([o for part in parts for o in rendered(part)])
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_every_file_is_rendered(directory: str) -> None:
-    """A manifest that no kustomization names would be checked by nobody."""
-    kustomization = yaml.safe_load((KUBERNETES / directory / "kustomization.yaml").read_text())
-    files = {p.name for p in (KUBERNETES / directory).glob("*.yaml")} - {"kustomization.yaml"}
-    assert files == set(kustomization["resources"])
-    for made in kustomization["configMapGenerator"]:
-        assert all((KUBERNETES / directory / f).is_file() for f in made["files"])
+def find(objects: list[Manifest], kind: str, name: str) -> Any:
+    return next(o for o in objects if o["kind"] == kind and o["metadata"]["name"].startswith(name))
 
 
-@everywhere
-def test_selectors_find_their_pods(directory: str, workload: dict[str, Any]) -> None:
-    """A workload selects its own pods, and its service too; ports are named alike on both sides."""
-    labels = workload["metadata"]["name"], workload["spec"]["template"]["metadata"]["labels"]
-    if workload["kind"] != "StatefulSet":
-        return
-    selector = workload["spec"]["selector"]["matchLabels"]
-    assert selector.items() <= labels[1].items()
-    services = {o["metadata"]["name"]: o["spec"] for o in objects(directory) if o["kind"] == "Service"}
-    service = services[workload["spec"]["serviceName"]]
-    assert service["selector"].items() <= labels[1].items()
-    offered = {p["name"]: p["containerPort"] for c in containers(workload) for p in c.get("ports", [])}
-    for port in service.get("ports", []):
-        assert offered[port["targetPort"]] == port["port"]
+def find_all(objects: list[Manifest]) -> Iterator[str]:
+    """The dear ones last: the search ends where the line is."""
+    yield from find_misfits(objects)
+    yield from find_contradictions(objects)
+    yield from find_wrong_arrows(objects, expand_pods(objects), ARROWS)
+    yield from find_invalid(objects)
 
 
-@everywhere
-def test_nobody_has_rights(directory: str, workload: dict[str, Any]) -> None:
-    """Non-root, read-only root, no capabilities, no token; memory is limited; what is written has a volume."""
-    spec = workload["spec"]["template"]["spec"]
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    volumes = {v["name"] for v in spec["volumes"]}
-    volumes |= {v["metadata"]["name"] for v in workload["spec"].get("volumeClaimTemplates", [])}
-    for container in containers(workload):
-        locked = container["securityContext"]
-        assert (locked["readOnlyRootFilesystem"], locked["allowPrivilegeEscalation"]) == (True, False)
-        assert locked["capabilities"] == {"drop": ["ALL"]}
-        assert container["resources"]["limits"]["memory"]
-        mounts = {m["mountPath"]: m for m in container["volumeMounts"]}
-        assert {m["name"] for m in mounts.values()} <= volumes
-        assert "/tmp" in mounts
-        for path, mount in mounts.items():
-            assert mount.get("readOnly") or path in WRITABLE, f"{container['name']} may write to {path}"
+def pod(objects: list[Manifest], kind: str = "StatefulSet", name: str = "dips-slave") -> Any:
+    return find(objects, kind, name)["spec"]["template"]["spec"]
 
 
-@everywhere
-def test_slaves_can_write_their_kernels(directory: str, workload: dict[str, Any]) -> None:
-    """Numba caches what it compiles; under a read-only root it needs a place (docs/rationale.md#44)."""
-    for container in containers(workload):
-        if container.get("command", [""])[0] == "dips-slave":
-            cache = {e["name"]: e.get("value") for e in container["env"]}["NUMBA_CACHE_DIR"]
-            mount = next(m for m in container["volumeMounts"] if m["mountPath"] == cache)
-            assert not mount.get("readOnly")
+def container(objects: list[Manifest], kind: str = "StatefulSet", name: str = "dips-slave") -> Any:
+    return pod(objects, kind, name)["containers"][0]
 
 
-@everywhere
-def test_mounted_claims_and_config_maps_exist(directory: str, workload: dict[str, Any]) -> None:
-    """What a pod mounts is made by the same kustomization."""
-    kustomization = yaml.safe_load((KUBERNETES / directory / "kustomization.yaml").read_text())
-    maps = {m["name"] for m in kustomization["configMapGenerator"]}
-    claims = {o["metadata"]["name"] for o in objects(directory) if o["kind"] == "PersistentVolumeClaim"}
-    for volume in workload["spec"]["template"]["spec"]["volumes"]:
-        assert volume.get("configMap", {}).get("name") in {None, *maps}
-        assert volume.get("persistentVolumeClaim", {}).get("claimName") in {None, *claims}
+def policy(objects: list[Manifest], name: str) -> Any:
+    return next(
+        o for o in objects
+        if o["kind"] == "NetworkPolicy" and o["metadata"]["name"] == name and o["metadata"]["namespace"] == "dips"
+    )["spec"]  # fmt: skip
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_the_presets_are_those_of_configs(directory: str) -> None:
-    """Kustomize reads nothing outside its directory, so there is a copy: it must be one."""
-    ours = (KUBERNETES / directory / "config" / "paper.yaml").read_text()
-    assert ours == (ROOT / "configs" / "paper.yaml").read_text()
+def change_file(objects: list[Manifest], name: str, old: str, new: str) -> None:
+    for manifest in objects:
+        if name in manifest.get("data", {}):
+            assert old in manifest["data"][name]
+            manifest["data"][name] = manifest["data"][name].replace(old, new)
 
 
-def test_the_base_needs_certificates_and_says_so() -> None:
-    """Pods speak over the network: the daemons refuse that without certificates, and the kustomization warns of it."""
-    with pytest.raises(ConfigError, match="expected a section `tls`"):
-        load_run(KUBERNETES / "base" / "config" / "dips.yaml")
-    assert "NOT YET TO BE APPLIED" in (KUBERNETES / "base" / "kustomization.yaml").read_text()
-
-
-def base_on_loopback(tmp_path: Path) -> RunFile:
-    """The base's run file with every host on loopback: everything else in it is parsed as the daemons will."""
-    content = yaml.safe_load((KUBERNETES / "base" / "config" / "dips.yaml").read_text())
-    for section in (content["master"], *content["slaves"]):
-        for key in ("listen", "master"):
-            if key in section:
-                section[key] = f"127.0.0.1:{host_port(section[key])[1]}"
-        section["lanes"] = [f"127.0.0.1:{host_port(lane)[1]}" for lane in section.get("lanes", [])]
-        if "advertise" in section:
-            section["advertise"] = "localhost"
-    del content["master"]["lanes"]
-    content["insecure"] = True
-    (tmp_path / "paper.yaml").write_text((KUBERNETES / "base" / "config" / "paper.yaml").read_text())
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
-    return load_run(tmp_path / "dips.yaml")
-
-
-def test_the_base_fits_its_run_file(tmp_path: Path) -> None:
-    """As many pods as slaves, by their names; ports, service names and paths are those of the configuration."""
-    run = base_on_loopback(tmp_path)
-    raw = yaml.safe_load((KUBERNETES / "base" / "config" / "dips.yaml").read_text())
-    by_name = {w["metadata"]["name"]: w for w in workloads("base")}
-    slaves, master = by_name["dips-slave"], by_name["dips-master"]
-    assert [s.name for s in run.slaves] == [f"dips-slave-{i}" for i in range(slaves["spec"]["replicas"])]
-    ports = {p["name"]: p["containerPort"] for c in containers(slaves) for p in c.get("ports", [])}
-    for section, declared in zip(run.slaves, raw["slaves"], strict=True):
-        used = [host_port(section.listen)[1], *(host_port(lane)[1] for lane in section.lanes)]
-        assert sorted(ports.values()) == used
-        assert declared["advertise"] == f"{section.name}.{slaves['spec']['serviceName']}"
-        assert declared["master"] == f"dips-master:{host_port(run.master.listen)[1]}"
-        assert mounted(slaves, section.directory) and mounted(slaves, section.initial_model)
-    assert [p["containerPort"] for c in containers(master) for p in c.get("ports", [])] == [7800]
-    assert mounted(master, run.master.directory)
-    init = next(c for c in containers(master) if c["name"] == "init")["args"][0]
-    assert f"{run.master.directory}/ledger.sqlite" in init
-    assert f"{run.slaves[0].initial_model}" in init
-
-
-def test_the_pod_on_loopback_fits_its_run_file() -> None:
-    """It loads as it stands; a container for the master and one for each slave; its probes ask the right ports."""
-    run = load_run(KUBERNETES / "loopback" / "config" / "dips.yaml")
-    (pod,) = workloads("loopback")
-    by_name = {c["name"]: c for c in containers(pod)}
-    assert set(by_name) == {"init", "master", *(s.name for s in run.slaves)}
-    for name, listen in [("master", run.master.listen), *((s.name, s.listen) for s in run.slaves)]:
-        probe = by_name[name]["livenessProbe"]["exec"]["command"][-1]
-        assert str(host_port(listen)) in probe
-    for section in run.slaves:
-        assert by_name[section.name]["command"][-2:] == ["--name", section.name]
-        assert mounted(pod, section.directory)
-    used = [run.master.listen, *(a for s in run.slaves for a in (s.listen, *s.lanes))]
-    assert len(set(used)) == len(used), "two daemons of one pod on one port"
-    forwarded = (KUBERNETES / "loopback" / "kustomization.yaml").read_text().split("port-forward dips-0 ")[1].split()
-    lanes = [str(host_port(lane)[1]) for s in run.slaves for lane in s.lanes]
-    assert forwarded[: 1 + len(lanes)] == [str(host_port(run.master.listen)[1]), *lanes]
-
-
-def test_the_job_fits_its_cluster_file() -> None:
-    """The example's file loads, and its directory is a volume that can be written."""
-    config = load_cluster(KUBERNETES / "cluster" / "config" / "cluster.yaml")
-    (job,) = workloads("cluster")
-    assert mounted(job, config.directory)
-    training = next(c for c in containers(job) if c["name"] == "training")
-    assert training["command"] == ["dips-client", "--config", "/etc/dips/cluster.yaml", "--"]
-
-
-def mounted(workload: dict[str, Any], path: Path) -> bool:
-    """Some container has a volume at this path or above it."""
-    mounts = (Path(m["mountPath"]) for c in containers(workload) for m in c["volumeMounts"])
-    return any(path.is_relative_to(mount) for mount in mounts)
-
-
-@everywhere
-def test_commands_are_those_of_the_package(directory: str, workload: dict[str, Any]) -> None:
-    """Every program that a container starts is one that the wheel installs, with options that it has."""
-    for container in containers(workload):
-        for words in commands(container):
-            if words[0].startswith("dips"):
-                assert options(words) <= KNOWN[words[0], words[1] if words[1] in ("init", "check") else ""], words
-
-
-KNOWN = {
-    ("dips", "init"): {"--config", "--model"},
-    ("dips-master", ""): {"--config"},
-    ("dips-slave", ""): {"--config", "--name"},
-    ("dips-client", ""): {"--config"},
-    ("dips-client", "check"): {"--config", "--factory"},
+BREAKS: dict[str, tuple[Break, str]] = {
+    "misspelt": (
+        lambda o: pod(o).update(terminationGracePeriodSecond=9),
+        r"Kubernetes 1\.32: .*terminationGracePeriodSecond",
+    ),
+    "wrong type": (
+        lambda o: find(o, "Service", "dips-slave")["spec"].update(clusterIP=5),
+        r"Kubernetes 1\.37: spec\.clusterIP",
+    ),
+    "unknown kind": (lambda o: find(o, "Service", "dips-slave").update(kind="Servise"), "has no v1 Servise"),
+    "selector": (
+        lambda o: find(o, "Service", "dips-slave")["spec"].update(selector={"a": "b"}),
+        "Service dips-slave selects no pod",
+    ),
+    "budget": (
+        lambda o: find(o, "PodDisruptionBudget", "")["spec"].update(maxUnavailable=2),
+        "no disruption budget of one",
+    ),
+    "port": (lambda o: container(o)["ports"].pop(1), r"port lane-0 is not one of dips-slave-0"),
+    "probe": (
+        lambda o: container(o)["readinessProbe"]["httpGet"].update(port="web"),
+        "readinessProbe asks a port that does not exist: web",
+    ),
+    "not headless": (
+        lambda o: find(o, "Service", "dips-master")["spec"].pop("clusterIP"),
+        "dips-master is no headless service",
+    ),
+    "only ready": (
+        lambda o: find(o, "Service", "dips-master")["spec"].pop("publishNotReadyAddresses"),
+        "which are not ready",
+    ),
+    "root": (lambda o: pod(o)["securityContext"].update(runAsNonRoot=False), "dips-slave-0 may run as root"),
+    "capability": (lambda o: container(o)["securityContext"].update(capabilities={"drop": []}), "slave has rights"),
+    "writable": (lambda o: container(o)["volumeMounts"][0].pop("readOnly"), "slave may write to /etc/dips"),
+    "secret": (
+        lambda o: pod(o)["volumes"][1]["secret"].update(secretName="others"),
+        "the Secret others, which deploy/README.md does not",
+    ),
+    "config map": (
+        lambda o: pod(o)["volumes"][0]["configMap"].update(name="others"),
+        r"mounts \[\('ConfigMap', 'others'\)\]",
+    ),
+    "no limit": (lambda o: container(o)["resources"].pop("limits"), "slave is not bounded"),
+    "overcommitted": (lambda o: container(o)["resources"]["limits"].update(memory="64Gi"), "the request is the limit"),
+    "threads": (lambda o: container(o)["resources"]["requests"].update(cpu="2"), "has 4 threads and asks for 2 CPUs"),
+    "one node": (lambda o: pod(o)["affinity"].clear(), "may share its node with another slave"),
+    "shared claim": (
+        lambda o: find(o, "StatefulSet", "dips-master")["spec"]["volumeClaimTemplates"][0]["spec"].update(
+            accessModes=["ReadWriteMany"]
+        ),
+        "expected one claim, ReadWriteOncePod",
+    ),
+    "no drain": (lambda o: container(o).pop("lifecycle"), "dips-slave-0 is not drained"),
+    "killed early": (
+        lambda o: pod(o).update(terminationGracePeriodSeconds=60),
+        "dips-slave-0 is not drained, or killed",
+    ),
+    "exit code 78": (
+        lambda o: find(o, "Job", "berlin")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"].update(values=[77]),
+        r"Job berlin: expected FailJob on \[77, 78\]",
+    ),
+    "restarted": (lambda o: pod(o, "Job", "berlin").update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
+    "latest": (
+        lambda o: container(o).update(image="registry.example/dips:latest"),
+        "names no registry, or not which image",
+    ),
+    "fewer slaves": (
+        lambda o: find(o, "StatefulSet", "dips-slave")["spec"].update(replicas=1),
+        r"pods \['dips-slave-0'\], but slaves",
+    ),
+    "renamed key": (lambda o: change_file(o, "dips.yaml", "threads: 4", "thread: 4"), r"thread: unknown key"),
+    "other lane": (lambda o: change_file(o, "dips.yaml", ":7812", ":7813"), "its configuration listens on"),
+    "other directory": (
+        lambda o: change_file(o, "dips.yaml", "directory: /var/lib/dips", "directory: /data"),
+        "/data is on no volume",
+    ),
+    "other name": (
+        lambda o: change_file(o, "dips.yaml", "dips-slave-1.dips-slave.dips.svc", "x.svc"),
+        r"advertises x\.svc",
+    ),
+    "no certificate": (
+        lambda o: change_file(o, "cluster.yaml", "cluster: berlin", "cluster: oslo"),
+        r"oslo\.cluster\.crt is not among the files of its Secret",
+    ),
+    "preset": (lambda o: change_file(o, "paper.yaml", "lr: 0.7", "lr: 0.8"), "no copy of configs/paper.yaml"),
+    "nodes": (lambda o: find(o, "Job", "berlin")["spec"].update(completions=3), "NODES is 2, of 3 pods"),
+    "open to all": (
+        lambda o: policy(o, "dips-slave")["ingress"][1].pop("from"),
+        r"default/stranger → dips/dips-slave: open .*\[7811, 7812\]",
+    ),
+    "an arrow less": (
+        lambda o: policy(o, "dips-slave")["ingress"].pop(0),
+        r"dips/dips-master → dips/dips-slave: .*not open: \[7810\]",
+    ),
+    "no isolation": (
+        lambda o: policy(o, "dips-master").update(policyTypes=["Ingress"], podSelector={"matchLabels": {"x": "y"}}),
+        "dips-master",
+    ),
+    "other namespace": (
+        lambda o: policy(o, "dips-master")["ingress"][0]["from"][2].pop("namespaceSelector"),
+        r"training/dips-cluster → dips/dips-master: .*not open: \[7800\]",
+    ),
 }
 
 
-def commands(container: dict[str, Any]) -> Iterator[list[str]]:
-    if container["command"][0] != "sh":
-        yield [*container["command"]]
-        return
-    for line in container["args"][0].replace("||", "\n").splitlines():
-        if line.strip():
-            yield shlex.split(line)
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_broken_is_found(name: str) -> None:
+    """A line that says what is wrong, among whatever else follows from it."""
+    objects = together("base", "cluster")
+    change, said = BREAKS[name]
+    change(objects)
+    found: list[str] = []
+    for line in find_all(objects):
+        found.append(line)
+        if re.search(said, line):
+            return
+    pytest.fail(f"expected {said!r} in\n" + "\n".join(found))
 
 
-def options(words: list[str]) -> set[str]:
-    return {w for w in words if w.startswith("--") and w != "--"}
+@pytest.mark.parametrize(
+    ("part", "kind", "change", "said"),
+    [
+        ("production", "PodMonitor", {"podMetricsEndpoint": []}, "podMetricsEndpoint: Extra inputs"),
+        ("production", "Issuer", {"ca": {"secret": "x"}}, r"spec\.ca\.secretName: Field required"),
+        ("cluster/jobset", "JobSet", {"replicatedJob": []}, "replicatedJob: Extra inputs"),
+        (
+            "cluster/trainjob",
+            "TrainJob",
+            {"runtimeRef": {"kind": "TrainingRuntime"}},
+            "runtimeRef.name: Field required",
+        ),
+        ("cluster/trainjob", "TrainingRuntime", {"mlPolicy": {"numNodes": "two"}}, "mlPolicy.numNodes"),
+    ],
+)
+def test_custom_resources_are_held_against_their_models(
+    part: str, kind: str, change: dict[str, Any], said: str
+) -> None:
+    objects = together(part)
+    find(objects, kind, "")["spec"].update(change)
+    assert any(re.search(said, line) for line in find_invalid(objects)), [*find_invalid(objects)]
+
+
+@pytest.mark.parametrize("part", [*PARTS, "cluster/common"])
+def test_every_file_is_rendered(part: str) -> None:
+    """A manifest that no kustomization names would be checked by nobody."""
+    directory = KUBERNETES / part
+    kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    named = {*kustomization["resources"], *kustomization.get("configurations", ())}
+    named |= {patch["path"] for patch in kustomization.get("patches", ())}
+    assert {p.name for p in directory.glob("*.yaml")} - {"kustomization.yaml"} == {
+        n for n in named if n.endswith(".yaml")
+    }
+    for made in kustomization.get("configMapGenerator", ()):
+        assert {Path(name).name for name in made["files"]} == {p.name for p in (directory / "config").iterdir()}
+
+
+def test_an_indexed_jobs_pods_have_names() -> None:
+    """The head's address in the job is the name of its first pod."""
+    pods = expand_pods(together("cluster"))
+    variables = {e["name"]: e.get("value") for e in pods[0].containers[0]["env"]}
+    assert variables["MASTER_ADDR"] in pods[0].host_names
+    assert [p.name for p in pods] == ["berlin-0", "berlin-1"]
+
+
+def test_the_nodes_names_are_answered() -> None:
+    """An address for A, nothing for AAAA, and that there is no such name."""
+
+    def query(name: str, kind: int) -> bytes:
+        labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
+        return b"\x12\x34\x01\x00\x00\x01" + bytes(6) + labels + b"\0" + kind.to_bytes(2, "big") + b"\0\1"
+
+    names = {"dips-master.dips.svc": "10.233.0.1"}
+    assert answer_query(query("dips-master.dips.svc", 1), names)[-4:] == bytes([10, 233, 0, 1])
+    for name, kind, code in (("dips-master.dips.svc", 28, 0), ("nobody.dips.svc", 1, 3)):
+        answer = answer_query(query(name, kind), names)
+        assert (answer[3] & 15, answer[6:8]) == (code, b"\0\0")
