@@ -31,10 +31,21 @@ def read_pem(path: Path, key: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
     except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{_find_remedy(path, error)}") from error
     if len(content) > MOST_PEM:
         raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
     return content
+
+
+def _find_remedy(path: Path, error: OSError) -> str:
+    """What to do about a file that is not there, or not ours."""
+    if isinstance(error, PermissionError):
+        return ": give it to the user of this process, or to its group"
+    if not isinstance(error, FileNotFoundError):
+        return ""
+    if not path.parent.is_dir():
+        return f": {path.parent} is not there, too; is the Secret or volume mounted? see `dips config check`"
+    return ": bring it here, `dips certs request` and `dips certs issue` make it"
 
 
 def read_key_pem(path: Path, key: str) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from dips.errors import UnavailableMaster
+from dips.master.replay import replay_journal
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, type_words
@@ -95,6 +96,9 @@ def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -
         run.until(lambda: master.log.read_text().count("cluster expelled") == 2, 10, "both are expelled")
         assert master.code is None
         audit = ledger.read_audit()
+    master.terminate()
+    replayed = replay_journal(tmp_path / "master")
+    assert not any(one.differs or one.other_code for one in replayed), "the same requests are decided in the same way"
     told = [(row.caller, row.action, row.refused) for row in audit]
     assert told == [
         ("operator.operator", "tune", False),
