@@ -19,7 +19,7 @@ from tests.enrolled import Enrolled
 JOIN, DRAIN = "/dips.v1.ClusterService/Join", "/dips.v1.OperatorService/Drain"
 
 
-class Story:
+class GuardedMaster:
     """A master's guard whose clocks a test moves."""
 
     def __init__(self, directory: Path) -> None:
@@ -37,11 +37,11 @@ class Story:
 
 
 @pytest.fixture(name="story")
-def made_story(tmp_path: Path) -> Story:
-    return Story(tmp_path)
+def made_story(tmp_path: Path) -> GuardedMaster:
+    return GuardedMaster(tmp_path)
 
 
-def test_a_cluster_that_is_taken_from_the_list_is_found_once(story: Story) -> None:
+def test_a_cluster_that_is_taken_from_the_list_is_found_once(story: GuardedMaster) -> None:
     west, east = story.context("west"), story.context("east")
     story.join("west", west)
     story.join("east", east)
@@ -57,7 +57,7 @@ def test_a_cluster_that_is_taken_from_the_list_is_found_once(story: Story) -> No
     assert story.guard.take_expelled() == []
 
 
-def test_a_revoked_certificate_is_found_and_a_new_one_counts(story: Story) -> None:
+def test_a_revoked_certificate_is_found_and_a_new_one_counts(story: GuardedMaster) -> None:
     old = story.context("west")
     story.join("west", old)
     story.enrolled.authority.revoke("west.cluster")
@@ -68,13 +68,13 @@ def test_a_revoked_certificate_is_found_and_a_new_one_counts(story: Story) -> No
     assert story.guard.take_expelled() == [], "enrolled again"
 
 
-def test_an_expired_certificate_is_found(story: Story) -> None:
+def test_an_expired_certificate_is_found(story: GuardedMaster) -> None:
     story.join("west", story.context("west", days=1))
     story.wall += timedelta(days=2)
     assert "expired at" in story.guard.take_expelled()[0][1]
 
 
-def test_who_is_refused_is_told_with_the_reason(story: Story) -> None:
+def test_who_is_refused_is_told_with_the_reason(story: GuardedMaster) -> None:
     eve = story.context("eve", PeerRole.VIEWER)
     with pytest.raises(Denied):
         story.guard.check_call(DRAIN, operator_pb2.DrainAsked(slave="ps0"), eve)
