@@ -14,6 +14,8 @@ from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round
 from dips.config import ClusterFile
 from dips.differences import differing_options
 from dips.errors import DifferentModel, DipsError, Unavailable, advice_for
+from dips.identity.names import PeerRole
+from dips.identity.tls_files import load_tls, require_identity
 from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
 
@@ -41,10 +43,21 @@ def exit_code(rows: Iterable[CheckRow]) -> int:
     return max((row.code for row in rows if row.verdict == FAIL), default=0)
 
 
+def _check_certificate(config: ClusterFile) -> CheckRow:
+    """Ours, as the agent would load it."""
+    if config.tls_files is None:
+        return CheckRow("certificates", NOTE, "none: plain text on loopback")
+    try:
+        loaded = require_identity(load_tls(config.tls_files), config.cluster, PeerRole.CLUSTER, config.shared.run)
+    except DipsError as error:
+        return failed_row("certificates", error, "see `dips config check`, and `dips certs --help`")
+    return CheckRow("certificates", OK, f"{loaded.identity}, until {loaded.until:%Y-%m-%d %H:%M} UTC")
+
+
 def check_host(config: ClusterFile) -> list[CheckRow]:
     """What can be seen on this machine alone."""
     rows = [CheckRow("cluster file", OK, f"cluster {config.cluster} of run {config.shared.run}")]
-    rows.append(CheckRow("certificates", NOTE, "none: plain text on loopback"))
+    rows.append(_check_certificate(config))
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
         if not os.access(config.directory, os.W_OK | os.X_OK):

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import host_sum
+from dips.client.preflight.checks import check_host
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
-from dips.config import load_run
+from dips.config import load_cluster, load_run
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
@@ -218,3 +219,18 @@ def test_a_shell_completes_names_of_the_run_file(files: FilesToCheck) -> None:
     assert "outer.lr=" in completing.complete_change("outer")
     context.params["config"] = "nowhere.yaml"
     assert completing.complete_slave(context, "") == []
+
+
+def test_the_preflight_looks_at_the_agents_certificate(files: FilesToCheck) -> None:
+    """Missing, and then there; plain text is a note."""
+    files.check()
+    assert seen_of(files) == "none: plain text on loopback"
+    enrolled = files.secure()
+    files.check()
+    assert "west.cluster.crt cannot be read" in seen_of(files)
+    enrolled.enroll("west", PeerRole.CLUSTER)
+    assert seen_of(files).startswith("cluster 'west' of run 'july', until ")
+
+
+def seen_of(files: FilesToCheck) -> str:
+    return next(row.seen for row in check_host(load_cluster(files.cluster_file)) if row.what == "certificates")
