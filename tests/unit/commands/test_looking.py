@@ -234,3 +234,10 @@ def test_the_preflight_looks_at_the_agents_certificate(files: FilesToCheck) -> N
 
 def seen_of(files: FilesToCheck) -> str:
     return next(row.seen for row in check_host(load_cluster(files.cluster_file)) if row.what == "certificates")
+
+
+def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
+    files = Enrolled(tmp_path, RUN).enroll("west", PeerRole.CLUSTER)
+    said = json.loads(type_words("certs", "show", str(files.cert), "--json"))
+    assert said.keys() == {"file", "who", "state", "serial", "until"} and said["state"] == "valid"
+    assert said["who"] == "cluster 'west' of run 'july'"
