@@ -22,6 +22,7 @@ from dips.identity.tls_files import load_tls, require_identity
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SOON = timedelta(days=14)  # before a certificate ends it is worth a note
 OPERATOR = "operator"
+PORT_KEYS = ("listen", "metrics", "http")  # of a section, if it has them
 LEAST_ORDER_HEARTBEATS = 2  # an order that may be silent for less is failed by one lost packet
 
 
@@ -96,9 +97,9 @@ def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
 def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
     """Port 0 takes a free one; the same port twice on one host is taken by whoever comes first."""
     users = defaultdict[tuple[str, int], list[str]](list)
-    listening = [("master.listen", run.master.listen), ("master.metrics", run.master.metrics)]
+    listening = [(f"master.{key}", getattr(run.master, key, None)) for key in PORT_KEYS]
     for s in run.slaves:
-        listening += [(f"slaves.{s.name}.{key}", getattr(s, key)) for key in ("listen", "metrics")]
+        listening += [(f"slaves.{s.name}.{key}", getattr(s, key, None)) for key in PORT_KEYS]
         listening += [(f"slaves.{s.name}.lanes", lane) for lane in s.lanes]
     for key, address in listening:
         if address is not None and host_port(address)[1]:
