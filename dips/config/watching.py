@@ -44,6 +44,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("*.listen", _OPEN),
     ("*.lanes", _OPEN),
     ("*.metrics", _OPEN),
+    ("*.http", _OPEN),
     ("*.slots", _MEMORY),
     ("*.pinned", _MEMORY),
     ("*.transit_bytes", _MEMORY),

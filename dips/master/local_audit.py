@@ -6,7 +6,7 @@ import getpass
 import os
 import time
 
-from dips.protocol.audit import cut_text
+from dips.protocol.bounded_text import cut_text
 from dips.protocol.records import OperatorActed
 
 

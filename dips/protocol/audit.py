@@ -14,6 +14,7 @@ from typing import Any
 from dips.dataclass import dataclass, replace
 from dips.protocol import drain, extension, quarantine, readmit, tuning
 from dips.protocol.audit_budget import AuditBudget
+from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
 from dips.protocol.events import (
     DrainAsked,
@@ -28,8 +29,6 @@ from dips.protocol.events import (
 from dips.protocol.records import OperatorActed
 from dips.protocol.run_state import RunState
 from dips.protocol.tunable import describe_changes
-
-MOST_TEXT = 300  # characters of a caller, of arguments, of an outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +84,6 @@ def _make_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> 
     passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
     caller, action, arguments, outcome = map(cut_text, (row.caller, row.action, row.arguments, row.outcome))
     return OperatorActed(caller, action, arguments, outcome, row.refused, row.wall, passed_over)
-
-
-def cut_text(text: str) -> str:
-    """What a row keeps of a text from outside: no control characters, and not more than there is room for."""
-    return "".join(c if c.isprintable() else "�" for c in text[:MOST_TEXT])
 
 
 def _find_reply(out: list[Effect], begin: int) -> tuple[int, Result | None]:

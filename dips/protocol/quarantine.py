@@ -7,6 +7,7 @@ so it continues where it was when it is released. The gate's own quarantine is l
 from __future__ import annotations
 
 from dips.errors import ConfigError
+from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Acknowledged, Failed, Refused
 from dips.protocol.events import QuarantineAsked
 from dips.protocol.penalty import Verdict
@@ -24,7 +25,7 @@ def on_quarantine_asked(run: RunState, event: QuarantineAsked) -> None:
         known = ", ".join(run.clusters) or "none yet"
         run.reply_to(event.req, Failed(ConfigError, f"cluster {event.cluster!r} has never joined; known: {known}"))
         return
-    reason = "" if event.release else event.reason[:MOST_REASON] or "no reason was given"
+    reason = "" if event.release else cut_text(event.reason, MOST_REASON) or "no reason was given"
     before = run.quarantined.get(event.cluster, "")
     if event.release and not before:
         run.reply_to(event.req, Refused(0.0, f"{event.cluster} is not quarantined by an operator"))

@@ -78,6 +78,8 @@ def draw_headline(status: Status) -> Text:
         "data: " + data_line(status),
     )
     text = Text("\n".join(lines), style="bold")
+    if tuned := status.get("tuned"):
+        text.append(f"\ntuned: {tuned_line(tuned)}")
     durability = status.get("durability", {})
     if durability.get("red"):
         text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
@@ -91,6 +93,11 @@ def draw_headline(status: Status) -> Text:
     if track.get("red"):
         text.append(f"\ntrack, {track.get('reason') or NONE}", style="red")
     return text
+
+
+def tuned_line(tuned: Mapping[str, Any]) -> str:
+    """What holds otherwise than the run file says, since `dips tune` changed it."""
+    return ", ".join(f"{key} {'off' if value is None else f'{value:.15g}'}" for key, value in tuned.items())
 
 
 def ledger_mirror_line(mirror: Mapping[str, Any]) -> str:

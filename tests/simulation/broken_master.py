@@ -11,7 +11,7 @@ from dips.master.ledger import Ledger
 from dips.protocol import mirrors, pushes, rollback, settlement, slaves
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.effects import Outcome, Result
-from dips.protocol.entities import Cluster, Fanout, Pull, Slave
+from dips.protocol.entities import Cluster, Fanout, Pull, Round, Slave
 from dips.protocol.enums import FanoutKind, OutcomeKind
 from dips.protocol.events import OrderAnswered, SlaveRegistered
 from dips.protocol.intervals import Intervals
@@ -57,6 +57,25 @@ def reuse_round_after_restart() -> list[Patch]:
         return replace(found, term=1, next_round=found.versions[-1].version.round + 1)
 
     return [(Ledger, "start_term", start_term), (Ledger, "read_state", state)]
+
+
+def row_of_what_is_tuned() -> list[Patch]:
+    honest = settlement.commit_version
+
+    def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
+        r.outer = run.options.outer
+        honest(run, r, digests, durable=durable)
+
+    return [(settlement, "commit_version", commit_version)]
+
+
+def forget_quarantine() -> list[Patch]:
+    honest = Ledger.read_state
+
+    def state(self: Ledger) -> LedgerState:
+        return replace(honest(self), quarantined=())
+
+    return [(Ledger, "read_state", state)]
 
 
 def stats_of_skipped_rounds() -> list[Patch]:

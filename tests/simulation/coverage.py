@@ -68,7 +68,7 @@ POINTS: dict[str, str] = {
     "resumed": "a finished run was extended, and its clusters came back",
     "tuned": "an operator changed the outer step while the run went on",
     "operator_quarantine": "a push was gated since an operator quarantined its cluster",
-    "expelled": "a cluster was expelled in the middle of a push, and came back",
+    "expelled": "a cluster was expelled while the run went on",
     "fragments": "a version was merged whose fragments were pulled an inner step apart, as those of its push were",
     "forged_register": "another process registered in the name of a slave that lives, and was refused",
     "forged_order": "an order of a term of which no master told was refused",

@@ -88,6 +88,10 @@ SABOTAGES: dict[str, Sabotage] = {
         "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
     ),
     "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
+    "row-of-what-is-tuned": Sabotage(
+        "a version's row has the numbers of its Apply", (1,), 27, master.row_of_what_is_tuned
+    ),
+    "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 

@@ -13,7 +13,7 @@ from dips.config import RunFile, load_run
 from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
 
 
-class Story:
+class EditedRunFile:
     """A run file, and a master that looks at it."""
 
     def __init__(self, directory: Path) -> None:
@@ -43,11 +43,11 @@ class Story:
 
 
 @pytest.fixture(name="story")
-def made_story(tmp_path: Path) -> Story:
-    return Story(tmp_path)
+def made_story(tmp_path: Path) -> EditedRunFile:
+    return EditedRunFile(tmp_path)
 
 
-def test_what_may_change_is_taken_over(story: Story) -> None:
+def test_what_may_change_is_taken_over(story: EditedRunFile) -> None:
     assert story.look() is None
     story.write(clusters=["west"], log_level="debug")
     found = story.look()
@@ -57,7 +57,7 @@ def test_what_may_change_is_taken_over(story: Story) -> None:
     assert story.look() is None and not story.said
 
 
-def test_what_cannot_change_is_said_once_with_the_reason(story: Story) -> None:
+def test_what_cannot_change_is_said_once_with_the_reason(story: EditedRunFile) -> None:
     story.content["slaves"][0]["slots"] = 4
     story.content["slaves"][1]["slots"] = 4  # the other slave's own affair
     story.shared["outer"] = {"lr": 0.5}  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def test_what_cannot_change_is_said_once_with_the_reason(story: Story) -> None:
     assert "memory is allocated at the start" in story.said[1]
 
 
-def test_a_file_that_is_wrong_is_not_used(story: Story) -> None:
+def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:
     """Nor one that is gone; the next good one is."""
     story.write(log_level="loud")
     assert story.look() is None and "log_level" in story.said[0]
@@ -83,14 +83,14 @@ def test_a_file_that_is_wrong_is_not_used(story: Story) -> None:
     assert story.look() is not None
 
 
-def test_slaves_that_come_or_go_are_one_change(story: Story) -> None:
+def test_slaves_that_come_or_go_are_one_change(story: EditedRunFile) -> None:
     del story.content["slaves"][1]
     story.write()
     assert story.look() is None
     assert story.said[0].startswith("slaves: s0, s1 → s0") and "dips rebalance" in story.said[0]
 
 
-def test_a_signal_hurries_the_look(story: Story) -> None:
+def test_a_signal_hurries_the_look(story: EditedRunFile) -> None:
     """SIGHUP: at once, and also a file whose dates have not changed."""
 
     async def play() -> list[str]:

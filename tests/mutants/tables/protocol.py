@@ -20,6 +20,7 @@ PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_ali
 TIMES = "tests/unit/protocol/test_deadlines.py"
 ORDER = "tests/unit/protocol/test_order.py"
 CLAIMS = "tests/unit/protocol/test_claims.py"
+HELD = TUNED = "tests/unit/protocol/test_operators.py"
 INDEXES = "tests/unit/protocol/test_indexes.py"
 
 MUTANTS = (
@@ -344,4 +345,13 @@ MUTANTS = (
         "",
         "tests/unit/protocol/test_archive.py",
     ),
+    # ---- operators
+    Mutant("a version's row has what was tuned after its Apply", ROOM, "o = r.outer or run.", "o = run.", STORIES),
+    Mutant(
+        "a question that is asked again has another row", ROOM, "Pending) and not changed", "Failed) and False", STORIES
+    ),
+    Mutant("who is denied fills the ledger", ROOM, "run.denied_rows if event.refused else None", "None", STORIES),
+    Mutant("a gate by an operator tries the patience", ROOM, "and not s.verdict.held", "", HELD),
+    Mutant("a tuned gate judges as before", ROOM, "run.penalty.change_options(options.penalty)", "pass", TUNED),
+    Mutant("an expelled cluster goes on", ROOM, "cluster is not None and cluster.live:", "False:", STORIES),
 )

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import host_sum
+from dips.client.preflight.checks import check_host
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
-from dips.config import load_run
+from dips.config import load_cluster, load_run
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
@@ -36,7 +37,7 @@ def type_words(*words: str, code: int = 0) -> str:
     return done.output
 
 
-class Files:
+class FilesToCheck:
     """A run file and a cluster file that agree, to be broken one key at a time."""
 
     def __init__(self, directory: Path) -> None:
@@ -67,15 +68,15 @@ class Files:
 
 
 @pytest.fixture(name="files")
-def made_files(tmp_path: Path) -> Files:
-    return Files(tmp_path)
+def made_files(tmp_path: Path) -> FilesToCheck:
+    return FilesToCheck(tmp_path)
 
 
 def verdicts(rows: list[ConfigFinding], verdict: str) -> list[str]:
     return [f"{row.what.rpartition('/')[2]}: {row.seen}" for row in rows if row.verdict == verdict]
 
 
-def test_what_agrees_is_well(files: Files) -> None:
+def test_what_agrees_is_well(files: FilesToCheck) -> None:
     assert not verdicts(files.check(), FAIL)
     assert verdicts(files.check(), NOTE) == [
         f"dips.yaml: master.directory: no ledger at {files.directory}/m/ledger.sqlite"
@@ -96,7 +97,7 @@ def test_what_agrees_is_well(files: Files) -> None:
         (lambda f: f.cluster.update(heartbeat_s=9.0), "a heartbeat each 9 s, and a lease of 10 s"),
     ],
 )
-def test_what_would_be_refused_is_found(files: Files, change: Any, said: str) -> None:
+def test_what_would_be_refused_is_found(files: FilesToCheck, change: Any, said: str) -> None:
     change(files)
     assert any(said in line for line in verdicts(files.check(), FAIL)), files.check()
 
@@ -109,13 +110,13 @@ def test_what_would_be_refused_is_found(files: Files, change: Any, said: str) ->
         (lambda f: f.run["master"].update(timing={"order_s": 3.0}), "3 s of silence fail an order"),
     ],
 )
-def test_what_looks_odd_has_a_note(files: Files, change: Any, said: str) -> None:
+def test_what_looks_odd_has_a_note(files: FilesToCheck, change: Any, said: str) -> None:
     change(files)
     rows = files.check()
     assert not verdicts(rows, FAIL) and any(said in line for line in verdicts(rows, NOTE)), rows
 
 
-def test_certificates_are_looked_at_before_a_daemon_does(files: Files) -> None:
+def test_certificates_are_looked_at_before_a_daemon_does(files: FilesToCheck) -> None:
     """Missing, another's, expired, soon to expire; and a Secret that is not mounted, with what to do."""
     enrolled = files.secure()
     assert "s1.slave.crt cannot be read" in str(verdicts(files.check("s1.slave"), FAIL))
@@ -131,7 +132,7 @@ def test_certificates_are_looked_at_before_a_daemon_does(files: Files) -> None:
     assert "nobody.slave is in none of these files" in str([row.seen for row in files.check("nobody.slave")])
 
 
-def test_config_check_and_show_say_json(files: Files) -> None:
+def test_config_check_and_show_say_json(files: FilesToCheck) -> None:
     files.check()
     good, bad = str(files.run_file), str(files.cluster_file)
     said = json.loads(type_words("config", "check", good, "--json"))
@@ -145,7 +146,7 @@ def test_config_check_and_show_say_json(files: Files) -> None:
 # ---- dips plan memory ----------------------------------------------------------------------------------------------
 
 
-def test_a_slave_is_planned_as_it_counts_itself(files: Files) -> None:
+def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     files.run["slaves"][0].update(slots=3, pinned=2)
     files.check()
     words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2001", "--json")
@@ -157,7 +158,7 @@ def test_a_slave_is_planned_as_it_counts_itself(files: Files) -> None:
     assert (plan["cluster"]["push_bytes"], plan["cluster"]["pull_bytes"]) == (8004, 8004)
 
 
-def test_ranks_and_links_follow_the_codecs(files: Files) -> None:
+def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
     files.run["shared"].update(codec="int8", pull_codec="bf16")
     files.cluster["shared"].update(codec="int8", pull_codec="bf16")
     files.cluster["overlap"] = "full"
@@ -198,7 +199,7 @@ def test_a_plan_of_a_real_model_and_for_kubernetes() -> None:
 # ---- completion ----------------------------------------------------------------------------------------------------
 
 
-def test_a_shell_completes_names_of_the_run_file(files: Files) -> None:
+def test_a_shell_completes_names_of_the_run_file(files: FilesToCheck) -> None:
     files.run["clusters"] = ["west", "east"]
     files.check()
     words = {
@@ -218,3 +219,25 @@ def test_a_shell_completes_names_of_the_run_file(files: Files) -> None:
     assert "outer.lr=" in completing.complete_change("outer")
     context.params["config"] = "nowhere.yaml"
     assert completing.complete_slave(context, "") == []
+
+
+def test_the_preflight_looks_at_the_agents_certificate(files: FilesToCheck) -> None:
+    """Missing, and then there; plain text is a note."""
+    files.check()
+    assert seen_of(files) == "none: plain text on loopback"
+    enrolled = files.secure()
+    files.check()
+    assert "west.cluster.crt cannot be read" in seen_of(files)
+    enrolled.enroll("west", PeerRole.CLUSTER)
+    assert seen_of(files).startswith("cluster 'west' of run 'july', until ")
+
+
+def seen_of(files: FilesToCheck) -> str:
+    return next(row.seen for row in check_host(load_cluster(files.cluster_file)) if row.what == "certificates")
+
+
+def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
+    files = Enrolled(tmp_path, RUN).enroll("west", PeerRole.CLUSTER)
+    said = json.loads(type_words("certs", "show", str(files.cert), "--json"))
+    assert said.keys() == {"file", "who", "state", "serial", "until"} and said["state"] == "valid"
+    assert said["who"] == "cluster 'west' of run 'july'"

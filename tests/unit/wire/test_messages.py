@@ -21,7 +21,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.protocol.data import BegunRange
-from dips.protocol.options import Targets
+from dips.protocol.options import Targets, TunedOption
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
@@ -34,8 +34,12 @@ UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFail
     "SlaveSilent",
     "Blind",
     "Ticked",
+    "OperatorAsked",
+    "OperatorReported",
+    "ClusterExpelled",
 }  # facts and orders inside the master's process; Failed leaves as a gRPC status
 
+PARTS = (VersionId, PushId, PullId, BegunRange, Targets, TunedOption)  # of messages, from other modules
 ENDS = st.sampled_from("abcxyz019")
 PRINTABLE = st.text(max_size=40).map(make_printable)
 NAMES = st.builds(lambda a, b, c: a + b + c, ENDS, st.text("abcxyz019._-", max_size=20), ENDS) | ENDS
@@ -252,7 +256,7 @@ def spoilt(cls: type) -> list[tuple[str, Any, Message]]:
 
 
 @pytest.mark.parametrize(
-    "cls", [*dataclasses_that_travel(), VersionId, PushId, PullId, BegunRange], ids=lambda c: c.__name__
+    "cls", [*dataclasses_that_travel(), VersionId, PushId, PullId, BegunRange, TunedOption], ids=lambda c: c.__name__
 )
 def test_every_field_is_bounded(cls: type) -> None:
     """NaN, infinity, what is too large or negative, endless text: refused by name in every field that may not be so."""
@@ -269,7 +273,7 @@ def test_every_field_is_bounded(cls: type) -> None:
 
 def test_no_message_is_forgotten() -> None:
     """Whatever a call of any service sends or answers, down to the innermost message, stands in the walk above."""
-    walked = {cls.__name__ for cls in (*dataclasses_that_travel(), VersionId, PushId, PullId, BegunRange, Targets)}
+    walked = {cls.__name__ for cls in (*dataclasses_that_travel(), *PARTS)}
     stack: list[Descriptor] = []
     for module in (cluster_pb2, slave_pb2, operator_pb2, status_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():

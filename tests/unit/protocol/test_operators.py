@@ -1,0 +1,96 @@
+"""What operators change in a run that goes on: the gate, the windows, who is kept out; and what it must leave alone."""
+
+from __future__ import annotations
+
+from dips.protocol.audit_budget import IDLE_ROW_S, IDLE_ROWS, AuditBudget
+from dips.protocol.bounded_text import MOST_TEXT
+from dips.protocol.effects import Reply, Tuned
+from dips.protocol.events import OperatorAsked, OperatorReported, OperatorRequest, QuarantineAsked, TuningAsked
+from dips.protocol.options import Options, PenaltyOptions, TimingOptions, TunedOption
+from dips.protocol.records import OperatorActed
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+
+def ask(run: ScriptedRun, request: OperatorRequest) -> object:
+    return run.ask(OperatorAsked(0, "alice.operator", 1e9, request))
+
+
+def tune(run: ScriptedRun, key: str, value: float) -> object:
+    return ask(run, TuningAsked(0, (TunedOption(key, value),)))
+
+
+def gated_run(**penalty: float) -> ScriptedRun:
+    return ScriptedRun(Options(penalty=PenaltyOptions(**penalty), timing=TimingOptions(window_s=10.0)))  # type: ignore[arg-type]
+
+
+def round_of(run: ScriptedRun, cluster: str) -> str:
+    """A push of this cluster, alone in its round; return its outcome."""
+    push = run.push(cluster)
+    run.wait(11.0)
+    return str(run.outcome(push).kind)
+
+
+def test_a_tuned_gate_judges_the_next_push() -> None:
+    """A norm of three times the usual is above 3 σ; β tuned to a thousand lets it in."""
+    run = gated_run(warmup_rounds=2, gate_patience=99)
+    run.train("a")
+    assert [round_of(run, "a") for _ in range(4)] == ["accepted"] * 4
+    run.norms["a"] = 3.0
+    assert round_of(run, "a") == "gated"
+    assert isinstance(tune(run, "penalty.beta", 1000.0), Tuned)
+    assert round_of(run, "a") == "accepted"
+
+
+def test_a_tuned_window_is_the_next_rounds() -> None:
+    run = ScriptedRun()
+    run.train("a", "b")
+    run.push("a")
+    tune(run, "timing.window_s", 100.0)
+    run.wait(11.0)
+    assert str(run.head) == "v1@r1", "a window that is open closes when it was to"
+
+
+def test_an_operators_quarantine_leaves_the_statistics_alone() -> None:
+    """However often it pushes meanwhile, no patience ends, and it goes on where it was when it is released."""
+    run = gated_run(warmup_rounds=2, gate_patience=2)
+    run.train("a")
+    assert [round_of(run, "a") for _ in range(4)] == ["accepted"] * 4
+    before = run.machine._run.penalty.penalty_row("a")
+    ask(run, QuarantineAsked(0, "a", False, "a look"))
+    assert [round_of(run, "a") for _ in range(4)] == ["gated"] * 4
+    assert run.view["clusters"]["a"]["quarantined"] and run.view["clusters"]["a"]["quarantine"] == "a look"
+    assert run.machine._run.penalty.penalty_row("a") == before
+    ask(run, QuarantineAsked(0, "a", True, ""))
+    assert round_of(run, "a") == "accepted"
+
+
+def test_a_row_stands_before_its_answer_and_is_bounded() -> None:
+    run = ScriptedRun()
+    run.train("a")
+    ask(run, QuarantineAsked(0, "a", False, "\x1b[2J\u202e" + "x" * 10_000))
+    kinds = [type(effect) for effect in run.effects]
+    (row,) = run.all_of(OperatorActed)
+    assert run.view["clusters"]["a"]["quarantine"].isprintable()
+    assert kinds.index(OperatorActed) < len(kinds) - 1 - kinds[::-1].index(Reply)
+    assert row.wall == 1e9 and row.caller == "alice.operator"
+    for text in (row.caller, row.action, row.arguments, row.outcome):
+        assert len(text) <= MOST_TEXT and text.isprintable()
+
+
+def test_nobody_fills_the_ledger_with_denied_calls() -> None:
+    """A budget at once, then one row in so long; the next row counts those that had none."""
+    run = ScriptedRun()
+    for _ in range(1000):
+        run.step(OperatorReported("eve.viewer", "drain", "s", "no", True, 0.0))
+    assert len(run.all_of(OperatorActed)) == IDLE_ROWS
+    run.now += IDLE_ROW_S
+    run.step(OperatorReported("eve.viewer", "drain", "s", "no", True, 0.0))
+    assert run.all_of(OperatorActed)[-1].passed_over == 1000 - IDLE_ROWS
+
+
+def test_a_budget_fills_with_time_and_no_farther() -> None:
+    budget = AuditBudget(0.0)
+    assert sum(budget.take_row(0.0) for _ in range(IDLE_ROWS + 5)) == IDLE_ROWS
+    assert not budget.take_row(IDLE_ROW_S / 2) and budget.take_row(IDLE_ROW_S * 1.5)
+    assert sum(budget.take_row(1e9) for _ in range(IDLE_ROWS + 5)) == IDLE_ROWS
+    assert budget.take_passed_over() == 11 and budget.take_passed_over() == 0

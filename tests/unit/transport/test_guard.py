@@ -1,0 +1,86 @@
+"""Who may still take part: the guard finds those that may no longer, each once, and tells whom it refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.errors import Denied
+from dips.identity.certificates import utc_now
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.transport.guard import PEM_KEY, Guard
+from dips.transport.tls import TlsSource
+from dips.wire.generated import cluster_pb2, operator_pb2
+from tests.enrolled import Enrolled
+
+JOIN, DRAIN = "/dips.v1.ClusterService/Join", "/dips.v1.OperatorService/Drain"
+
+
+class GuardedMaster:
+    """A master's guard whose clocks a test moves."""
+
+    def __init__(self, directory: Path) -> None:
+        self.enrolled, self.seconds, self.wall = Enrolled(directory), 0.0, utc_now()
+        files = self.enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
+        source = TlsSource(files, MASTER_NAME, PeerRole.MASTER, "july", clock=lambda: self.seconds)
+        self.guard, self.refused = Guard(source, None, lambda: self.wall), list[tuple[str, str, str]]()
+        self.guard.on_refused = lambda who, method, _, why: self.refused.append((who, method, why))
+
+    def context(self, name: str, role: PeerRole = PeerRole.CLUSTER, days: int = 90) -> dict[str, Any]:
+        return {PEM_KEY: (self.enrolled.enroll(name, role, days).cert.read_bytes(),)}
+
+    def join(self, name: str, context: dict[str, Any]) -> None:
+        self.guard.check_call(JOIN, cluster_pb2.ClusterJoined(cluster=name), context)
+
+
+@pytest.fixture(name="story")
+def made_story(tmp_path: Path) -> GuardedMaster:
+    return GuardedMaster(tmp_path)
+
+
+def test_a_cluster_that_is_taken_from_the_list_is_found_once(story: GuardedMaster) -> None:
+    west, east = story.context("west"), story.context("east")
+    story.join("west", west)
+    story.join("east", east)
+    assert story.guard.take_expelled() == []
+    story.guard.change_clusters(("west",))
+    ((name, reason),) = story.guard.take_expelled()
+    assert name == "east" and "is not in the run file's list `clusters`" in reason
+    assert story.guard.take_expelled() == []
+    with pytest.raises(Denied):
+        story.join("east", east)
+    story.guard.change_clusters(None)
+    story.join("east", east)
+    assert story.guard.take_expelled() == []
+
+
+def test_a_revoked_certificate_is_found_and_a_new_one_counts(story: GuardedMaster) -> None:
+    old = story.context("west")
+    story.join("west", old)
+    story.enrolled.authority.revoke("west.cluster")
+    story.seconds = 2.0
+    ((name, reason),) = story.guard.take_expelled()
+    assert (name, "is revoked" in reason) == ("west", True)
+    story.join("west", story.context("west"))
+    assert story.guard.take_expelled() == [], "enrolled again"
+
+
+def test_an_expired_certificate_is_found(story: GuardedMaster) -> None:
+    story.join("west", story.context("west", days=1))
+    story.wall += timedelta(days=2)
+    assert "expired at" in story.guard.take_expelled()[0][1]
+
+
+def test_who_is_refused_is_told_with_the_reason(story: GuardedMaster) -> None:
+    eve = story.context("eve", PeerRole.VIEWER)
+    with pytest.raises(Denied):
+        story.guard.check_call(DRAIN, operator_pb2.DrainAsked(slave="ps0"), eve)
+    with pytest.raises(Denied):
+        story.guard.check_call(DRAIN, operator_pb2.DrainAsked(slave="ps0"), {})
+    assert [(who, method) for who, method, _ in story.refused] == [("eve.viewer", DRAIN), ("", DRAIN)]
+    assert "this certificate is of viewer 'eve'" in story.refused[0][2]
+    assert story.guard.name_caller(eve) == "eve.viewer"
+    assert story.guard.refused[DRAIN] == 2
