@@ -89,7 +89,7 @@ def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path:
     seed = ("seed", "--master", run.address, "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
     master = run.start_master()
     run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
-    with pytest.raises(DipsError, match="not here: ps0, ps1|cannot be reached"):
+    with pytest.raises(DipsError, match=r"not here: ps0, ps1|cannot be reached"):
         dips_word(*seed[:-1], "0")
     master.kill()
     run.start_master()
