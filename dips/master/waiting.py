@@ -70,6 +70,7 @@ async def wait_for_ledger(
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
+    await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
