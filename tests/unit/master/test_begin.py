@@ -39,9 +39,7 @@ def test_a_run_begins_once(tmp_path: Path) -> None:
     check_repeated(row, proposed)
     other = model()
     other["layers.0.b"] = other["layers.0.b"] + 1
-    with pytest.raises(
-        ConfigError, match=r"got another: they differ in layers\.0; a new run takes another shared\.run"
-    ):
+    with pytest.raises(ConfigError, match=r"got another: they differ in layers\.0; a new run"):
         check_repeated(row, propose_run(other, ()))
     with pytest.raises(ConfigError, match="a ledger is here already"):
         begin_run(config, proposed, wall)
