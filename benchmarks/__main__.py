@@ -33,6 +33,7 @@ APART = (
     "against_one",
     "attach",
     "codec_losses",
+    "curve",
     "ranks",
     "fragments",
     "scale",

@@ -76,7 +76,8 @@ class Ends:
     def _begin(self, name: str, rule: AskOrder) -> None:
         push, cast = (name, self._number), self.cast
         for index, slave in enumerate(self._slaves):
-            slave.ask_program("open", push, places_for_slave(rule, index, cast.slaves, 0, cast.ranks, f"{push}"))
+            places = places_for_slave(rule, index, cast.slaves, 0, cast.ranks, f"{push}")
+            slave.ask_program("open", push, places, [rank.first for rank in self._ranks[name]])
         for rank in self._ranks[name]:
             rank.send_request("push", self._number, [slave.first for slave in self._slaves], rule)
 

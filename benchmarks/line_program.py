@@ -28,6 +28,10 @@ class LineProgram:
         )  # fmt: skip
         self.first = self.read_answer()
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def send_request(self, *words: Any) -> None:
         """Write a line: a word and its arguments."""
         assert self._popen.stdin is not None

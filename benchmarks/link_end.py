@@ -1,6 +1,7 @@
 """One end of a shaped link, as a process in its network namespace, driven by lines on its standard input.
 
-python -m benchmarks.link_end slave IP LANES MIB     says its lanes' addresses; then [push | pull | end, N]
+python -m benchmarks.link_end slave IP LANES MIB [KEY]   says its lanes' addresses; then [push | pull | end, N];
+                                                         with the rank's KEY: encrypted, and says its own one as well
 python -m benchmarks.link_end rank ADDRESSES MIB     [push | pull, N], answered with the seconds that it took
 
 The slave's end is the data flow of a `dips-slave` without its control server: plain text leaves loopback only here.
@@ -21,6 +22,7 @@ from dips.ids import GENESIS, PullId, PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
+from dips.transport import curve
 
 RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1
 LAYERS, WAIT_S = 4, 120.0
@@ -53,22 +55,24 @@ class LinkEvents:
         self._over.clear()
 
 
-def slave(ip: str, lanes: int, mib: int) -> None:
+def slave(ip: str, lanes: int, mib: int, *keys: str) -> None:
     """Serve one push or pull after the other."""
     model, events = manifest(mib), LinkEvents()
-    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0)
+    flow = ZmqFlow(
+        RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0, key=curve.new_keys() if keys else None
+    )
     flow.set_layers(model, tuple(range(LAYERS)))
     flow.start(SINC, events)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
-    print_answer(",".join(flow.lane_addresses()))
+    print_answer(f"{','.join(flow.lane_addresses())} {flow.public_key}".strip())
     last = ""
     for word, number in read_requests():
         push, pull = PushId(CLUSTER, 1, number), PullId(CLUSTER, 1, number)
         if word == "push":
-            flow.open_push(push, (0,), slot, WAIT_S)
+            flow.open_push(push, (0,), slot, WAIT_S, keys=keys)
         elif word == "pull":
-            flow.open_pull(pull, GENESIS, source)
+            flow.open_pull(pull, GENESIS, source, keys=keys)
         elif last == "push":
             events.wait()
             flow.drop_push(push)
@@ -97,6 +101,6 @@ def rank(addresses: str, mib: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "slave":
-        slave(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        slave(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
     else:
         rank(sys.argv[2], int(sys.argv[3]))

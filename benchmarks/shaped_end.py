@@ -77,7 +77,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
             begun[push] = processor_s()
             size = cast.numel // cast.layers
             slots[push] = free.pop() if free else {i: np.ones(size, np.float32) for i in layers}
-            flow.open_push(push, tuple(more[0]), slots[push], WAIT_S, cast.codec)
+            flow.open_push(push, tuple(more[0]), slots[push], WAIT_S, cast.codec, tuple(more[1]))
             print_answer("open")
         elif word == "places":
             flow.reorder_push(push, tuple(more[0]))
@@ -93,7 +93,8 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
 def rank(cast: Cast, cluster: str, number: int) -> None:
     """Push everything, as often as told."""
     pieces = cast.pieces(number, 1e-3)
-    print_answer("ready")
+    keys = curve.new_keys()
+    print_answer(keys.public)
     for _, seq, slaves, rule in read_requests():
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
@@ -101,7 +102,7 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
         salt = VersionId(seq, seq)  # of a random order: another one each time
         grant = Grant(salt, there, WAIT_S, cast.codec, GENESIS, AskOrder(rule))
         begun, used = time.perf_counter(), processor_s()
-        transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
+        transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number, keys), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])
 
 

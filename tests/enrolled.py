@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dips.identity import certificates, pem_files
 from dips.identity.authority import Authority
@@ -30,3 +32,12 @@ class Enrolled:
         pem_files.write_public(files.cert, pem_files.to_pem(certificate))
         pem_files.write_private(files.key, certificates.key_to_pem(key))
         return files
+
+
+def enroll_all(directory: Path, run: str, peers: Iterable[tuple[str, PeerRole]]) -> dict[str, Any]:
+    """Enroll these with a new authority in `directory`; return the keys of run file and cluster files that say so."""
+    enrolled = Enrolled(directory, run)
+    for name, role in peers:
+        enrolled.enroll(name, role)
+    tls = {"ca": "ca/ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key", "crl": "ca/crl.pem"}
+    return {"tls": {key: str(directory / path) for key, path in tls.items()}}

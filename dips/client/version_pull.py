@@ -25,7 +25,7 @@ from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
-from dips.transport import control
+from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint
 from dips.transport.shares import F32, Piece
 from dips.wire.generated.status_pb2 import DescribeRequest
@@ -101,10 +101,11 @@ async def _pull_joined(
     cancel, rates = threading.Event(), [TransferRate(0, 0, 0.0)]
     keep = asyncio.create_task(_keep_lease(link, pull, rates, cancel))
     try:
-        grant = await _await_grant(link, pull, version, keep)
+        keys = curve.new_keys()
+        grant = await _await_grant(link, PullRequested(0, pull, 1, version, (keys.public,)), keep)
         manifest = Manifest.from_json(described["manifest"])
         room = await asyncio.to_thread(make_room, described["run"], grant.version, manifest)
-        identity = TransferIdentity(described["run"], pull.cluster, pull.inc, pull.seq, 0)
+        identity = TransferIdentity(described["run"], pull.cluster, pull.inc, pull.seq, 0, keys)
         stats = await _move(grant, identity, list_pieces(manifest, room), stall_s, cancel, rates)
         await link.ask_master(PullFinished(0, pull, True))
     except BaseException:
@@ -154,7 +155,7 @@ def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
     ]
 
 
-async def _await_grant(link: MasterLink, pull: PullId, version: VersionId | None, keep: asyncio.Task[None]) -> Grant:
+async def _await_grant(link: MasterLink, question: PullRequested, keep: asyncio.Task[None]) -> Grant:
     """Ask until the slaves have pinned the version."""
     why = "it does not answer"
     try:
@@ -162,7 +163,7 @@ async def _await_grant(link: MasterLink, pull: PullId, version: VersionId | None
             while True:
                 if keep.done():
                     keep.result()
-                result = await link.ask_master(PullRequested(0, pull, 1, version))
+                result = await link.ask_master(question)
                 match result:
                     case Grant():
                         return result

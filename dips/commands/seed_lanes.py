@@ -24,6 +24,7 @@ from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSl
 from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, Result, SeedGranted
 from dips.protocol.events import SeedAsked
 from dips.protocol.manifest import Manifest
+from dips.transport import curve
 from dips.transport.endpoints import Endpoint
 from dips.transport.shares import F32, Piece
 
@@ -70,7 +71,7 @@ class SeedTransfer:
         """`wait_s`: without any sign of progress for so long, give up."""
         self._master, self._run, self._watch, self._wait_s = master, run, watch, wait_s
         self._pieces = list_seed_pieces(manifest, tensors)
-        self._nonce = uuid.uuid4().hex
+        self._nonce, self._keys = uuid.uuid4().hex, curve.new_keys()
         self._moving: _Moving | None = None
         self._drops = 0
         self._progress_at = time.monotonic()
@@ -98,7 +99,7 @@ class SeedTransfer:
         given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
         try:
             result: Result = await operator.ask_master(
-                self._master, "Seed", SeedAsked(0, self._nonce, genesis, given_up)
+                self._master, "Seed", SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
             )
         except UnavailableMaster as error:
             self._say_waits(str(error), error)
@@ -136,7 +137,7 @@ class SeedTransfer:
     def _move(self, moving: _Moving) -> None:
         """On a thread of its own. What breaks is asked for again."""
         grant, push = moving.granted.grant, moving.granted.push
-        identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0)
+        identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0, self._keys)
         try:
             pieces = [p for p in self._pieces if p.layer in _layers_of(grant)]
             push_pieces(grant, identity, pieces, stall_s=STALL_S, cancel=moving.cancel, progress=self._on_rate)

@@ -15,6 +15,7 @@ from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
+from dips.protocol.rank_keys import MOST_KEYS
 
 MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
 TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
@@ -83,7 +84,7 @@ class ClusterFile(Section):
     install: Literal["whole", "streaming", "lazy"] = "whole"
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
-    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
@@ -107,6 +108,11 @@ def load_cluster(path: Path) -> ClusterFile:
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     plain = [("metrics", config.metrics)] if config.metrics else []
     check_transport(path, config.insecure, config.tls, [("master", config.master)], plain)
+    if config.tls is not None and config.max_transfer_ranks > MOST_KEYS:
+        raise ConfigError(
+            f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "
+            "travel to encrypted lanes"
+        )
     for key in ("codec", "pull_codec") if config.install == "streaming" else ():
         if (word := getattr(config.shared, key)) != "fp32":
             raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")

@@ -42,7 +42,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 _PATH_KEYS = frozenset(
-    {"directory", "initial_model", "socket", "curve_key", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
+    {"directory", "initial_model", "socket", "token", "mirror", "tensorboard", "ca", "cert", "key", "crl"}
 )
 
 
@@ -67,13 +67,18 @@ RENAMED_KEYS = {
 }
 
 
+# Keys that are gone → what to do now.
+REMOVED_KEYS = {"curve_key": "removed, delete it: with a section `tls` slaves make the keys of their lanes themselves"}
+
+
 def _explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            renamed = RENAMED_KEYS.get(str(problem["loc"][-1]))
-            hint = f"renamed, write {renamed}" if renamed else "unknown key (misspelt, or of another version?)"
+            word = str(problem["loc"][-1])
+            renamed = f"renamed, write {RENAMED_KEYS[word]}" if word in RENAMED_KEYS else ""
+            hint = renamed or REMOVED_KEYS.get(word, "unknown key (misspelt, or of another version?)")
             lines.append(f"{key}: {hint}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing, and it has no default")
@@ -112,5 +117,5 @@ def check_transport(
             raise ConfigError(f"{path}: {key}: {error}") from error
         if is_loopback(host) or (tls is not None and (key, address) not in plain):
             continue
-        why = "`insecure: true`" if insecure else "certificates do not reach it yet; lanes need `curve_key`"
+        why = "`insecure: true`" if insecure else "certificates do not reach it yet"
         raise ConfigError(f"{path}: {key}: plain text ({why}) is allowed on loopback only, got {address!r}")

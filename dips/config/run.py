@@ -67,8 +67,8 @@ def load_run(path: Path) -> RunFile:
         ]
         lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
         lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
-        keys = (lanes if s.curve_key is None else []) + ([("metrics", s.metrics)] if s.metrics else [])
-        plain += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
+        control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
+        plain += [(f"slaves.{s.name}.metrics", s.metrics)] if s.metrics else []
     check_names(path, [(name, "cluster") for name in config.clusters or ()])
     check_transport(path, config.insecure, config.tls, control, plain)
     return config

@@ -22,7 +22,6 @@ class SlaveSection(Section):
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
-    curve_key: Path | None = None  # ZeroMQ certificate with the lanes' secret key; null: they are plain
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked as long as it runs

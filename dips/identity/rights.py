@@ -38,6 +38,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.ClusterService/AwaitRound": Right(_CLUSTER, "push.cluster"),
     "/dips.v1.ClusterService/RequestPull": Right(_PULLERS, "pull.cluster"),
     "/dips.v1.ClusterService/FinishPull": Right(_PULLERS, "pull.cluster"),
+    "/dips.v1.ClusterService/AdmitProbe": Right(_PULLERS, "cluster"),
     "/dips.v1.ClusterService/RequestRanges": Right(_CLUSTER, "cluster"),
     "/dips.v1.ClusterService/Leave": Right(_PULLERS, "cluster"),
     "/dips.v1.SlaveService/Register": Right(_SLAVE, "slave"),

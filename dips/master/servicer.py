@@ -57,6 +57,9 @@ class ClusterServicer(ClusterServiceServicer):
     async def FinishPull(self, request: Any, context: Any) -> cluster_pb2.FinishPullReply:
         return await self._answer_question(request, events.PullFinished, cluster_pb2.FinishPullReply)
 
+    async def AdmitProbe(self, request: Any, context: Any) -> cluster_pb2.AdmitProbeReply:
+        return await self._answer_question(request, events.ProbeAsked, cluster_pb2.AdmitProbeReply)
+
     async def RequestRanges(self, request: Any, context: Any) -> cluster_pb2.RequestRangesReply:
         return await self._answer_question(request, events.RangesRequested, cluster_pb2.RequestRangesReply)
 

@@ -139,6 +139,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
         pulls.close_pull(run, cluster, reason)
+    cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.

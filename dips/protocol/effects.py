@@ -27,6 +27,7 @@ class OpenPush:
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
     order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
     first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
+    keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
     seed: bool = False  # it brings v0@r0: legal for a slave that holds no version
 
 
@@ -90,6 +91,14 @@ class Commit:
 
     version: VersionId
     pulls: tuple[PullId, ...]
+    keys: tuple[RankKeys, ...] = ()  # of the ranks of each pull; empty: the lanes are plain
+
+
+@dataclass(frozen=True, slots=True)
+class RankKeys:
+    """Public keys of the ranks of one transfer, rank by rank."""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ class Abort:
 class OpenPull:
     pull: PullId
     version: VersionId
+    keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,14 @@ class Retire:
     """Delete these snapshots; never named while one of the newest two that are complete on all slaves."""
 
     versions: tuple[VersionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitProbe:
+    """Answer PROBEs of who shows this key, for a while: it is about to measure the way to the lanes."""
+
+    cluster: str  # in whose name it was asked; one probe key each
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,7 @@ OrderBody = (
     | OpenPull
     | ClosePull
     | Retire
+    | AdmitProbe
     | Ping
 )
 

@@ -131,6 +131,7 @@ class Cluster:
     seq_high: int = 0  # the highest seq of a push or pull in this incarnation
     base: VersionId | None = None
     ranks: int = 1
+    keys: tuple[str, ...] = ()  # public, of those ranks, as its last push or pull named them
     moving: bool = True  # its inner steps are seen moving
     consumed: int = 0  # tokens of this incarnation in all, as last reported by the judge
     lost: int = 0  # of those, with dead trainers
@@ -181,6 +182,7 @@ class Cluster:
         self.seq_high, self.base, self.moving = 0, None, True
         self.consumed = self.lost = self.settled = self.settled_steps = 0
         self.told = None
+        self.keys = ()
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
         self.dropped_push = self.closed_pull = Tombstone()
 
@@ -223,6 +225,14 @@ class Fanout:
     first: int = 0  # the number of its first order: its name in the order book
     unanswered: int = 0  # its orders that are in the order book
     answers: dict[str, Answer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAdmission:
+    """The key of a cluster's last probe, and the order that tells it to the slaves."""
+
+    key: str
+    fanout: Fanout
 
 
 @dataclass

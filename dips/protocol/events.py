@@ -129,6 +129,7 @@ class PushRequested:
     ranks: int  # speaking ranks, each of which says HELLO to every slave
     tokens: int = 0  # that it would bring if it were frozen now
     step_s: float = 0.0  # time of an inner step; 0 while unknown
+    keys: tuple[str, ...] = ()  # public, of each rank; slaves whose lanes are plain need none
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ class PullRequested:
     pull: PullId
     ranks: int
     version: VersionId | None = None  # an older one that the disks keep; None: the head
+    keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,15 @@ class PullFinished:
     req: int
     pull: PullId
     installed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAsked:
+    """A cluster is about to measure the way to the lanes, and shows this key there."""
+
+    req: int
+    cluster: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +266,7 @@ class SeedAsked:
     seeder: str  # nonce of the process
     genesis: tuple[str, ...]  # of the model that it would bring
     given_up: int = 0  # seq of the push that broke at its end; 0: none
+    keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
 
 
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
@@ -377,6 +389,7 @@ Event = (
     | RoundAwaited
     | PullRequested
     | PullFinished
+    | ProbeAsked
     | RangesRequested
     | ClusterLeft
     | ReadmissionAsked

@@ -7,20 +7,37 @@ from collections.abc import Sequence
 
 from dips.ids import PullId, VersionId
 from dips.protocol import durability, pulls
-from dips.protocol.effects import Commit
+from dips.protocol.effects import Commit, RankKeys
 from dips.protocol.entities import Cluster, Fanout
 from dips.protocol.enums import FanoutKind
+from dips.protocol.moves import ClusterState
+from dips.protocol.rank_keys import MOST_FLIP_KEYS
 from dips.protocol.run_state import RunState
 
 
 def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -> None:
     """Order the flip; the clusters that will pull are answered once every slave has flipped and pinned for them."""
-    opening = tuple(_pull_after_outcome(c) for c in pulling)
-    for cluster, pull in zip(pulling, opening, strict=True):
+    served = _choose_served(run, pulling)
+    opening = tuple(_pull_after_outcome(c) for c in served)
+    for cluster, pull in zip(served, opening, strict=True):
         pulls.begin_pull(run, cluster, pull, version)
-    run.flipping = run.order_all(FanoutKind.COMMIT, version, Commit(version, opening), run.options.timing.order_s)
+    keys = tuple(RankKeys(c.keys) for c in served) if any(c.keys for c in served) else ()
+    order = Commit(version, opening, keys)
+    run.flipping = run.order_all(FanoutKind.COMMIT, version, order, run.options.timing.order_s)
     if not run.flipping.waiting:
         on_slaves_flipped(run, run.flipping)
+
+
+def _choose_served(run: RunState, pulling: Sequence[Cluster]) -> list[Cluster]:
+    """Those whose pulls the flip opens: as many as one order has room for keys of their ranks; the others ask."""
+    served, keys = list[Cluster](), 0
+    for cluster in pulling:
+        keys += len(cluster.keys)
+        if keys <= MOST_FLIP_KEYS:
+            served.append(cluster)
+        else:
+            run.set_cluster_state(cluster, ClusterState.TRAINING, "its push is settled: it asks for its pull")
+    return served
 
 
 def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:

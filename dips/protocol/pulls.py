@@ -13,6 +13,7 @@ from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS
+from dips.protocol.rank_keys import find_wrong_keys
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import RunState
 
@@ -41,6 +42,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
         return absurd
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
+    if wrong := find_wrong_keys(event.keys, event.ranks, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
     version = event.version or run.head
     if missing := _why_not_kept(run, version):
         return Failed(ConfigError, missing)
@@ -50,9 +53,10 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
         return Refused(run.options.timing.busy_retry_s, f"waits for {waits}")
     if pull:
         close_pull(run, cluster, f"superseded by {event.pull}")
-    cluster.seq_high, cluster.ranks = event.pull.seq, event.ranks
+    cluster.seq_high, cluster.ranks, cluster.keys = event.pull.seq, event.ranks, event.keys
     begin_pull(run, cluster, event.pull, version)
-    run.order_all(FanoutKind.OPEN_PULL, event.pull, OpenPull(event.pull, version), run.options.timing.order_s)
+    order = OpenPull(event.pull, version, event.keys)
+    run.order_all(FanoutKind.OPEN_PULL, event.pull, order, run.options.timing.order_s)
     return Pending("the slaves are pinning the version")
 
 
@@ -103,6 +107,8 @@ def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
     pull = cluster.pull
     assert pull is not None
     cluster.pull = None
+    if cluster.push is None:
+        cluster.keys = ()  # the next request names them again
     run.transfers.close_pull(pull)
     cluster.closed_pull = Tombstone(pull.id.seq, reason)
     run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)

@@ -35,6 +35,7 @@ from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCo
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
+from dips.protocol.rank_keys import find_wrong_keys
 from dips.protocol.readmit import count_divergence
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
@@ -63,6 +64,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Finished(run.finished)
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
+    if wrong := find_wrong_keys(event.keys, event.ranks, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
     drop_superseded(run, cluster, event.push)
     push = cluster.push
     if cluster.state is ClusterState.IDLE:
@@ -90,7 +93,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
 
 def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     transfer_s = run.transfer_s(cluster)
-    cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
+    cluster.seq_high, cluster.base = event.push.seq, event.base
+    cluster.ranks, cluster.keys = event.ranks, event.keys
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
     due = _due_at(run, cluster)
@@ -103,7 +107,9 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
     run.set_cluster_state(cluster, ClusterState.PUSHING, "its push is being opened")
-    order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, push.first)
+    order = OpenPush(
+        event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, push.first, event.keys
+    )
     run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 

@@ -16,7 +16,18 @@ from dips.protocol.admission import SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
-from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Push, Round, Seed, Slave, Subject
+from dips.protocol.entities import (
+    Bodies,
+    Cluster,
+    Durability,
+    Fanout,
+    ProbeAdmission,
+    Push,
+    Round,
+    Seed,
+    Slave,
+    Subject,
+)
 from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
@@ -93,6 +104,7 @@ class RunState:
         self.failed_seed: tuple[str, str] | None = None  # nonce of its process, and why: told when it asks again
         self.orders = OrderBook()
         self.transfers = TransferBook()
+        self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py
 
     def forget_old_versions(self) -> None:
         """Bound the lineage: v0@r0, the newest LINEAGE_KEPT, and what may still be offered stay. The ledger has all."""
@@ -158,6 +170,10 @@ class RunState:
     def order_all(self, kind: FanoutKind, subject: Subject, body: OrderBody, deadline_s: float) -> Fanout:
         """Give every READY slave the same order."""
         return self.fan_out(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
+
+    def has_encrypted_lanes(self) -> bool:
+        """Whether some slave's lanes ask who connects."""
+        return any(slave.key for slave in self.slaves.values())
 
     def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
         """Whatever is answered to these from now on no longer matters."""

@@ -11,7 +11,7 @@ disks stays. It ends when nobody has asked for a lease, or a slave that takes it
 from __future__ import annotations
 
 from dips.dataclass import replace
-from dips.errors import ConfigError
+from dips.errors import ConfigError, RemoteProtocolError
 from dips.ids import GENESIS, PushId
 from dips.protocol.effects import (
     Acknowledged,
@@ -30,6 +30,7 @@ from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PushRefused, PushStaged, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
+from dips.protocol.rank_keys import find_wrong_keys
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import RunState
 
@@ -63,6 +64,8 @@ def _answer_asked(run: RunState, event: SeedAsked) -> Result:
     lacking = {s.name: s.sinc for s in run.slaves.values() if s.unseeded}
     if not lacking:
         return Acknowledged()
+    if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
     _open_seed(run, event, lacking)
     return Pending("the slaves are making room for it")
 
@@ -94,7 +97,7 @@ def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None
     run.seeds += 1
     push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
     run.seed = Seed(push, event.seeder, run.now + timing.lease_s, lacking, unstaged=dict.fromkeys(lacking))
-    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, seed=True)
+    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, keys=event.keys, seed=True)
     run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(lacking, order), timing.order_s)
     run.emit_note("seed_opened", push=push, slaves=",".join(lacking))
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, StaleTerm, StaleVersion, UnresponsiveSlave
+from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
 from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, seeding, settlement
 from dips.protocol.claims import find_absurd_register
@@ -26,6 +26,7 @@ from dips.protocol.entities import Fanout, Slave
 from dips.protocol.enums import FanoutKind, Role
 from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
 from dips.protocol.moves import RoundState, SlaveState
+from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import IncarnationGiven
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -80,6 +81,8 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the slave belongs to {event.run!r}"
         )
+    if event.key and not is_key(event.key):
+        return Failed(RemoteProtocolError, f"key of slave {event.slave}: expected {KEY_CHARS} characters of Z85")
     return find_absurd_register(event, run.term, run.next_round)
 
 

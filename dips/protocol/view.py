@@ -98,6 +98,7 @@ def _view_slave(run: RunState, s: Slave, now: float) -> dict[str, Any]:
         "reason": s.reason,
         "address": s.address,
         "lanes": list(s.lanes),
+        "key": s.key,
         "version": str(s.memory) if s.memory else None,
         "slots": s.slots,
         "slots_used": len(run.transfers.pushes),

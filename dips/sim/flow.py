@@ -17,6 +17,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission
+from dips.slave.keyring import Keyring
 from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Receiver
@@ -69,7 +70,8 @@ class SimFlow:
         self.sender = Sender(CHUNK_BYTES, stall_s, lambda: heap.now)
         self.receiver.set_layers(layout)
         self.sender.set_layers(layout)
-        self._admission = Admission(run, slave, self.receiver, self.sender)
+        self._keyring = Keyring()
+        self._admission = Admission(run, slave, self.receiver, self.sender, self._keyring)
         self._events: FlowEvents | None = None
         self._ends: dict[bytes, RankEnd] = {}
         self._ticked_at = 0.0
@@ -82,7 +84,16 @@ class SimFlow:
         self._events = events
         self._admission.start(sinc)
 
-    def open_push(self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+    def open_push(
+        self,
+        push: PushId,
+        places: tuple[int, ...],
+        buffers: Arrays,
+        deadline_s: float,
+        codec: str,
+        keys: tuple[str, ...] = (),
+    ) -> None:
+        self._keyring.open_transfer(push, keys, len(places))
         self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
         self._plan_tick()
 
@@ -90,9 +101,18 @@ class SimFlow:
         self.receiver.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
+        self._keyring.close_transfer(push)
         self.receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+    def open_pull(
+        self,
+        pull: PullId,
+        version: VersionId,
+        source: Arrays,
+        chain: tuple[Update, ...] = (),
+        keys: tuple[str, ...] = (),
+    ) -> None:
+        self._keyring.open_transfer(pull, keys)
         self.sender.open_pull(pull, version, source, self._heap.now, chain)
         self._plan_tick()
 
@@ -101,19 +121,29 @@ class SimFlow:
         self._call_later(DRAIN_S, f"{pull} moves", self._run_tick)
 
     def close_pull(self, pull: PullId) -> None:
+        self._keyring.close_transfer(pull)
         self.sender.close_pull(pull, "closed")
         self._call_later(DRAIN_S, f"{pull} closes", self._run_tick)
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        self._keyring.admit_probe(cluster, key, self._heap.now)
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         return self.receiver.list_transfers() + self.sender.list_transfers()
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
-    def begin_stream(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...], ready: int) -> None:
-        """A rank begins a stream on a connection of its own."""
+    def begin_stream(
+        self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...], ready: int, key: str
+    ) -> bool:
+        """A rank begins a stream on a connection of its own; False if that is not made, since nothing has its key."""
+        if not self._keyring.admits(key, self._heap.now):
+            return False
         self._ends[peer] = end
-        self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, self._heap.now, ready))
+        now = self._heap.now
+        self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, now, ready, key))
         self._run_turn()
+        return True
 
     def take_ready(self, peer: bytes, stream: int, ready: int) -> None:
         """A rank offers more of its push."""
@@ -216,6 +246,7 @@ class SimFlow:
             elif isinstance(move, FrameRefused):
                 self._frame_refused(move.reason)
             elif isinstance(move, Released):
+                self._keyring.close_transfer(move.pull)
                 self._listener().on_pull_released(move.pull, move.reason)
             elif isinstance(move, SourceMoved):
                 self._listener().on_source_moved(move.pull)

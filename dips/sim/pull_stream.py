@@ -55,11 +55,12 @@ class PullStream(SimStream):
         address: SlaveAddress,
         pulled: Pulled,
         ranks: int,
+        key: str,
         ended: Callable[[], None],
         held: HeldVersion | None,
     ) -> None:
         named = "" if held is None else str(held.version)
-        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, named)
+        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, key, named)
         self._base = held
         self._spelling: UpdateSpelling | None = None
         self.pulled, self.ended, self._granted = pulled, ended, grant.version

@@ -35,10 +35,11 @@ class PushStream(SimStream):
         address: SlaveAddress,
         rank: int,
         ranks: int,
+        key: str,
         spell: Spell,
         ended: Callable[[bool], None],
     ) -> None:
-        super().__init__(net, moving, push, address, "", rank, ranks)
+        super().__init__(net, moving, push, address, "", rank, ranks, key)
         self.spell, self.ended, self._dtype = spell, ended, codecs.codec_named(grant.codec).dtype
 
     def on_opened(self) -> None:

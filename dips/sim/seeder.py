@@ -17,6 +17,7 @@ from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Chance, Heap
+from dips.sim.keys import make_keys
 from dips.sim.network import Network
 from dips.sim.streams import SimTransfer
 from dips.sim.transfer import DataNetwork
@@ -73,10 +74,10 @@ class SimSeeder:
         world = self._world
         while True:
             given_up = self._granted.push.seq if self._granted is not None and self._moved is False else 0
-            asked = SeedAsked(0, nonce, self._digests, given_up)
+            asked = SeedAsked(0, nonce, self._digests, given_up, make_keys(nonce, SEED_RANKS))
             answer: Any = yield partial(world.network.call_host, OPERATOR, "master", asked, CALL_S)
             if isinstance(answer, SeedGranted):
-                self._begin_transfer(answer)
+                self._begin_transfer(answer, asked.keys)
             elif isinstance(answer, Dropped):
                 world.monitor.rare_event_occurred("seed_broken")
                 self._end_transfer()
@@ -85,15 +86,13 @@ class SimSeeder:
             done = isinstance(answer, Acknowledged | Refused)
             yield sleep(world.heap, IDLE_S if done else ASK_S, "the operator asks again")
 
-    def _begin_transfer(self, granted: SeedGranted) -> None:
+    def _begin_transfer(self, granted: SeedGranted, keys: tuple[str, ...]) -> None:
         if self._granted is not None and self._granted.push == granted.push:
             return
         self._end_transfer()
         self._granted = granted
         ended: Callable[[bool], None] = partial(self._on_ended, granted)
-        self._moving = self._world.data.begin_push(
-            granted.push, granted.grant, self._spell, SEED_RANKS, self._gate, 1, ended
-        )
+        self._moving = self._world.data.begin_push(granted.push, granted.grant, self._spell, keys, self._gate, 1, ended)
         if self._rng.random() < DEATHS:
             self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", self._die)
 

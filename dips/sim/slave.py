@@ -26,6 +26,7 @@ from dips.sim.disk import SimDisk
 from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap, Timer
+from dips.sim.keys import LANE_KEY
 from dips.sim.master_client import error_of
 from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
@@ -132,7 +133,7 @@ class SlaveProcess:
         self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned, settings.pull_codec)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
-            SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),
+            SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master", LANE_KEY),
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of_shard(self.shard),
             self.flow.list_transfers,

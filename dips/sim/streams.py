@@ -20,7 +20,9 @@ from dips.wire.frame import Kind
 from dips.wire.streams import StreamName, decode_error
 
 STALL_S = 2.0  # without a byte: the stream counts as broken
-GIVEN_UP = frozenset({"refused", "ranges", "invalid"})  # codes of an ERROR after which a rank does not try again
+GIVEN_UP = frozenset(
+    {"refused", "ranges", "invalid", "denied"}
+)  # codes of an ERROR after which a rank does not try again
 
 
 @dataclass
@@ -79,9 +81,10 @@ class SimStream(ABC):
         version: str,
         rank: int,
         ranks: int,
+        key: str,
         held: str = "",
     ) -> None:
-        self.net, self.moving, self.address, self.rank = net, moving, address, rank
+        self.net, self.moving, self.address, self.rank, self._key = net, moving, address, rank, key
         self.label = f"{self.kind} {name} rank {rank} at {address.name}"
         pieces = net.rank_pieces(address.layers, rank, ranks)
         self.pieces = tuple(sorted(pieces, key=lambda piece: piece.layer % moving.fragments))
@@ -157,7 +160,8 @@ class SimStream(ABC):
             held=self._held,
         )
         self._peer, self._stream, self._told_ready = self.net.new_connection(), name.stream_id, self._ready
-        flow.begin_stream(self._peer, self, name, self.pieces, self._told_ready)
+        if not flow.begin_stream(self._peer, self, name, self.pieces, self._told_ready, self._key):
+            self._on_break(self.epoch)
 
     def _chunk_delay(self) -> float:
         """Until a chunk that leaves now has arrived."""

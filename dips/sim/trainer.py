@@ -38,6 +38,7 @@ from dips.data.steps import Part, samples_of
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.feed import SimFeed
 from dips.sim.fiber import Fiber, Gate, Story, sleep
+from dips.sim.keys import make_keys
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
@@ -62,6 +63,7 @@ class SimTrainer:
         self._ranks = SimRanks(
             world.data.layout, site.ranks, world.options.codec != "fp32", world.scenario.pull_codec != "fp32"
         )
+        self.keys: tuple[str, ...] = ()  # of its ranks
         self.in_hand = WorkInHand()
         self.range: int | None = None
         self._feed = SimFeed(world.scenario.samples) if world.scenario.samples else None
@@ -109,7 +111,9 @@ class SimTrainer:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
         manifest, ranks = world.manifest.digest, self.site.ranks
-        attach = Attach(self.launch, self.restart, f"{self.launch}.{self.restart}", manifest, ranks, ranks)
+        name = f"{self.launch}.{self.restart}"
+        self.keys = make_keys(f"{self.site.name}.{name}", ranks)
+        attach = Attach(self.launch, self.restart, name, manifest, ranks, ranks, self.keys)
         welcome = yield from self._ask_until_answered(attach)
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
@@ -284,7 +288,7 @@ class SimTrainer:
         self.agent.record_push(push)
         spell = self._freeze_push(push, verdict)
         site, gate = self.site, self.agent.gate
-        start = partial(self.world.data.begin_push, push, verdict.grant, spell, site.ranks, gate, site.fragments)
+        start = partial(self.world.data.begin_push, push, verdict.grant, spell, self.keys, gate, site.fragments)
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _begin_pull(self, verdict: PullNow) -> SimBackgroundTransfer:
@@ -295,7 +299,7 @@ class SimTrainer:
             self.world.data.begin_pull,
             pull,
             verdict.grant,
-            self.site.ranks,
+            self.keys,
             self.agent.gate,
             self._ranks.held_version(),
             self.site.fragments if verdict.merge else 1,

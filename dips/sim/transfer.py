@@ -40,7 +40,7 @@ class DataNetwork(DataLinks):
         push: PushId,
         grant: Grant,
         spell: Spell,
-        ranks: int,
+        keys: tuple[str, ...],
         gate: Gate,
         fragments: int,
         done: Callable[[bool], None],
@@ -51,14 +51,14 @@ class DataNetwork(DataLinks):
 
         def one_ended(ok: bool) -> None:
             ended.append(ok)
-            if len(ended) == ranks * len(grant.slaves):
+            if len(ended) == len(keys) * len(grant.slaves):
                 moving.meter.ended = self.heap.now
                 done(all(ended))
 
         wrong = self.rng.random() < self.links.refused_share
         for address in grant.slaves:
-            for rank in range(ranks):
-                stream = PushStream(self, moving, push, grant, address, rank, ranks, spell, one_ended)
+            for rank, key in enumerate(keys):
+                stream = PushStream(self, moving, push, grant, address, rank, len(keys), key, spell, one_ended)
                 if wrong and stream.pieces:  # one rank names a piece twice
                     stream.pieces, wrong = stream.pieces + stream.pieces[:1], False
                 stream.begin_epoch()
@@ -68,7 +68,7 @@ class DataNetwork(DataLinks):
         self,
         pull: PullId,
         grant: Grant,
-        ranks: int,
+        keys: tuple[str, ...],
         gate: Gate,
         held: HeldVersion | None,
         fragments: int,
@@ -76,8 +76,8 @@ class DataNetwork(DataLinks):
     ) -> SimTransfer:
         """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
         moving = self._new_transfer(pull.cluster, gate, fragments)
-        landed = [Pulled(rank) for rank in range(ranks)]
-        left = [ranks * len(grant.slaves)]
+        landed = [Pulled(rank) for rank in range(len(keys))]
+        left = [len(keys) * len(grant.slaves)]
 
         def one_ended() -> None:
             left[0] -= 1
@@ -86,8 +86,10 @@ class DataNetwork(DataLinks):
                 done(landed)
 
         for address in grant.slaves:
-            for rank in range(ranks):
-                PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended, held).begin_epoch()
+            for rank, key in enumerate(keys):
+                PullStream(
+                    self, moving, pull, grant, address, landed[rank], len(keys), key, one_ended, held
+                ).begin_epoch()
         return moving
 
     def _new_transfer(self, cluster: str, gate: Gate, fragments: int) -> SimTransfer:

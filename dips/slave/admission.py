@@ -1,9 +1,10 @@
-"""Which streams of ranks a slave takes: a HELLO must be meant for this run, slave and incarnation, then it is the
-receiver's or the sender's. Pure; used by the ZeroMQ flow and by the simulated one.
+"""Which streams of ranks a slave takes: a HELLO must be meant for this run, slave and incarnation, and come from the
+rank that it names; then it is the receiver's or the sender's. Pure; used by the ZeroMQ flow and by the simulated one.
 """
 
 from __future__ import annotations
 
+from dips.slave.keyring import Keyring
 from dips.slave.moves import Move, error_message
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
@@ -15,8 +16,12 @@ from dips.wire.streams import StreamName
 class Admission:
     """The door to a receiver and a sender; `start` comes before any HELLO."""
 
-    def __init__(self, run: str, slave: str, receiver: Receiver, sender: Sender) -> None:
+    def __init__(
+        self, run: str, slave: str, receiver: Receiver, sender: Sender, keyring: Keyring | None = None
+    ) -> None:
+        """`keyring`: whose key is whose; None: the lanes are plain."""
         self._run, self._slave, self._receiver, self._sender = run, slave, receiver, sender
+        self._keyring = keyring
         self.sinc = -1
 
     def start(self, sinc: int) -> None:
@@ -24,6 +29,8 @@ class Admission:
         changed, first = sinc != self.sinc, self.sinc == -1
         self.sinc = sinc
         if changed and not first:
+            if self._keyring is not None:
+                self._keyring.close_all()
             self._receiver.drop_all()
             self._sender.close_all(f"slave {self._slave} has incarnation {sinc} now")
 
@@ -36,16 +43,24 @@ class Admission:
         pieces: tuple[Range, ...],
         now: float,
         ready: int | None = None,
+        key: str = "",
     ) -> list[Move]:
-        """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number."""
+        """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number.
+
+        key  that its connection has shown; "": the lane is plain
+        """
         if name.stream_id != stream or name.run != self._run:
             raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
-        refusal = self._find_misdirected(name)
+        refusal = self._find_misdirected(name) or self._find_stranger(name, key)
         if refusal is not None:
             return [error_message(lane, peer, name.stream_id, *refusal)]
         if name.kind == "push":
             return self._receiver.on_hello(lane, peer, name, pieces, now, ready)
         return self._sender.on_hello(lane, peer, name, pieces, now)
+
+    def _find_stranger(self, name: StreamName, key: str) -> tuple[str, str] | None:
+        why = self._keyring.find_stranger(name, key) if self._keyring is not None else ""
+        return ("denied", why) if why else None
 
     def _find_misdirected(self, name: StreamName) -> tuple[str, str] | None:
         if name.slave != self._slave:

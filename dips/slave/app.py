@@ -215,7 +215,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         section.transit_bytes,
         section.concurrent_streams,
         section.stall_s,
-        key=None if section.curve_key is None else curve.load_keys(section.curve_key),
+        key=None if config.tls is None else curve.new_keys(),  # in memory only; told by Register
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)

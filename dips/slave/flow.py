@@ -25,12 +25,13 @@ from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission
 from dips.slave.counters import FrameCounters
 from dips.slave.incoming_push import ClaimedChunk
+from dips.slave.keyring import Keyring
 from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
-from dips.transport.curve import KeyPair
+from dips.transport.curve import KEY_CHARS, KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
@@ -81,7 +82,7 @@ class ZmqFlow:
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
-        key  of all lanes: they speak CURVE; None: plain
+        key  of all lanes: they speak CURVE, with the ranks of what is open; None: plain, with everybody
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()
@@ -91,7 +92,8 @@ class ZmqFlow:
         self._pool = Transit(transit_bytes)
         self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
         self._sender = Sender(chunk_bytes, stall_s, clock)
-        self._admission = Admission(run, slave, self._receiver, self._sender)
+        self._keyring = None if key is None else Keyring()
+        self._admission = Admission(run, slave, self._receiver, self._sender, self._keyring)
         self._events: FlowEvents | None = None
         self._ticked_at = [0.0] * len(lanes)
         self._counters = FrameCounters()
@@ -103,7 +105,7 @@ class ZmqFlow:
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
-                self._lanes.append(Lane(index, host, port, stall_s, key))
+                self._lanes.append(Lane(index, host, port, stall_s, key, self._admit_key))
         except BaseException:
             self.close()
             raise
@@ -158,9 +160,17 @@ class ZmqFlow:
                 lane.start(self)
 
     def open_push(
-        self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
+        self,
+        push: PushId,
+        places: tuple[int, ...],
+        buffers: Arrays,
+        deadline_s: float,
+        codec: str = "fp32",
+        keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's ranks and ask them, at these places of the line, into `buffers`."""
+        if self._keyring is not None:
+            self._keyring.open_transfer(push, keys, len(places))
         self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -169,10 +179,20 @@ class ZmqFlow:
 
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers."""
+        self._forget_keys(push)
         self._receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+    def open_pull(
+        self,
+        pull: PullId,
+        version: VersionId,
+        source: Arrays,
+        chain: tuple[Update, ...] = (),
+        keys: tuple[str, ...] = (),
+    ) -> None:
         """Serve `source`, or of `chain` what a rank lacks, until the pull is closed or stalls."""
+        if self._keyring is not None:
+            self._keyring.open_transfer(pull, keys)
         self._sender.open_pull(pull, version, source, self._clock(), chain)
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
@@ -182,8 +202,25 @@ class ZmqFlow:
 
     def close_pull(self, pull: PullId) -> None:
         """Serve no further; `on_pull_released` follows when the last byte in flight is gone."""
+        self._forget_keys(pull)
         self._sender.close_pull(pull, "closed")
         self._lanes[0].wake()
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        """Answer PROBEs of who shows this key, for a while."""
+        if self._keyring is not None:
+            self._keyring.admit_probe(cluster, key, self._clock())
+
+    def _admit_key(self, key: str) -> bool:
+        """Whether a connection that shows this key is taken; asked by the lanes."""
+        admitted = self._keyring is None or self._keyring.admits(key, self._clock())
+        if not admitted:
+            self._counters.add_refused("key")
+        return admitted
+
+    def _forget_keys(self, transfer: PushId | PullId) -> None:
+        if self._keyring is not None:
+            self._keyring.close_transfer(transfer)
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
@@ -234,9 +271,18 @@ class ZmqFlow:
             decode_done(body)
             self._sender.on_done(lane, peer, header.stream)
         elif header.kind is Kind.PROBE:
-            self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
+            self._on_probe(lane, peer, header, body)
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
+
+    def _on_probe(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+        if self._keyring is not None and not self._keyring.admits(self._key_of(peer), self._clock()):
+            raise BadFrame("key", "nothing is open any more for the key of this connection")
+        self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
+
+    def _key_of(self, peer: bytes) -> str:
+        """The key that a connection has shown; "" on plain lanes."""
+        return "" if self._keyring is None else peer[:KEY_CHARS].decode()
 
     def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
         for job in jobs:
@@ -245,7 +291,8 @@ class ZmqFlow:
 
     def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces, ready = decode_hello(body)
-        moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock(), ready)
+        key = self._key_of(peer)
+        moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock(), ready, key)
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
             self._counters.add_refused("hello")
         self._do_moves(moves)
@@ -299,6 +346,7 @@ class ZmqFlow:
                 case FrameRefused(reason):
                     self._counters.add_refused(reason)
                 case Released(pull, reason):
+                    self._forget_keys(pull)
                     self._listener.on_pull_released(pull, reason)
                 case SourceMoved(pull):
                     self._listener.on_source_moved(pull)

@@ -15,10 +15,11 @@ from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
-from dips.protocol.effects import OpenPull, OpenPush
+from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
 from dips.slave.ports import Arrays, Disk, Flow
 
+NO_KEYS = RankKeys(())
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
 Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
 
@@ -95,7 +96,7 @@ class OpenTransfers:
         buffers = self.versions.open_slot(push, order.base)
         try:
             places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))
-            self.flow.open_push(push, places, buffers, order.deadline_s, order.codec)
+            self.flow.open_push(push, places, buffers, order.deadline_s, order.codec, order.keys)
         except BaseException:
             self.versions.free_slot(push)
             raise
@@ -166,7 +167,8 @@ class OpenTransfers:
         _refuse_closed(self.closed_pulls, pull)
         source = self._pin_version(pull, order.version)
         try:
-            self.flow.open_pull(pull, order.version, source, self.versions.pin_updates(pull, order.version))
+            chain = self.versions.pin_updates(pull, order.version)
+            self.flow.open_pull(pull, order.version, source, chain, order.keys)
         except BaseException:
             self.versions.unpin_version(pull)
             raise
@@ -202,11 +204,16 @@ class OpenTransfers:
         """It reads from its file only."""
         self.versions.on_reader_moved(pull)
 
-    def open_pulls(self, pulls: Sequence[PullId], version: VersionId, opened: Opened) -> None:
-        """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""
-        for pull in pulls:
+    def open_pulls(self, order: Commit, opened: Opened) -> None:
+        """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated.
+
+        Raise RemoteProtocolError if it has keys for other pulls than it names.
+        """
+        if order.keys and len(order.keys) != len(order.pulls):
+            raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
+        for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
             if pull not in self.pulls and pull not in self.versions.pins and not _is_closed(self.closed_pulls, pull):
-                self.open_pull(OpenPull(pull, version), opened)
+                self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
         """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""

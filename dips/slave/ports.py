@@ -42,12 +42,22 @@ class Flow(Protocol):
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; called again after each Register that changed it."""
 
-    def open_push(self, push: PushId, places: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+    def open_push(
+        self,
+        push: PushId,
+        places: tuple[int, ...],
+        buffers: Arrays,
+        deadline_s: float,
+        codec: str,
+        keys: tuple[str, ...] = (),
+    ) -> None:
         """Accept HELLOs of the push's ranks (there are len(places)) and ask them into `buffers`, by their places.
 
         places  of each rank in the line of all pushes; the smallest is asked first
         deadline_s  from one rank's HELLO to the next one's
         codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
+        keys  public, of each rank; plain lanes ask for none
+        Errors  RemoteProtocolError: the lanes are encrypted, and these are no keys of so many ranks
         """
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -56,10 +66,18 @@ class Flow(Protocol):
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+    def open_pull(
+        self,
+        pull: PullId,
+        version: VersionId,
+        source: Arrays,
+        chain: tuple[Update, ...] = (),
+        keys: tuple[str, ...] = (),
+    ) -> None:
         """Serve `source` to the pull's ranks until it is closed, or one of them does not take what it asked for.
 
         chain  the updates that led to the version, the last one last: for ranks that hold where one of them begins
+        keys, Errors  as of `open_push`
         """
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
@@ -70,6 +88,9 @@ class Flow(Protocol):
 
     def close_pull(self, pull: PullId) -> None:
         """Serve no further; `on_pull_released` follows when the last byte in flight is gone. Unknown: nothing."""
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        """Let who shows this key measure the way to the lanes, for a while."""
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now, for heartbeats and status."""

@@ -61,6 +61,7 @@ class Shard:
             e.Abort: self.rounds.abort,
             e.OpenPull: self._open_pull,
             e.ClosePull: self._close_pull,
+            e.AdmitProbe: self._admit_probe,
             e.Ping: self._answer_ping,
         }
 
@@ -190,6 +191,11 @@ class Shard:
     def _close_pull(self, order: e.ClosePull, opened: Opened) -> Answer:
         """Always legal; the pin ends when the last byte in flight is gone."""
         self.transfers.close_pull(order.pull)
+        return Done()
+
+    def _admit_probe(self, order: e.AdmitProbe, opened: Opened) -> Answer:
+        """Always legal; a cluster's later key replaces its former one."""
+        self._flow.admit_probe(order.cluster, order.key)
         return Done()
 
     def _answer_ping(self, order: e.Ping, opened: Opened) -> Answer:

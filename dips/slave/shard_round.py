@@ -88,7 +88,7 @@ class ShardRound:
     def commit(self, order: Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
         self.flip_version(order.version)
-        self._transfers.open_pulls(order.pulls, order.version, opened)
+        self._transfers.open_pulls(order, opened)
         return Done()
 
     def abort(self, order: Abort, opened: Opened) -> Answer:

@@ -1,20 +1,20 @@
-"""CURVE on the data flow: a lane has a key pair of its own, a rank makes one for each transfer.
+"""CURVE on the data flow: a slave makes a key pair for its lanes when it starts, a rank one for each attempt.
 
-The lanes' public key travels in Register and Grant, so a rank knows whom it speaks to and nobody between them can read
-or alter a frame. Who the rank is, is not asked by a key: that needs a list of keys that may
-(docs/architecture.md#security). A lane with a key refuses plain peers in the handshake. Keys here are Z85, 40
-characters; without one all is plain.
+They are in memory only. The lanes' public key travels in Register and Grant, so a rank knows whom it speaks to and
+nobody between them can read or alter a frame; the ranks' travel in RequestPush and RequestPull and on to the slaves,
+so a lane knows who speaks (zap.py). All of that goes by mutual TLS. A lane with a key refuses plain peers. Keys here
+are Z85, 40 characters; without one all is plain.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import field
 
 import zmq
-import zmq.auth
 
 from dips.dataclass import dataclass
-from dips.errors import ConfigError
+
+KEY_CHARS = 40  # of a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class KeyPair:
     """Public and secret half, Z85."""
 
     public: str
-    secret: str
+    secret: str = field(repr=False)
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Take only peers that know our public key; before bind."""
@@ -42,17 +42,4 @@ class KeyPair:
 def new_keys() -> KeyPair:
     """A pair that nobody had before."""
     public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
-
-
-def load_keys(path: Path) -> KeyPair:
-    """Read a ZeroMQ certificate with both halves (`zmq.auth.create_certificates`); ConfigError if it is none."""
-    try:
-        public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"curve_key: {path}: expected a ZeroMQ certificate: {error}") from error
-    if secret is None:
-        raise ConfigError(f"curve_key: {path}: it holds no secret key; name the file that ends in .key_secret")
-    if zmq.curve_public(secret) != public:
-        raise ConfigError(f"curve_key: {path}: its public key does not belong to its secret key")
     return KeyPair(public.decode(), secret.decode())

@@ -3,6 +3,9 @@
 Other threads call `post_frame` and `wake`; only its own thread touches the socket. What a lane does with a frame is
 its handler's business. Options and reasons: docs/protocol.md#sockets. It doesn't know pushes, pulls or credits; nothing
 here can overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
+
+A peer is the connection that a message came by. On a lane with a key it begins with the key that the connection has
+shown, KEY_CHARS long, so whoever looks a peer up has asked who it is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import zmq
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.transport.credit import MOST_CHUNKS
-from dips.transport.curve import KeyPair
+from dips.transport.curve import KEY_CHARS, KeyPair
+from dips.transport.zap import USER_ID, Admit, ZapHandler
 from dips.wire.frame import FRAME_LIMIT, Buffer
 
 RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
@@ -113,9 +117,19 @@ class Waker:
 class Lane:
     """One ROUTER; bound when made, served from `start` to `close`."""
 
-    def __init__(self, index: int, host: str, port: int, stall_s: float, key: KeyPair | None = None) -> None:
-        """Bind; with a key the lane speaks CURVE only."""
+    def __init__(
+        self,
+        index: int,
+        host: str,
+        port: int,
+        stall_s: float,
+        key: KeyPair | None = None,
+        admit: Admit = lambda key: True,
+    ) -> None:
+        """Bind; with a key the lane speaks CURVE only, to peers whose keys `admit` takes."""
         self.index = index
+        self._key_chars = 0 if key is None else KEY_CHARS
+        self._zap: ZapHandler | None = None
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._waker = Waker()
@@ -137,6 +151,7 @@ class Lane:
             for option, value in options.items():
                 self._socket.setsockopt(option, value)
             if key is not None:
+                self._zap = ZapHandler(self._context, admit)
                 key.secure_server(self._socket)
             host = f"[{host}]" if ":" in host else host
             self._socket.bind(f"tcp://{host}:{port}")
@@ -179,6 +194,8 @@ class Lane:
         """End the thread and the socket; on return libzmq holds no body any more."""
         self.stop()
         self._socket.close(linger=0)
+        if self._zap is not None:
+            self._zap.close()
         self._context.term()
         self._waker.close()
         while self._outbox:
@@ -188,11 +205,15 @@ class Lane:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.theirs, zmq.POLLIN)
+        if self._zap is not None:
+            poller.register(self._zap.socket, zmq.POLLIN)
         waker = self._waker.theirs.fileno()
         more = False
         while not self._stop.is_set():
             if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):
                 self._waker.drain()
+            if self._zap is not None:
+                self._zap.answer_handshakes()
             more = self._read_batch(handler)
             handler.on_turn(self.index)
             self._flush_outbox()
@@ -204,8 +225,13 @@ class Lane:
                 peer, *parts = receive_parts(self._socket)
             except zmq.Again:
                 return False
-            handler.on_message(self.index, peer.bytes, parts)
+            handler.on_message(self.index, self._name_peer(peer, parts), parts)
         return True
+
+    def _name_peer(self, route: zmq.Frame, parts: list[zmq.Frame]) -> bytes:
+        if not self._key_chars:
+            return route.bytes
+        return str(parts[0].get(USER_ID)).encode() + route.bytes
 
     def _flush_outbox(self) -> None:
         while self._outbox:
@@ -216,7 +242,7 @@ class Lane:
             frame.watch.on_not_sent()
             return
         try:
-            self._socket.send(frame.peer, MORE)
+            self._socket.send(frame.peer[self._key_chars :], MORE)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise

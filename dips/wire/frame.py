@@ -50,6 +50,7 @@ REASONS = (
     "range",  # outside the layers that are held here
     "credit",  # asks for more than a stream may have in flight
     "hello",  # a HELLO that is answered with ERROR
+    "key",  # a connection whose key no open push or pull has
     "failed",  # our own fault while handling it: see the log
 )
 

@@ -18,6 +18,7 @@ import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import (
+    Denied,
     DipsError,
     LocalProtocolError,
     StaleIncarnation,
@@ -40,6 +41,7 @@ CODES: dict[str, type[DipsError] | None] = {
     "stale_version": StaleVersion,  # the pull is open on another version
     "ranges": LocalProtocolError,  # all ranks together do not hold each element exactly once
     "invalid": LocalProtocolError,  # the HELLO contradicts itself
+    "denied": Denied,  # the connection's key is another rank's
     "refused": UnavailableSlave,  # the slave gave the push up: it stalled or passed its deadline
 }
 

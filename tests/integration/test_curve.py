@@ -1,22 +1,28 @@
-"""Lanes with a key: a push and a pull by CURVE, who is refused, and what a wrong key file says."""
+"""Lanes with a key: a push and a pull by CURVE, and who is refused: in the handshake, or by a HELLO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq.auth
+import zmq
 
+from dips.client.preflight.probe import measure_round_trip
 from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
-from dips.errors import ConfigError, UnavailableSlave
+from dips.errors import Denied, LocalProtocolError, RemoteProtocolError, UnavailableSlave
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.transport import curve
+from dips.wire import streams
+from dips.wire.chunks import Range
+from dips.wire.frame import Kind, make_message, run_id, unpack_header
+from dips.wire.streams import StreamName
 
 RUN, SINC, V, NUMEL = "r", 3, VersionId(2, 7), 300_000
 MANIFEST = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (NUMEL,)),)) for i in range(2)))
@@ -61,50 +67,155 @@ def pieces(value: float) -> list[Piece]:
     return [Piece(i, 0, 0, NUMEL, np.full(NUMEL, value, np.float32)) for i in range(2)]
 
 
+def identity(keys: curve.KeyPair | None, seq: int = 1, cluster: str = "a") -> TransferIdentity:
+    return TransferIdentity(RUN, cluster, 1, seq, 0, keys)
+
+
+def zeros() -> dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    return {i: np.zeros(NUMEL, np.float32) for i in range(2)}
+
+
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
-    """Bit for bit as without, on every lane."""
+    """Bit for bit as without, on every lane, with one pair of keys."""
+    keys = curve.new_keys()
     with running_flow(curve.new_keys(), lanes) as flow:
-        slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
-        flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
-        stats = push_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+        slot = zeros()
+        flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0, keys=(keys.public,))
+        stats = push_pieces(grant(flow, flow.public_key), identity(keys), pieces(2.5))
         assert stats.connections == lanes and not flow.refused_frames
         assert all((array == 2.5).all() for array in slot.values())
-        flow.open_pull(PullId("a", 1, 2), V, slot)
+        flow.open_pull(PullId("a", 1, 2), V, slot, keys=(keys.public,))
         wanted = pieces(0.0)
-        pull_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 2, 0), wanted)
+        pull_pieces(grant(flow, flow.public_key), identity(keys, 2), wanted)
         assert all((piece.array == 2.5).all() for piece in wanted)
 
 
-@pytest.mark.parametrize("known", ["", "another's"])
-def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
-    """A plain rank, and one that takes us for another slave, never get past the handshake."""
+def test_a_rank_that_is_early_comes_again() -> None:
+    """ZAP refuses it until its push is open; libzmq never retries a refused socket, so the rank makes a new one."""
+    keys = curve.new_keys()
+    with running_flow(curve.new_keys()) as flow, ThreadPoolExecutor(1) as thread:
+        moving = thread.submit(push_pieces, grant(flow, flow.public_key), identity(keys), pieces(2.5))
+        while not flow.refused_frames["key"]:
+            assert not moving.done()
+        slot = zeros()
+        flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0, keys=(keys.public,))
+        assert moving.result(30).connections > 1 and (slot[0] == 2.5).all()
+
+
+@pytest.mark.parametrize("who", ["plain", "mistaken", "stranger"])
+def test_who_is_not_admitted_moves_nothing(who: str) -> None:
+    """A plain rank, one that takes us for another slave, and one whose key is of nothing open: no handshake ends."""
+    keys = curve.new_keys()
     with running_flow(curve.new_keys()) as flow:
-        key = known and curve.new_keys().public
-        slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
-        flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
+        server = {"plain": "", "mistaken": curve.new_keys().public, "stranger": flow.public_key}[who]
+        slot = zeros()
+        flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0, keys=(keys.public,))
+        mine = curve.new_keys() if who == "stranger" else keys
         with pytest.raises(UnavailableSlave, match="not connected"):
-            push_pieces(grant(flow, key, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+            push_pieces(grant(flow, server, 1.0), identity(mine), pieces(2.5))
         assert not any(array.any() for array in slot.values()) and flow.bytes_in == 0
+        assert bool(flow.refused_frames["key"]) == (who == "stranger")
+
+
+def test_a_hello_in_anothers_name_is_denied() -> None:
+    """A rank that is admitted by its own open push can neither steal another's pull nor push in another's name."""
+    west, eve = curve.new_keys(), curve.new_keys()
+    with running_flow(curve.new_keys()) as flow:
+        slot = zeros()
+        flow.open_pull(PullId("a", 1, 1), V, slot, keys=(west.public,))
+        flow.open_push(PushId("a", 1, 2), (0,), slot, 20.0, keys=(west.public,))
+        flow.open_push(PushId("eve", 1, 1), (0,), zeros(), 20.0, keys=(eve.public,))
+        with pytest.raises(Denied, match=r"not that of rank 0 of a/1\^1"):
+            pull_pieces(grant(flow, flow.public_key), identity(eve), pieces(0.0))
+        with pytest.raises(Denied, match="not that of rank 0"):
+            push_pieces(grant(flow, flow.public_key), identity(eve, 2), pieces(6.5))
+        assert flow.refused_frames["hello"] == 2 and flow.bytes_out == flow.bytes_in == 0
+        wanted = pieces(1.0)
+        pull_pieces(grant(flow, flow.public_key), identity(west), wanted)
+        assert not any(piece.array.any() for piece in wanted), "the pull beside it goes on"
+
+
+def test_frames_of_another_connection_are_refused() -> None:
+    """Whoever knows a stream's number and its route, but not its key, asks in vain; so does a key whose pull closed."""
+    west, eve = curve.new_keys(), curve.new_keys()
+    with running_flow(curve.new_keys()) as flow, zmq.Context() as context:
+        flow.open_pull(PullId("a", 1, 1), V, zeros(), keys=(west.public,))
+        flow.open_push(PushId("eve", 1, 1), (0,), zeros(), 20.0, keys=(eve.public,))
+        name = StreamName(RUN, "pull", "a", 1, 1, 0, "s0", SINC, 1, str(V))
+        want = make_message(Kind.WANT, run_id(RUN), name.stream_id, streams.encode_want([Range(0, 0, 0, 8)]))
+        hello = make_message(Kind.HELLO, run_id(RUN), name.stream_id, streams.encode_hello(name, [Range(0, 0, 0, 8)]))
+
+        def connect(keys: curve.KeyPair) -> zmq.Socket[bytes]:
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTING_ID, b"west")  # eve takes this route once west is gone
+            keys.speak_to(socket, flow.public_key)
+            socket.connect(f"tcp://{flow.lane_addresses()[0]}")
+            return socket
+
+        def receive_kind(socket: zmq.Socket[bytes]) -> Kind:
+            header, body = socket.recv_multipart()
+            return unpack_header(header, run_id(RUN), len(body), 1 << 20).kind
+
+        with connect(west) as socket:
+            socket.send_multipart(hello)
+            assert receive_kind(socket) is Kind.WELCOME
+            socket.send_multipart(want)
+            assert receive_kind(socket) is Kind.CHUNK
+        with connect(eve) as socket:
+            socket.send_multipart(want)
+            wait_for(lambda: flow.refused_frames["stream"] == 1)
+        with connect(west) as socket:
+            flow.close_pull(PullId("a", 1, 1))
+            socket.send_multipart(hello)
+            socket.send_multipart(make_message(Kind.PROBE, run_id(RUN), 7, streams.encode_probe(0)))
+            wait_for(lambda: flow.refused_frames["key"] == 1)  # in the handshake
+
+
+def test_a_connection_that_outlives_its_transfer_gets_nothing() -> None:
+    """libzmq keeps it, whatever became of its key: every frame is looked at."""
+    keys = curve.new_keys()
+    with running_flow(curve.new_keys()) as flow, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        flow.open_pull(PullId("a", 1, 1), V, zeros(), keys=(keys.public,))
+        probe = make_message(Kind.PROBE, run_id(RUN), 7, streams.encode_probe(0))
+        socket.setsockopt(zmq.LINGER, 0)
+        keys.speak_to(socket, flow.public_key)
+        socket.connect(f"tcp://{flow.lane_addresses()[0]}")
+        socket.send_multipart(probe)
+        assert len(socket.recv_multipart()) == 2
+        flow.close_pull(PullId("a", 1, 1))
+        socket.send_multipart(probe)
+        wait_for(lambda: flow.refused_frames["key"] == 1)
+
+
+def test_a_probe_is_answered_for_its_key() -> None:
+    """Once the master has named it, and no longer than for its time."""
+    keys = curve.new_keys()
+    with running_flow(curve.new_keys()) as flow:
+        flow.admit_probe("west", keys.public)
+        assert measure_round_trip(flow.lane_addresses()[0], RUN, (keys, flow.public_key)) < 5.0
+        assert not flow.refused_frames
 
 
 def test_a_plain_lane_takes_no_rank_that_expects_a_key() -> None:
     """A rank that was given a key never speaks plain text."""
     with running_flow(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
-        push_pieces(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+        push_pieces(grant(flow, curve.new_keys().public, 1.0), identity(curve.new_keys()), pieces(2.5))
     assert flow.public_key == ""
 
 
-def test_the_key_of_lanes_is_a_zeromq_certificate(tmp_path: Path) -> None:
-    """Its secret file is read; what is none says so, with its name."""
-    public, secret = zmq.auth.create_certificates(tmp_path, "s0")
-    pair = curve.load_keys(Path(secret))
-    assert len(pair.public) == len(pair.secret) == 40
-    with pytest.raises(ConfigError, match="no secret key"):
-        curve.load_keys(Path(public))
-    with pytest.raises(ConfigError, match=r"absent.*expected a ZeroMQ certificate"):
-        curve.load_keys(tmp_path / "absent")
-    mixed = tmp_path / "mixed.key_secret"
-    mixed.write_text(Path(secret).read_text().replace(pair.public, curve.new_keys().public))
-    with pytest.raises(ConfigError, match="does not belong"):
-        curve.load_keys(mixed)
+def test_encrypted_lanes_open_nothing_without_keys() -> None:
+    """An order without keys is refused, so nothing is ever open to everybody; a rank without a key says so."""
+    with running_flow(curve.new_keys()) as flow:
+        with pytest.raises(RemoteProtocolError, match="the lanes of this run are encrypted"):
+            flow.open_push(PushId("a", 1, 1), (0,), zeros(), 20.0)
+        with pytest.raises(LocalProtocolError, match="s0 are encrypted, and this rank has no key"):
+            push_pieces(grant(flow, flow.public_key, 1.0), identity(None), pieces(2.5))
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import zmq.auth
 
 from benchmarks import namespaces
 from dips.client.rank import orphan
+from dips.identity.names import PeerRole
+from tests.enrolled import enroll_all
 from tests.forkserver.process import is_server
 from tests.integration import cluster_harness as harness
 from tests.integration import test_constant_model as constant
@@ -38,18 +39,10 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(300)]
 class Nodes(harness.Run):  # type: ignore[misc, name-defined]
     """A run whose processes can be put into network namespaces."""
 
-    def __init__(self, directory: Path, *, key: str | None = None) -> None:
-        """`key`: file with the key pair of the slaves' lanes; None: they are plain."""
-        self._key = key
+    def __init__(self, directory: Path, *, security: Any = None) -> None:
         self.inside: dict[str, list[str]] = {}  # words in front of a process's command, by its name
         self.elsewhere: list[str] = []  # those of the others
-        super().__init__(directory, TENSORS, shared=SHARED)
-
-    def _run_file(self, timing: Any) -> dict[str, Any]:
-        content: dict[str, Any] = super()._run_file(timing)
-        for slave in content["slaves"]:
-            slave["curve_key"] = self._key
-        return content
+        super().__init__(directory, TENSORS, shared=SHARED, security=security)
 
     def _start(self, name: str, command: Sequence[str]) -> Any:
         return super()._start(name, [*self.inside.get(name, self.elsewhere), *command])
@@ -95,7 +88,7 @@ def test_an_agent_on_a_host_of_its_own(
     """Ranks on two hosts without a way out, the agent on a third with the tunnels: a rank dies, torchrun restarts all.
 
     Master and slaves are on the agent host's loopback, where no rank can reach them: data goes through the relay, by
-    CURVE, since the relay's address is none of loopback. Rank 0 is on either host, as torchrun's c10d store decides.
+    CURVE, since the run has certificates. Rank 0 is on either host, as torchrun's c10d store decides.
     """
     head = hosts["head"]
     monkeypatch.setenv("DIPS_AGENT", f"tcp://{head.ip}:29410")
@@ -104,8 +97,8 @@ def test_an_agent_on_a_host_of_its_own(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "w0")
     # as deploy/README.md says: whoever starts torchrun sets it
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    key = zmq.auth.create_certificates(tmp_path, "lanes")[1]
-    with Nodes(tmp_path, key=key) as run:
+    peers = [("master", PeerRole.MASTER), *((f"ps{i}", PeerRole.SLAVE) for i in range(2)), ("fast", PeerRole.CLUSTER)]
+    with Nodes(tmp_path, security=enroll_all(tmp_path / "certs", "test", peers)) as run:
         run.inside = {"node0": hosts["a"].command(), "node1": hosts["b"].command()}
         run.elsewhere = head.command()
         run.start_master()

@@ -70,7 +70,9 @@ class ReceivedPush:
     def start(self, sinc: int, events: FlowEvents) -> None:
         pass
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+    def open_push(
+        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str, keys: object = ()
+    ) -> None:
         self.buffers[push] = buffers
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -79,7 +81,9 @@ class ReceivedPush:
     def drop_push(self, push: PushId) -> None:
         self.buffers.pop(push, None)
 
-    def open_pull(self, pull: object, version: VersionId, source: Arrays, chain: object = ()) -> None:
+    def open_pull(
+        self, pull: object, version: VersionId, source: Arrays, chain: object = (), keys: object = ()
+    ) -> None:
         raise AssertionError("no pull is opened here")
 
     def move_pull(self, pull: object, source: Arrays) -> None:
@@ -87,6 +91,9 @@ class ReceivedPush:
 
     def close_pull(self, pull: object) -> None:
         raise AssertionError("no pull is opened here")
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        raise AssertionError("no probe is admitted here")
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         return ()

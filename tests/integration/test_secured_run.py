@@ -11,9 +11,17 @@ import pytest
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, tiny, type_words
+from tests.integration.test_preflight import check
 
 RUN = "test"  # the harness's
-NAMES = (("master", "master"), ("ps0", "slave"), ("west", "cluster"), ("operator", "operator"), ("eve", "viewer"))
+NAMES = (
+    ("master", "master"),
+    ("ps0", "slave"),
+    ("west", "cluster"),
+    ("north", "cluster"),
+    ("operator", "operator"),
+    ("eve", "viewer"),
+)
 
 
 def type_certs(*words: str, cwd: Path) -> str:
@@ -64,12 +72,23 @@ def test_a_secured_run_trains_and_strangers_are_told(run: harness.Run, tmp_path:
     code, said = type_words(*CLI, "status", "--master", run.address)
     assert (code, "it expects certificates: give this process a section `tls`" in said) == (69, True), said
 
-    # a viewer looks, the run trains to its end
+    # a cluster looks before it joins: its probes are answered by lanes that know its key, and by no other
+    content = {"shared": run.shared, "cluster": "north", "master": run.address, "directory": "north", **run.security}
+    code, rows, said = check(tmp_path, content)
+    assert code == 0 and "Mbit/s there" in rows["slave ps0"]["seen"], (rows, said)
+
+    # a viewer looks, two clusters train to the run's end, an operator has the last version over the lanes
     code, said = type_words(*CLI, "status", "--master", run.address, "--credentials", viewer, "--json")
     assert code == 0 and json.loads(said)["clusters"] == {}, "no stranger has joined"
-    run.wait(run.start_cluster("west", tiny(tmp_path)), 90)
+    both = [run.start_cluster(name, tiny(tmp_path)) for name in ("west", "north")]
+    for cluster in both:
+        run.wait(cluster, 90)
     code, said = type_words(*CLI, "status", "--config", str(run.file), "--json")
     assert code == 0 and json.loads(said)["finished"]
+    operator, output = tmp_path / "certs" / "operator.operator.crt", tmp_path / "last.safetensors"
+    words = ("--master", run.address, "--credentials", str(operator), "--output", str(output))
+    code, said = type_words(*CLI, "export", *words)
+    assert code == 0 and output.stat().st_size > 0, said
 
 
 def test_certificates_are_shown_renewed_and_revoked(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def refold_on_retry() -> list[Patch]:
 def unpin_at_send() -> list[Patch]:
     honest = SimFlow.open_pull
 
-    def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, chain: Any = ()) -> None:
-        honest(self, pull, version, source, chain)
+    def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
+        honest(self, pull, version, source, *more)
         self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]

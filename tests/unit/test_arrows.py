@@ -41,7 +41,9 @@ MAY: dict[str, set[str]] = {
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
-    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options", "dips.identity.names", "dips.identity.paths"},
+    "dips.config": LOW
+    | {"dips.protocol.enums", "dips.protocol.options", "dips.protocol.rank_keys"}
+    | {"dips.identity.names", "dips.identity.paths"},
     "dips.identity": LOW | {"dips.fsync"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
@@ -66,7 +68,10 @@ MAY: dict[str, set[str]] = {
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
-    | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
+    | {
+        f"dips.slave.{pure}"
+        for pure in ("open_transfers", "ports", "admission", "keyring", "receiver", "sender", "moves")
+    }
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},

@@ -70,6 +70,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.attempt, trainer.alive, trainer.process = trainer.attempt + 1, True, message.process
     trainer.launch = max(trainer.launch, message.launch)
     trainer.push_ranks, trainer.pull_ranks = message.push_ranks, message.pull_ranks
+    trainer.keys = message.keys
     trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     trainer.attached = False

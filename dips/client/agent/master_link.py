@@ -18,6 +18,7 @@ from dips.protocol.effects import Result
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
+    ProbeAsked,
     PullFinished,
     PullRequested,
     PushAborted,
@@ -46,6 +47,7 @@ CALLS: Mapping[type, tuple[str, float]] = {
     RoundAwaited: ("AwaitRound", POLL_S),
     PullRequested: ("RequestPull", POLL_S),
     PullFinished: ("FinishPull", CALL_S),
+    ProbeAsked: ("AdmitProbe", POLL_S),
     RangesRequested: ("RequestRanges", CALL_S),
     ClusterLeft: ("Leave", CALL_S),
 }

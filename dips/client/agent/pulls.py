@@ -47,7 +47,8 @@ def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
     sync = s.sync
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PULL, sync.reason or "it asks for a pull"
-    ask_master(s, Channel.SYNC, PullRequested(0, s.pull_id, s.trainer.pull_ranks), delay_s)
+    ranks = s.trainer.pull_ranks
+    ask_master(s, Channel.SYNC, PullRequested(0, s.pull_id, ranks, keys=s.trainer.keys[:ranks]), delay_s)
 
 
 def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> None:

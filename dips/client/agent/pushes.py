@@ -32,8 +32,10 @@ def ask_push(s: AgentState) -> None:
         s.pace.pause_timing()
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
-    tokens, step_s = s.account.carried.tokens, s.pace.step_s
-    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, s.trainer.push_ranks, tokens, step_s))
+    tokens, step_s, ranks = s.account.carried.tokens, s.pace.step_s, s.trainer.push_ranks
+    ask_master(
+        s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, s.trainer.keys[:ranks])
+    )
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
@@ -126,7 +128,7 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         end_transfer(s, f"its push was {result.kind}")
     elif sync.waiting:
         on_pull_granted(s, result.pull, after_push=True)
-    else:
+    else:  # ranks that began since the push have other keys than the slaves admit to this pull: they ask for their own
         close_pull(s, False)
 
 

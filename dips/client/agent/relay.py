@@ -71,7 +71,7 @@ class Relay:
         if plain and not is_loopback(self._host):
             raise ConfigError(
                 f"relay: the lanes of {', '.join(plain)} are plain, and plain text is allowed on loopback only, not at "
-                f"{self._host}: give each slave a `curve_key`"
+                f"{self._host}: give the run a section `tls`"
             )
         wanted = {lane for slave in grant.slaves for lane in slave.lanes}
         if len(wanted) > MOST_LANES:

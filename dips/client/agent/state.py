@@ -98,6 +98,7 @@ class TrainerAttempt:
     launch: int = 0  # the newest start of the training command that has attached
     push_ranks: int = 1
     pull_ranks: int = 1
+    keys: tuple[str, ...] = ()  # public, of the ranks that move bytes
     base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
     must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
     attached: bool = False  # it was told so

@@ -34,6 +34,7 @@ class Attach:
     manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
+    keys: tuple[str, ...] = ()  # public, of each rank that moves bytes: what it shows on the lanes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,18 @@ from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.identity.names import PeerRole
+from dips.protocol.effects import Pending
+from dips.protocol.events import ProbeAsked
 from dips.protocol.manifest import Manifest
 from dips.telemetry import exits
 from dips.transport import control
+from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import open_source
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+from dips.wire.messages import to_proto, unwrap_oneof
 
 MASTER_S = 10.0  # for the master to describe the run
 MIB = 1 << 20
@@ -81,11 +86,13 @@ def make_rows(
     """Make all rows; what depends on the master is left out if it does not answer."""
     rows = checks.check_host(config)
     try:
-        described = asyncio.run(describe_run(_master_of(config)))
+        master = _master_of(config)
+        described = asyncio.run(describe_run(master))
+        keys = asyncio.run(admit_probe(master, config.cluster)) if master.tls is not None else None
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
-    return rows + checks.check_lanes(described, most_bytes, seconds)
+    return rows + checks.check_lanes(described, keys, most_bytes, seconds)
 
 
 async def describe_run(master: Endpoint) -> dict[str, Any]:
@@ -104,6 +111,26 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
         await channel.close()
     described: dict[str, Any] = json.loads(reply.json)
     return described
+
+
+async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
+    """Have the slaves admit a new key; raise UnavailableMaster if they do not hear of it in time."""
+    keys, why = new_keys(), "it does not answer"
+    channel, asked = control.open_channel(master), to_proto(ProbeAsked(0, cluster, keys.public))
+    method = ClusterServiceStub(channel).AdmitProbe
+    try:
+        async with asyncio.timeout(MASTER_S):
+            while True:
+                reply = await control.call_method(
+                    method, asked, deadline_s=MASTER_S, peer=master, unavailable=UnavailableMaster
+                )
+                if not isinstance(answer := unwrap_oneof(reply), Pending):
+                    return keys
+                why = answer.reason
+    except TimeoutError:
+        raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
+    finally:
+        await channel.close()
 
 
 def _master_of(config: ClusterFile) -> Endpoint:

@@ -16,6 +16,7 @@ from dips.differences import differing_options
 from dips.errors import DifferentModel, DipsError, Unavailable, advice_for
 from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
+from dips.transport.curve import KeyPair
 
 OK, FAIL, NOTE = "ok", "FAIL", "note"
 AT_ONCE = 16  # slaves whose lanes are probed at the same time; rates are measured one after another
@@ -138,29 +139,43 @@ def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any
     return CheckRow("model", OK, f"{size}, as the run's")
 
 
-def check_lanes(described: Mapping[str, Any], most_bytes: int, seconds: float) -> list[CheckRow]:
-    """Probe every lane of every slave, and measure the rate to each slave on its first lane."""
+def check_lanes(described: Mapping[str, Any], keys: KeyPair | None, most_bytes: int, seconds: float) -> list[CheckRow]:
+    """Probe every lane of every slave, and measure the rate to each slave on its first lane.
+
+    keys  what encrypted lanes are shown
+    """
     slaves: Mapping[str, Any] = described["slaves"]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         probed = dict(
-            zip(slaves, threads.map(lambda s: _probe_lanes(described["run"], s), slaves.values()), strict=True)
+            zip(slaves, threads.map(lambda s: _probe_lanes(described["run"], s, keys), slaves.values()), strict=True)
         )
     return [
-        _check_slave(described["run"], name, slaves[name], seen, most_bytes, seconds) for name, seen in probed.items()
+        _check_slave(described["run"], name, slaves[name], keys, seen, most_bytes, seconds)
+        for name, seen in probed.items()
     ]
 
 
-def _probe_lanes(run_name: str, slave: Mapping[str, Any]) -> DipsError | None:
+def _keys_for(keys: KeyPair | None, slave: Mapping[str, Any]) -> tuple[KeyPair, str] | None:
+    return (keys, slave["key"]) if keys is not None and slave["key"] else None
+
+
+def _probe_lanes(run_name: str, slave: Mapping[str, Any], keys: KeyPair | None) -> DipsError | None:
     try:
         for lane in slave["lanes"]:
-            measure_round_trip(lane, run_name)
+            measure_round_trip(lane, run_name, _keys_for(keys, slave))
     except Unavailable as error:
         return error
     return None
 
 
 def _check_slave(
-    run_name: str, name: str, slave: Mapping[str, Any], wrong: DipsError | None, most_bytes: int, seconds: float
+    run_name: str,
+    name: str,
+    slave: Mapping[str, Any],
+    keys: KeyPair | None,
+    wrong: DipsError | None,
+    most_bytes: int,
+    seconds: float,
 ) -> CheckRow:
     what, count = f"slave {name}", len(slave["lanes"])
     if not count:
@@ -171,7 +186,7 @@ def _check_slave(
     if wrong:
         return failed_row(what, wrong, open_way)
     try:
-        measured = measure_lane(slave["lanes"][0], run_name, most_bytes, seconds)
+        measured = measure_lane(slave["lanes"][0], run_name, _keys_for(keys, slave), most_bytes, seconds)
     except Unavailable as error:
         return failed_row(what, error, open_way)
     return CheckRow(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_format_probe(measured)}")

@@ -1,5 +1,7 @@
 """Measures the way to one lane of a slave by PROBEs: round trip, and rate in both directions, within bounds.
 
+Encrypted lanes answer a key that the master has told them of.
+
 One DEALER, made for it and thrown away. It moves at most `most_bytes` and takes at most `seconds` in each direction.
 """
 
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from dips.errors import UnavailableSlave
+from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS
 from dips.wire import streams
 from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, make_message, run_id, unpack_header
@@ -20,6 +23,9 @@ ROUND_TRIPS = 5  # the shortest counts
 IN_FLIGHT = 16  # probes of a measured transfer not yet answered: 16 MiB, enough for 1 Gbit/s at 130 ms
 PADDING = MESSAGE_LIMIT - 64  # room for what msgpack adds
 STREAM = 0x50524F42  # of all probes: no transfer's number is looked up for it
+
+
+Keys = tuple[KeyPair, str]  # ours, and the lane's public one
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class ProbeResult:
 class Prober:
     """A connection to one lane."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, run: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, run: str, keys: Keys | None) -> None:
         self._address, self._run = address, run_id(run)
         self._socket = context.socket(zmq.DEALER)
         for option, value in {
@@ -42,6 +48,8 @@ class Prober:
             zmq.MAXMSGSIZE: FRAME_LIMIT, zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
         }.items():  # fmt: skip
             self._socket.setsockopt(option, value)
+        if keys is not None:
+            keys[0].speak_to(self._socket, keys[1])
         self._socket.connect(f"tcp://{address}")
 
     def round_trip(self) -> float:
@@ -93,10 +101,10 @@ class Prober:
             raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
 
 
-def measure_lane(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
-    """Measure the way to `address`; raise UnavailableSlave saying what did not happen."""
+def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, seconds: float) -> ProbeResult:
+    """Measure the way to `address`; `keys` None: it is plain. Raise UnavailableSlave saying what did not happen."""
     with zmq.Context(io_threads=1) as context:
-        prober = Prober(context, address, run)
+        prober = Prober(context, address, run, keys)
         try:
             trip = prober.round_trip()
             up = prober.measure_rate(0, PADDING, most_bytes, seconds)
@@ -105,10 +113,10 @@ def measure_lane(address: str, run: str, most_bytes: int, seconds: float) -> Pro
             prober.close()
 
 
-def measure_round_trip(address: str, run: str) -> float:
+def measure_round_trip(address: str, run: str, keys: Keys | None) -> float:
     """Round trip to a lane without a measured transfer; raise as `measure_lane` does."""
     with zmq.Context(io_threads=1) as context:
-        prober = Prober(context, address, run)
+        prober = Prober(context, address, run, keys)
         try:
             return prober.round_trip()
         finally:

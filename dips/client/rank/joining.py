@@ -67,10 +67,15 @@ def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> No
         sys.stderr.write(f"OuterLoop: host memory beside the model, rank 0: {needed.describe_sum()}{others}\n")
 
 
-def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
-    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's."""
+def attach_trainer(
+    agent_client: AgentClient, manifest: Manifest, transfer_ranks: int, keys: tuple[str, ...]
+) -> OuterState:
+    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's.
+
+    keys  public, of the ranks that move bytes; none for plain lanes
+    """
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks)
+    attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks, keys)
     attached = agent_client.ask_until_answered(attach)
     if isinstance(attached, ManifestWanted):  # it is not the run's, and the master says where it differs
         attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))

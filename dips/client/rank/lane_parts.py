@@ -15,7 +15,6 @@ from dips.client.rank.transfer_types import LayerOrder
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
 from dips.protocol.order import slaves_in_order
-from dips.transport import curve
 from dips.transport.intake import Intake
 from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
@@ -48,6 +47,8 @@ def check_order(order: LayerOrder, name: str) -> None:
     for piece in order.pieces:
         check_piece(piece)
     held = {layer for slave in order.grant.slaves for layer in slave.layers}
+    if order.base.keys is None and (asking := [slave.name for slave in order.grant.slaves if slave.key]):
+        raise LocalProtocolError(f"{name}: the lanes of {', '.join(asking)} are encrypted, and this rank has no key")
     if strays := sorted({p.layer for p in order.pieces} - held):
         raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
 
@@ -59,7 +60,6 @@ def open_parts(
     grant, base, rng = order.grant, order.base, random.Random()
     version = str(grant.version) if kind == "pull" else ""
     held = str(order.held or "")
-    own_keys = curve.new_keys()  # anonymous, for this transfer only
     for index in slaves_in_order(grant.order, grant.first + base.rank, len(grant.slaves), str(grant.version)):
         slave = grant.slaves[index]
         held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
@@ -72,7 +72,7 @@ def open_parts(
                 base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
                 order.first_epoch, version, lane, held,
             )  # fmt: skip
-            keys = (own_keys, slave.key) if slave.key else None
+            keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
             ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
             stream.waits = False

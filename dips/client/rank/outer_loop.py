@@ -98,7 +98,9 @@ class OuterLoop:
             self._config.fragments,
         )
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
-        self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
+        moving = self._shard_transfer
+        keys = moving.public_keys if self._config.tls is not None else ()  # plain lanes ask for none
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers

@@ -171,7 +171,10 @@ class OuterSteps:
 
     def _request_for(self, order: PushNow | PullNow) -> TransferRequest:
         config = self._config
-        identity = TransferIdentity(config.shared.run, config.cluster, order.inc, order.seq, self._shard_transfer.rank)
+        transfer = self._shard_transfer
+        identity = TransferIdentity(
+            config.shared.run, config.cluster, order.inc, order.seq, transfer.rank, transfer.keys
+        )
         report_progress = partial(self._agent_client.report_progress, self._state.attempt)
         return TransferRequest(order.grant, identity, report_progress, order.accepted)
 

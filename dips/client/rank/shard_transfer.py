@@ -39,6 +39,7 @@ from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.transport import curve
 from dips.transport.shares import Piece
 from dips.wire import codecs
 
@@ -106,6 +107,9 @@ class ShardTransfer:
         self._takes_updates = pull_codec != "fp32"
         # Numbered among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
+        self.keys = curve.new_keys()  # of this rank in this attempt
+        shown = self.keys.public if memory.pieces else ""
+        self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
         pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 

@@ -10,6 +10,7 @@ from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.heartbeats import remaining_s
+from dips.transport.curve import KeyPair
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
@@ -47,6 +48,7 @@ class TransferIdentity:
     inc: int
     seq: int
     rank: int
+    keys: KeyPair | None = None  # what this rank shows on lanes that ask; None: on plain ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class PushRequested(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     tokens: _builtins.int
     """that it would bring now"""
@@ -164,6 +165,10 @@ class PushRequested(_message.Message):
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """public, of each rank, in Z85; lanes that are plain need none"""
+
     def __init__(
         self,
         *,
@@ -172,10 +177,11 @@ class PushRequested(_message.Message):
         ranks: _builtins.int = ...,
         tokens: _builtins.int = ...,
         step_s: _builtins.float = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push", "ranks", b"ranks", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "keys", b"keys", "push", b"push", "ranks", b"ranks", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,6 +306,7 @@ class PullRequested(_message.Message):
     PULL_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
@@ -307,16 +314,21 @@ class PullRequested(_message.Message):
     def version(self) -> _names_pb2.VersionId:
         """absent: the head"""
 
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in PushRequested"""
+
     def __init__(
         self,
         *,
         pull: _names_pb2.PullId | None = ...,
         ranks: _builtins.int = ...,
         version: _names_pb2.VersionId | None = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pull", b"pull", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +356,29 @@ class PullFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullFinished: _TypeAlias = PullFinished  # noqa: Y015
+
+@_typing.final
+class ProbeAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    key: _builtins.str
+    """public, that it shows on the lanes"""
+    def __init__(
+        self,
+        *,
+        cluster: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeAsked: _TypeAlias = ProbeAsked  # noqa: Y015
 
 @_typing.final
 class RangesRequested(_message.Message):
@@ -558,6 +593,7 @@ class SlaveAddress(_message.Message):
     name: _builtins.str
     sinc: _builtins.int
     key: _builtins.str
+    """public, of its lanes, in Z85; empty: they are plain"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1051,6 +1087,32 @@ class FinishPullReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___FinishPullReply: _TypeAlias = FinishPullReply  # noqa: Y015
+
+@_typing.final
+class AdmitProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    @_builtins.property
+    def pending(self) -> Global___Pending: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+        pending: Global___Pending | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged", "pending"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___AdmitProbeReply: _TypeAlias = AdmitProbeReply  # noqa: Y015
 
 @_typing.final
 class RequestRangesReply(_message.Message):

@@ -74,6 +74,11 @@ class ClusterServiceStub(object):
                 request_serializer=dips_dot_v1_dot_cluster__pb2.PullFinished.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_cluster__pb2.FinishPullReply.FromString,
                 _registered_method=True)
+        self.AdmitProbe = channel.unary_unary(
+                '/dips.v1.ClusterService/AdmitProbe',
+                request_serializer=dips_dot_v1_dot_cluster__pb2.ProbeAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_cluster__pb2.AdmitProbeReply.FromString,
+                _registered_method=True)
         self.RequestRanges = channel.unary_unary(
                 '/dips.v1.ClusterService/RequestRanges',
                 request_serializer=dips_dot_v1_dot_cluster__pb2.RangesRequested.SerializeToString,
@@ -145,6 +150,13 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AdmitProbe(self, request, context):
+        """Has every slave answer PROBEs of the key; `pending` means ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RequestRanges(self, request, context):
         """Leases data ranges; the same seq gets the same ranges.
         """
@@ -201,6 +213,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.FinishPull,
                     request_deserializer=dips_dot_v1_dot_cluster__pb2.PullFinished.FromString,
                     response_serializer=dips_dot_v1_dot_cluster__pb2.FinishPullReply.SerializeToString,
+            ),
+            'AdmitProbe': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdmitProbe,
+                    request_deserializer=dips_dot_v1_dot_cluster__pb2.ProbeAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_cluster__pb2.AdmitProbeReply.SerializeToString,
             ),
             'RequestRanges': grpc.unary_unary_rpc_method_handler(
                     servicer.RequestRanges,
@@ -429,6 +446,33 @@ class ClusterService(object):
             '/dips.v1.ClusterService/FinishPull',
             dips_dot_v1_dot_cluster__pb2.PullFinished.SerializeToString,
             dips_dot_v1_dot_cluster__pb2.FinishPullReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdmitProbe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.ClusterService/AdmitProbe',
+            dips_dot_v1_dot_cluster__pb2.ProbeAsked.SerializeToString,
+            dips_dot_v1_dot_cluster__pb2.AdmitProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

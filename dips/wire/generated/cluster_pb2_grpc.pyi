@@ -47,6 +47,8 @@ class ClusterServiceStub:
     """Pins the head on all slaves."""
     FinishPull: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PullFinished, _cluster_pb2.FinishPullReply]
     """The ranks agreed; unpins."""
+    AdmitProbe: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ProbeAsked, _cluster_pb2.AdmitProbeReply]
+    """Has every slave answer PROBEs of the key; `pending` means ask again."""
     RequestRanges: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RangesRequested, _cluster_pb2.RequestRangesReply]
     """Leases data ranges; the same seq gets the same ranges."""
     Leave: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterLeft, _cluster_pb2.LeaveReply]
@@ -71,6 +73,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     """Pins the head on all slaves."""
     FinishPull: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PullFinished, _cluster_pb2.FinishPullReply]  # type: ignore[assignment]
     """The ranks agreed; unpins."""
+    AdmitProbe: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ProbeAsked, _cluster_pb2.AdmitProbeReply]  # type: ignore[assignment]
+    """Has every slave answer PROBEs of the key; `pending` means ask again."""
     RequestRanges: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RangesRequested, _cluster_pb2.RequestRangesReply]  # type: ignore[assignment]
     """Leases data ranges; the same seq gets the same ranges."""
     Leave: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterLeft, _cluster_pb2.LeaveReply]  # type: ignore[assignment]
@@ -140,6 +144,14 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.FinishPullReply, _abc.Awaitable[_cluster_pb2.FinishPullReply]]:
         """The ranks agreed; unpins."""
+
+    @_abc_1.abstractmethod
+    def AdmitProbe(
+        self,
+        request: _cluster_pb2.ProbeAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.AdmitProbeReply, _abc.Awaitable[_cluster_pb2.AdmitProbeReply]]:
+        """Has every slave answer PROBEs of the key; `pending` means ask again."""
 
     @_abc_1.abstractmethod
     def RequestRanges(

@@ -26,7 +26,7 @@ from dips.wire.generated import cluster_pb2 as dips_dot_v1_dot_cluster__pb2
 from dips.wire.generated import names_pb2 as dips_dot_v1_dot_names__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"G\n\x0bRunProposed\x12\x10\n\x08manifest\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01\">\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\x9e\x02\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"G\n\x0bRunProposed\x12\x10\n\x08manifest\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01\"L\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\t\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\x9e\x02\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,23 +44,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNPROPOSED']._serialized_start=247
   _globals['_RUNPROPOSED']._serialized_end=318
   _globals['_SEEDASKED']._serialized_start=320
-  _globals['_SEEDASKED']._serialized_end=382
-  _globals['_SEEDGRANTED']._serialized_start=384
-  _globals['_SEEDGRANTED']._serialized_end=459
-  _globals['_TARGETS']._serialized_start=461
-  _globals['_TARGETS']._serialized_end=536
-  _globals['_EXTENDED']._serialized_start=538
-  _globals['_EXTENDED']._serialized_end=620
-  _globals['_READMITREPLY']._serialized_start=622
-  _globals['_READMITREPLY']._serialized_end=730
-  _globals['_DRAINREPLY']._serialized_start=733
-  _globals['_DRAINREPLY']._serialized_end=876
-  _globals['_EXTENDREPLY']._serialized_start=878
-  _globals['_EXTENDREPLY']._serialized_end=977
-  _globals['_BEGINREPLY']._serialized_start=979
-  _globals['_BEGINREPLY']._serialized_end=1085
-  _globals['_SEEDREPLY']._serialized_start=1088
-  _globals['_SEEDREPLY']._serialized_end=1313
-  _globals['_OPERATORSERVICE']._serialized_start=1316
-  _globals['_OPERATORSERVICE']._serialized_end=1602
+  _globals['_SEEDASKED']._serialized_end=396
+  _globals['_SEEDGRANTED']._serialized_start=398
+  _globals['_SEEDGRANTED']._serialized_end=473
+  _globals['_TARGETS']._serialized_start=475
+  _globals['_TARGETS']._serialized_end=550
+  _globals['_EXTENDED']._serialized_start=552
+  _globals['_EXTENDED']._serialized_end=634
+  _globals['_READMITREPLY']._serialized_start=636
+  _globals['_READMITREPLY']._serialized_end=744
+  _globals['_DRAINREPLY']._serialized_start=747
+  _globals['_DRAINREPLY']._serialized_end=890
+  _globals['_EXTENDREPLY']._serialized_start=892
+  _globals['_EXTENDREPLY']._serialized_end=991
+  _globals['_BEGINREPLY']._serialized_start=993
+  _globals['_BEGINREPLY']._serialized_end=1099
+  _globals['_SEEDREPLY']._serialized_start=1102
+  _globals['_SEEDREPLY']._serialized_end=1327
+  _globals['_OPERATORSERVICE']._serialized_start=1330
+  _globals['_OPERATORSERVICE']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

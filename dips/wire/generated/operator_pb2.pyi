@@ -138,20 +138,26 @@ class SeedAsked(_message.Message):
     SEEDER_FIELD_NUMBER: _builtins.int
     GENESIS_FIELD_NUMBER: _builtins.int
     GIVEN_UP_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     seeder: _builtins.str
     given_up: _builtins.int
     @_builtins.property
     def genesis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """public, of its only rank, in Z85; empty: the lanes are plain"""
+
     def __init__(
         self,
         *,
         seeder: _builtins.str = ...,
         genesis: _abc.Iterable[_builtins.str] | None = ...,
         given_up: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "given_up", b"given_up", "seeder", b"seeder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "given_up", b"given_up", "keys", b"keys", "seeder", b"seeder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,7 @@ class SlaveRegistered(_message.Message):
     slots: _builtins.int
     reason: _builtins.str
     key: _builtins.str
+    """public, of its data lanes, in Z85; empty: they are plain"""
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
     manifest_digest: _builtins.str
@@ -538,6 +539,7 @@ class Order(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     REORDER_FIELD_NUMBER: _builtins.int
     KEEP_SEED_FIELD_NUMBER: _builtins.int
+    ADMIT_PROBE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
@@ -572,6 +574,8 @@ class Order(_message.Message):
     def reorder(self) -> Global___Reorder: ...
     @_builtins.property
     def keep_seed(self) -> Global___KeepSeed: ...
+    @_builtins.property
+    def admit_probe(self) -> Global___AdmitProbe: ...
     def __init__(
         self,
         *,
@@ -593,13 +597,14 @@ class Order(_message.Message):
         ping: Global___Ping | None = ...,
         reorder: Global___Reorder | None = ...,
         keep_seed: Global___KeepSeed | None = ...,
+        admit_probe: Global___AdmitProbe | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "keep_seed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "keep_seed", "admit_probe"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -617,6 +622,7 @@ class OpenPush(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     """that speak"""
     deadline_s: _builtins.float
@@ -631,6 +637,10 @@ class OpenPush(_message.Message):
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """public, of each rank, in Z85; empty: the lanes are plain"""
+
     def __init__(
         self,
         *,
@@ -642,10 +652,11 @@ class OpenPush(_message.Message):
         order: _builtins.str = ...,
         first: _builtins.int = ...,
         seed: _builtins.bool = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "order", b"order", "push", b"push", "ranks", b"ranks", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "keys", b"keys", "order", b"order", "push", b"push", "ranks", b"ranks", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -833,23 +844,51 @@ class Commit(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
     def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PullId]: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKeys]:
+        """of the ranks of each pull; empty: the lanes are plain"""
+
     def __init__(
         self,
         *,
         version: _names_pb2.VersionId | None = ...,
         pulls: _abc.Iterable[_names_pb2.PullId] | None = ...,
+        keys: _abc.Iterable[Global___RankKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulls", b"pulls", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pulls", b"pulls", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class RankKeys(_message.Message):
+    """Public keys of the ranks of one transfer, rank by rank, in Z85."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankKeys: _TypeAlias = RankKeys  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
@@ -879,19 +918,25 @@ class OpenPull(_message.Message):
 
     PULL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """public, of each rank, in Z85; empty: the lanes are plain"""
+
     def __init__(
         self,
         *,
         pull: _names_pb2.PullId | None = ...,
         version: _names_pb2.VersionId | None = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pull", b"pull", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -936,6 +981,30 @@ class Retire(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Retire: _TypeAlias = Retire  # noqa: Y015
+
+@_typing.final
+class AdmitProbe(_message.Message):
+    """Answer PROBEs of who shows this key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    key: _builtins.str
+    def __init__(
+        self,
+        *,
+        cluster: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmitProbe: _TypeAlias = AdmitProbe  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

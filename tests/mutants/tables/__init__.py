@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from tests.mutants.tables import client, master, protocol, silence, slave, transport
+from tests.mutants.tables import client, lanes, master, protocol, silence, slave, transport
 
-MUTANTS = (*protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS, *silence.MUTANTS)
+MUTANTS = (
+    *protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS, *silence.MUTANTS,
+    *lanes.MUTANTS,
+)  # fmt: skip

@@ -60,7 +60,9 @@ class RecordingFlow:
     def start(self, sinc: int, events: FlowEvents) -> None:
         self.lives.append(sinc)
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+    def open_push(
+        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str, keys: object = ()
+    ) -> None:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pushes[push], self.codecs[push] = buffers, codec
@@ -71,7 +73,9 @@ class RecordingFlow:
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: object = ()) -> None:
+    def open_pull(
+        self, pull: PullId, version: VersionId, source: Arrays, chain: object = (), keys: object = ()
+    ) -> None:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pulls[pull] = source
@@ -83,6 +87,9 @@ class RecordingFlow:
     def close_pull(self, pull: PullId) -> None:
         if self.pulls.pop(pull, None) is not None:
             self.closing.append(pull)
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        raise AssertionError("no probe is admitted here")
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         return ()

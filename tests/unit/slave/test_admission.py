@@ -9,7 +9,9 @@ import pytest
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.manifest import Manifest
+from dips.protocol.rank_keys import KEY_CHARS
 from dips.slave.admission import Admission
+from dips.slave.keyring import Keyring
 from dips.slave.moves import Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
@@ -25,22 +27,22 @@ PUSHES = StreamName("demo", "push", "x", 1, 1, 0, "s", 3, 1, "")
 PULLS = StreamName("demo", "pull", "x", 1, 1, 0, "s", 3, 1, str(V1))
 
 
-def opened() -> Admission:
+def opened(keyring: Keyring | None = None) -> Admission:
     """Incarnation 3, with a push and a pull open."""
     layout, array = LayerLayout(Manifest.from_shapes([("a.w", (4,))]), (0,)), np.zeros(4, np.float32)
     receiver, sender = Receiver(1, 4096, Transit(1 << 20), 1, 10.0), Sender(4096, 10.0, lambda: 0.0)
     receiver.set_layers(layout)
     sender.set_layers(layout)
-    admission = Admission("demo", "s", receiver, sender)
+    admission = Admission("demo", "s", receiver, sender, keyring)
     admission.start(3)
     receiver.open_push(PushId("x", 1, 1), (0,), {0: array}, 60.0, 0.0)
     sender.open_pull(PullId("x", 1, 1), V1, {0: array}, 0.0)
     return admission
 
 
-def answer(admission: Admission, name: StreamName) -> str:
+def answer(admission: Admission, name: StreamName, key: str = "") -> str:
     """WELCOME, or the code of the ERROR."""
-    say = admission.on_hello(0, b"p", name.stream_id, name, WHOLE, 0.0)[0]
+    say = admission.on_hello(0, b"p", name.stream_id, name, WHOLE, 0.0, key=key)[0]
     assert isinstance(say, Say)
     return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
@@ -53,6 +55,21 @@ def test_a_stream_is_for_one_slave_in_one_incarnation(name: StreamName) -> None:
     assert answer(admission, replace(name, sinc=2)) == "stale_incarnation"
     assert answer(admission, replace(name, sinc=4)) == "stale_incarnation"
     assert answer(admission, name) == "WELCOME"
+
+
+@pytest.mark.parametrize("name", [PUSHES, PULLS], ids=["push", "pull"])
+def test_on_encrypted_lanes_a_stream_is_its_ranks_own(name: StreamName) -> None:
+    """Also when it is begun anew after a break: no later epoch of it is anybody else's."""
+    keyring, (own, other) = Keyring(), (k.ljust(KEY_CHARS, ".") for k in ("own", "other"))
+    admission = opened(keyring)
+    for transfer in (PushId("x", 1, 1), PullId("x", 1, 1)):
+        keyring.open_transfer(transfer, (own,))
+    assert answer(admission, name, other) == "denied" == answer(admission, name, "")
+    assert answer(admission, name, own) == "WELCOME"
+    assert answer(admission, replace(name, epoch=2), other) == "denied"
+    assert answer(admission, replace(name, epoch=2), own) == "WELCOME"
+    admission.start(4)
+    assert answer(admission, replace(name, sinc=4), other) == "stale_push", "it is over: said to whoever asks"
 
 
 @pytest.mark.parametrize("name", [PUSHES, PULLS], ids=["push", "pull"])

@@ -69,17 +69,24 @@ class BufferFlow:
     def start(self, sinc: int, events: FlowEvents) -> None:
         self.events = events
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+    def open_push(
+        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str, keys: object = ()
+    ) -> None:
         self.pushes[push] = buffers
 
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: object = ()) -> None:
+    def open_pull(
+        self, pull: PullId, version: VersionId, source: Arrays, chain: object = (), keys: object = ()
+    ) -> None:
         raise AssertionError("no pull is opened here")
 
     def close_pull(self, pull: PullId) -> None:
         raise AssertionError("no pull is closed here")
+
+    def admit_probe(self, cluster: str, key: str) -> None:
+        raise AssertionError("no probe is admitted here")
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         return (Transfer("x", 1, 1, True, 4, 12),)

@@ -11,8 +11,10 @@ from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
 from dips.client.agent.phases import SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
+    Attached,
     PullMoved,
     PullNow,
+    PullWanted,
     PushMoved,
     PushNow,
     PushResult,
@@ -20,11 +22,14 @@ from dips.client.ipc.messages import (
     RangeWanted,
     TrainOn,
 )
+from dips.dataclass import replace
 from dips.errors import StalePush, StaleVersion
 from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
+
+KEY = "k".ljust(40, "0")
 
 
 @pytest.fixture
@@ -93,6 +98,22 @@ def test_gated_settles_and_pulls(play: Play) -> None:
     play.reply(outcome(OutcomeKind.GATED))
     assert isinstance(play.send(moved), PullNow)
     assert (play.s.account.gated, play.s.account.unsettled_tokens) == (20, 0)
+
+
+def test_ranks_that_began_since_the_push_ask_for_a_pull_of_their_own(play: Play) -> None:
+    """The slaves opened the pull after the round for the keys of the ranks that pushed, which are gone."""
+    play.begin()
+    play.push_until_committed()
+    assert isinstance(play.send(replace(play.attach(launch=2, pid=8), keys=(KEY,))), Attached)
+    want = PullWanted(play.s.trainer.attempt, next(play.number))
+    play.send(want)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert not play.asked(PullFinished).installed
+    play.reply(Acknowledged())
+    play.send(want)
+    assert play.asked(PullRequested).keys == (KEY,)
+    play.reply(grant(V1))
+    assert isinstance(play.send(want), PullNow)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Scripted(BackgroundTransfer):
 class Transfers:
     """Notes what is begun and installed; its transfers have the scripted results."""
 
-    rank = 0
+    rank, keys = 0, None
 
     def __init__(self, *results: TransferResult, polls: int = 0, merges: bool = True) -> None:
         self._results, self._polls, self._merges = list(results), polls, merges

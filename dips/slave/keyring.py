@@ -1,0 +1,78 @@
+"""Whose keys a slave's lanes admit now: those of the ranks of open pushes and pulls, and of probes for a while.
+
+A connection shows one key for all its life (transport/zap.py). It is made only while that key is here, and each HELLO
+must be of the rank whose key it is: a stream that was begun so ends with its push or pull, whatever its connection does
+later. Plain lanes, on loopback, have no keyring. Any thread; no clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from dips.errors import RemoteProtocolError
+from dips.ids import PullId, PushId
+from dips.protocol.rank_keys import find_wrong_keys
+from dips.wire.streams import StreamName
+
+PROBE_S = 600.0  # a probe's key is admitted for so long: `dips-client check` takes seconds a slave
+MOST_PROBES = 256  # keys; the oldest is forgotten
+
+
+class Keyring:
+    """The keys of everything that is open."""
+
+    def __init__(self) -> None:
+        self._open: dict[PushId | PullId, tuple[str, ...]] = {}
+        self._uses: Counter[str] = Counter()  # a cluster pushes and pulls with the same keys
+        self._probes: dict[str, tuple[str, float]] = {}  # cluster → its key, and until when
+        self._lock = threading.Lock()
+
+    def open_transfer(self, transfer: PushId | PullId, keys: Sequence[str], ranks: int | None = None) -> None:
+        """Admit its ranks, rank r by the r-th key; raise RemoteProtocolError if these are no keys of `ranks` ranks."""
+        if wrong := find_wrong_keys(keys, len(keys) if ranks is None else ranks, needed=True):
+            raise RemoteProtocolError(f"{transfer}: {wrong}")
+        with self._lock:
+            if transfer not in self._open:
+                self._open[transfer] = tuple(keys)
+                self._uses.update(set(keys))
+
+    def close_transfer(self, transfer: PushId | PullId) -> None:
+        """Admit them no more; nothing if it is not open."""
+        with self._lock:
+            keys = set(self._open.pop(transfer, ()))
+            self._uses.subtract(keys)
+            for key in keys:
+                if self._uses[key] <= 0:
+                    del self._uses[key]
+
+    def close_all(self) -> None:
+        """The slave has another incarnation."""
+        with self._lock:
+            self._open.clear()
+            self._uses.clear()
+
+    def admit_probe(self, cluster: str, key: str, now: float) -> None:
+        """Admit a probe for a while; each cluster has one."""
+        with self._lock:
+            self._probes.pop(cluster, None)
+            if len(self._probes) >= MOST_PROBES:
+                del self._probes[next(iter(self._probes))]
+            self._probes[cluster] = key, now + PROBE_S
+
+    def admits(self, key: str, now: float) -> bool:
+        """Whether who shows this key may connect, and may send what needs no HELLO."""
+        with self._lock:
+            return key in self._uses or any(key == k and now < until for k, until in self._probes.values())
+
+    def find_stranger(self, name: StreamName, key: str) -> str:
+        """Why a HELLO of `name` is not its rank's own if `key` was shown; "" if it is, or nothing such is open."""
+        transfer = (PushId if name.kind == "push" else PullId)(name.cluster, name.inc, name.seq)
+        with self._lock:
+            keys = self._open.get(transfer)
+        if keys is None:
+            return ""
+        if name.rank >= len(keys):
+            return f"{transfer} has {len(keys)} ranks, got rank {name.rank}"
+        return "" if keys[name.rank] == key else f"this connection's key is not that of rank {name.rank} of {transfer}"

@@ -1,0 +1,53 @@
+"""Asks, for each connection to a lane that encrypts, whether its key is admitted (ZAP, ZeroMQ RFC 27).
+
+libzmq sends the question through its context to one known endpoint and holds the handshake open until it is answered.
+The answer's User-Id is the key: from then on every frame of that connection bears it, and no other's does. A property
+of that name that a peer sends of itself does not count: libzmq enters ZAP's first and replaces none. One thread uses
+it, the lane's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils import z85
+
+ENDPOINT = "inproc://zeromq.zap.01"
+VERSION = b"1.0"
+USER_ID = "User-Id"  # libzmq's name of it in a frame's metadata
+PARTS = 7  # version, request, domain, address, identity, mechanism, key
+KEY_BYTES = 32
+
+Admit = Callable[[str], bool]
+
+
+class ZapHandler:
+    """The answering end, in one context; made before the lane is bound."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admit: Admit) -> None:
+        """`admit` is told a public key, in Z85; what it refuses it counts."""
+        self._admit = admit
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ENDPOINT)
+
+    def answer_handshakes(self) -> None:
+        """Answer what is asked now; returns at once."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.socket.send_multipart(self._decide(parts))
+
+    def _decide(self, parts: list[bytes]) -> list[bytes]:
+        request = parts[1] if len(parts) > 1 else b""
+        if len(parts) == PARTS and parts[0] == VERSION and parts[5] == b"CURVE" and len(parts[6]) == KEY_BYTES:
+            key: bytes = z85.encode(parts[6])
+            if self._admit(key.decode()):
+                return [VERSION, request, b"200", b"OK", key, b""]
+        return [VERSION, request, b"400", b"no open push or pull has this key", b"", b""]
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
