@@ -98,8 +98,9 @@ class SeedTransfer:
         broken = self._moving is not None and self._moving.over and self._moving.error is not None
         given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
         try:
-            asked = SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
-            result: Result = await operator.ask_master(self._master, "Seed", asked)
+            result: Result = await operator.ask_master(
+                self._master, "Seed", SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
+            )
         except UnavailableMaster as error:
             self._say_waits(str(error), error)
             return Pending(str(error))

@@ -2,7 +2,7 @@
 (docs/rationale.md#30).
 
     journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
-    {"journal": 2, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
+    {"journal": 3, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
     [12.25, ["Ticked"], "0f3a…", ["Note", "2 Order"]]
                                                      when (master's clock), the event, digest and kinds of the effects
     [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
@@ -35,7 +35,7 @@ from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
 
-FORMAT = 2  # 1 listed each effect's kind by itself
+FORMAT = 3  # 2 knew nothing of a first model on its way
 RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from dips.config import RunFile
-from dips.errors import UnavailableMaster
+from dips.errors import ConfigError, UnavailableMaster
 from dips.master import begin, genesis
+from dips.master.ledger import hold_ledger
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.seeding import WAITS
@@ -71,6 +72,7 @@ async def wait_for_ledger(
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
+    await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -78,13 +80,25 @@ async def wait_for_ledger(
     try:
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
         ready(address)
-        while not (begun.is_set() or stopped.is_set() or genesis.ledger_path(config).exists()):
+        while not (begun.is_set() or stopped.is_set() or _is_made(config)):
             await _wait_for_any(begun, stopped)
     finally:
         await server.stop(GRACE_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
     return None if stopped.is_set() else address
+
+
+def _is_made(config: RunFile) -> bool:
+    """A ledger is there, and who made it is done with it."""
+    path = genesis.ledger_path(config)
+    if not path.exists():
+        return False
+    try:
+        with hold_ledger(path):
+            return True
+    except ConfigError:
+        return False
 
 
 async def _wait_for_any(*events: asyncio.Event) -> None:

@@ -314,7 +314,7 @@ class SeedAsked:
     seeder: str  # nonce of the process
     genesis: tuple[str, ...]  # of the model that it would bring
     given_up: int = 0  # seq of the push that broke at its end; 0: none
-    keys: tuple[str, ...] = ()  # public, of its one rank, as in PushRequested
+    keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
 
 
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------

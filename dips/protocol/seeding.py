@@ -66,6 +66,8 @@ def _answer_asked(run: RunState, event: SeedAsked) -> Result:
     lacking = {s.name: s.sinc for s in run.slaves.values() if s.unseeded}
     if not lacking:
         return Acknowledged()
+    if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
+        return Failed(RemoteProtocolError, wrong)
     _open_seed(run, event, lacking)
     return Pending("the slaves are making room for it")
 

@@ -58,7 +58,7 @@ class SimSeeder:
         self._world, self._digests = world, row.genesis
         self._rng: Random = world.chance.generator_for("seeder")
         self._gate = Gate()
-        self._lives, self._keys = 0, tuple[str, ...]()
+        self._lives = 0
         self._story: Fiber | None = None
         self._granted: SeedGranted | None = None
         self._moving: SimTransfer | None = None
@@ -71,13 +71,13 @@ class SimSeeder:
         self._story = Fiber(self._bring_model(f"seeder-{self._lives}"))
 
     def _bring_model(self, nonce: str) -> Story:
-        world, self._keys = self._world, make_keys(nonce, SEED_RANKS)
+        world = self._world
         while True:
             given_up = self._granted.push.seq if self._granted is not None and self._moved is False else 0
-            asked = SeedAsked(0, nonce, self._digests, given_up, self._keys)
+            asked = SeedAsked(0, nonce, self._digests, given_up, make_keys(nonce, SEED_RANKS))
             answer: Any = yield partial(world.network.call_host, OPERATOR, "master", asked, CALL_S)
             if isinstance(answer, SeedGranted):
-                self._begin_transfer(answer)
+                self._begin_transfer(answer, asked.keys)
             elif isinstance(answer, Dropped):
                 world.monitor.rare_event_occurred("seed_broken")
                 self._end_transfer()
@@ -86,15 +86,13 @@ class SimSeeder:
             done = isinstance(answer, Acknowledged | Refused)
             yield sleep(world.heap, IDLE_S if done else ASK_S, "the operator asks again")
 
-    def _begin_transfer(self, granted: SeedGranted) -> None:
+    def _begin_transfer(self, granted: SeedGranted, keys: tuple[str, ...]) -> None:
         if self._granted is not None and self._granted.push == granted.push:
             return
         self._end_transfer()
         self._granted = granted
         ended: Callable[[bool], None] = partial(self._on_ended, granted)
-        self._moving = self._world.data.begin_push(
-            granted.push, granted.grant, self._spell, self._keys, self._gate, 1, ended
-        )
+        self._moving = self._world.data.begin_push(granted.push, granted.grant, self._spell, keys, self._gate, 1, ended)
         if self._rng.random() < DEATHS:
             self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", self._die)
 

@@ -626,14 +626,23 @@ async def health(address: str) -> int:
         return int(reply.status)
 
 
-def test_the_process_without_a_ledger_says_what_to_do(tmp_path: Path) -> None:
-    """Before `dips init` the master ends with 78, an error that names the file and the command, and no traceback."""
-    write_run(tmp_path)
+def test_the_process_without_a_ledger_waits(tmp_path: Path, config: RunFile) -> None:
+    """Before `dips init` or `dips seed` the master answers that it waits, and goes on when a ledger is there."""
+    ledger_path(config).unlink()
     process = start(tmp_path)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 78
-    assert "error: " in said and "ledger.sqlite: no ledger is here; `dips init` makes one" in said
-    assert "Traceback" not in said
+    try:
+        assert process.stderr is not None
+        said = next(json.loads(line) for line in process.stderr if '"no_ledger"' in line)
+        assert "dips seed" in said["waits"] and "do not seed it" in said["remedy"]
+        assert asyncio.run(health(said["address"])) == health_pb2.HealthCheckResponse.SERVING
+        make_run(config, model())
+        address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
+        assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:

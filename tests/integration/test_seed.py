@@ -14,7 +14,9 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from dips.cli import cli
-from dips.errors import ConfigError, DipsError
+from dips.errors import ConfigError, Denied, DipsError
+from dips.identity.names import PeerRole
+from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
@@ -106,14 +108,39 @@ def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path:
     assert (tmp_path / "ps1" / "initial.safetensors").stat().st_mtime_ns == kept, "what is there is not brought again"
 
 
+PEERS = (
+    ("master", PeerRole.MASTER), ("ps0", PeerRole.SLAVE), ("ps1", PeerRole.SLAVE), ("alice", PeerRole.OPERATOR),
+    ("eve", PeerRole.VIEWER),
+)  # fmt: skip
+
+
 @pytest.mark.timeout(120)
-def test_a_slave_drains_itself(run: harness.Run, tmp_path: Path) -> None:
-    """A preStop hook: it may end at once while it waits for the model, and is drained when it serves."""
-    drain = ("drain", "ps0", "--self", "--config", str(run.file), "--wait-s", "30")
-    run.start_master()
-    run.start_slaves()
-    dips_word("seed", "--config", str(run.file), "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
-    run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
-    assert "ps0 may be stopped: drained" in dips_word(*drain)
-    assert states_of(run)["ps0"] == "draining"
-    assert "ps0 may be stopped: drained" in dips_word(*drain), "said again, it is drained still"
+def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> None:
+    """Over encrypted lanes, by an operator's certificate and no other's; a slave drains in its own name alone."""
+    save_file(model_of(1), tmp_path / "one.safetensors")
+    certs, shared = enroll_all(tmp_path / "certs", "test", PEERS), {"stop": {"versions": VERSIONS}}
+    options = {"shared": shared, "slave": {"initial_model": None}, "security": certs}
+    with harness.Run(tmp_path, model_of(1), **options) as run:
+        shutil.rmtree(tmp_path / "master")
+        run.start_master()
+        run.start_slaves()
+        run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
+
+        def word(*words: str, who: str = "alice.operator") -> str:
+            return dips_word(*words, "--master", run.address, "--credentials", str(tmp_path / "certs" / f"{who}.crt"))
+
+        (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "certs" / "ca" / "ca.crt").read_bytes())
+        seed = ("seed", "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
+        with pytest.raises(Denied, match="is for operator; this certificate is of viewer 'eve'"):
+            word(*seed, who="eve.viewer")
+        assert "every slave has the first model" in word(*seed)
+
+        def ready() -> bool:
+            slaves = json.loads(word("status", "--json"))["slaves"].values()
+            return all(s["state"] == "ready" for s in slaves)
+
+        run.until(ready, 30, "the slaves serve it")
+        drain = ("drain", "ps0", "--self", "--config", str(run.file), "--wait-s", "30")
+        assert "ps0 may be stopped: drained" in dips_word(*drain)
+        assert json.loads(word("status", "--json"))["slaves"]["ps0"]["state"] == "draining"
+        assert "ps0 may be stopped: drained" in dips_word(*drain), "said again, it is drained still"

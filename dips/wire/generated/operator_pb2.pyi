@@ -239,7 +239,7 @@ class SeedAsked(_message.Message):
     def genesis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """public, of its one rank, as in PushRequested"""
+        """public, of its only rank, in Z85; empty: the lanes are plain"""
 
     def __init__(
         self,

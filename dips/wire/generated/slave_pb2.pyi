@@ -545,8 +545,8 @@ class Order(_message.Message):
     RETIRE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     REORDER_FIELD_NUMBER: _builtins.int
-    ADMIT_PROBE_FIELD_NUMBER: _builtins.int
     KEEP_SEED_FIELD_NUMBER: _builtins.int
+    ADMIT_PROBE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
@@ -580,9 +580,9 @@ class Order(_message.Message):
     @_builtins.property
     def reorder(self) -> Global___Reorder: ...
     @_builtins.property
-    def admit_probe(self) -> Global___AdmitProbe: ...
-    @_builtins.property
     def keep_seed(self) -> Global___KeepSeed: ...
+    @_builtins.property
+    def admit_probe(self) -> Global___AdmitProbe: ...
     def __init__(
         self,
         *,
@@ -603,15 +603,15 @@ class Order(_message.Message):
         retire: Global___Retire | None = ...,
         ping: Global___Ping | None = ...,
         reorder: Global___Reorder | None = ...,
-        admit_probe: Global___AdmitProbe | None = ...,
         keep_seed: Global___KeepSeed | None = ...,
+        admit_probe: Global___AdmitProbe | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "admit_probe", b"admit_probe", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "keep_seed", b"keep_seed", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "admit_probe", "keep_seed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder", "keep_seed", "admit_probe"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -628,8 +628,8 @@ class OpenPush(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     """that speak"""
     deadline_s: _builtins.float
@@ -658,8 +658,8 @@ class OpenPush(_message.Message):
         base: _names_pb2.VersionId | None = ...,
         order: _builtins.str = ...,
         first: _builtins.int = ...,
-        keys: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.bool = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

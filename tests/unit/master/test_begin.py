@@ -1,0 +1,70 @@
+"""`dips seed` begins a run at a master that has no ledger: the same run as `dips init` makes, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError
+from dips.master.begin import ASIDE, begin_run, check_repeated, propose_run
+from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
+from dips.master.ledger import Ledger
+from tests.unit.master.test_genesis import model, run_file
+
+
+def wall() -> float:
+    return 0.0
+
+
+def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
+    """Digests, norms, placement and targets alike; only the model's bytes are not at the master."""
+    made = make_run(run_file(tmp_path / "init"), model())
+    config = run_file(tmp_path / "seed")
+    (tmp_path / "seed" / ASIDE).mkdir(parents=True)  # of a master that died over it
+    assert begin_run(config, propose_run(model(), ()), wall) == made
+    ledger = Ledger.open(ledger_path(config), readonly=True)
+    assert ledger.run_row() == made
+    ledger.close()
+    assert (tmp_path / "seed" / INITIAL_MANIFEST).exists() and not (tmp_path / "seed" / INITIAL_MODEL).exists()
+    assert not (tmp_path / "seed" / ASIDE).exists()
+
+
+def test_a_run_begins_once(tmp_path: Path) -> None:
+    """The same model again is no news, another one is refused by the names of its layers."""
+    config, proposed = run_file(tmp_path), propose_run(model(), ())
+    row = begin_run(config, proposed, wall)
+    check_repeated(row, proposed)
+    other = model()
+    other["layers.0.b"] = other["layers.0.b"] + 1
+    with pytest.raises(ConfigError, match=r"got another: they differ in layers\.0; a new run"):
+        check_repeated(row, propose_run(other, ()))
+    with pytest.raises(ConfigError, match="a ledger is here already"):
+        begin_run(config, proposed, wall)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"genesis": ("0" * 32,)}, "expected 4 digests and norms, got 1 and 4"),
+        ({"genesis": ("x" * 32,) * 4}, "32 hexadecimal digits"),
+        ({"genesis_norms": (float("inf"),) * 4}, "finite"),
+        ({"manifest": '{"format": 1, "layers": []}'}, "manifest"),
+        ({"manifest": '{"format": 1, "layers": [{"name": "a", "parameters": [["b.w", [2]]]}]}'}, "groups parameters"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """Before anything is written."""
+    proposed = replace(propose_run(model(), ()), **changes)
+    with pytest.raises((RemoteProtocolError, CorruptManifest), match=said):
+        begin_run(run_file(tmp_path / "m"), proposed, wall)
+    assert not (tmp_path / "m").exists()
+
+
+def test_more_slaves_than_layers(tmp_path: Path) -> None:
+    """Refused as `dips init` does."""
+    with pytest.raises(ConfigError):
+        begin_run(run_file(tmp_path / "m", slaves=9), propose_run(model(), ()), wall)
+    assert not ledger_path(run_file(tmp_path / "m")).exists()
