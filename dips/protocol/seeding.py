@@ -49,8 +49,6 @@ def on_seed_asked(run: RunState, event: SeedAsked) -> None:
 def _answer_asked(run: RunState, event: SeedAsked) -> Result:
     if problem := describe_other_model(run.manifest, run.row.genesis, event.genesis):
         return Failed(ConfigError, problem)
-    if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
-        return Failed(RemoteProtocolError, wrong)
     if run.head != GENESIS:
         return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
     if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:
