@@ -143,7 +143,7 @@ async def serve(
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
         checker = await _add_services(server, runtime, guard, row, _describe_run(config, row))
         await server.start()
-        await _serve_http(config, tls, runtime, log, stack)
+        await _serve_http(config, tls, runtime, page, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log)
         outside.begin_track(config, file, log)
@@ -255,7 +255,7 @@ async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
 
 
 async def _serve_http(
-    config: RunFile, tls: TlsSource | None, runtime: Runtime, log: logs.Log, stack: AsyncExitStack
+    config: RunFile, tls: TlsSource | None, runtime: Runtime, page: MasterPage, log: logs.Log, stack: AsyncExitStack
 ) -> None:
     """Probes, metrics and the page, if the run file says where."""
     section = config.master
@@ -272,8 +272,8 @@ async def _serve_http(
         "master", read_status, metrics.collect, runtime.explain_unready,
         {"directory": section.directory, **mirror},
     )  # fmt: skip
-    extra_routes: list[Any] = []  # the page's
-    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, extra_routes))
+    routes = page.make_routes(runtime)
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, routes))
 
 
 def _stop_on_signals(runtime: Runtime) -> None:

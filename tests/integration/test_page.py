@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.integration import cluster_harness as harness
 from tests.integration import train_watched as script
@@ -76,7 +77,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         harness.Run(directory, tensors, shared=shared, timing=timing) as run,
         sync_api.sync_playwright() as playwright,
     ):
-        run.commands["master"] = [sys.executable, str(HERE / "master_with_page.py"), str(port)]
+        content = yaml.safe_load(run.file.read_text())
+        content["master"]["http"] = f"127.0.0.1:{port}"
+        run.file.write_text(yaml.safe_dump(content))
         run.start_master()
         run.start_slaves()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
