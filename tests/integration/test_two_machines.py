@@ -52,7 +52,7 @@ with OuterLoop(model) as outer:
 DAEMONS = ("dips-master --config", "dips-slave --config", "dips-client --config")
 CLUSTERS = ("berlin", "oslo")
 ROUNDS = 3  # between two changes
-STEADY_S = 120.0
+STEADY_S = 240.0  # the rank of a revoked cluster gives its push up after two minutes
 SLOW_MBIT = 4.0  # 2 MB take four seconds
 LABELS = {
     "master": ("master.master", "operator.operator"),
