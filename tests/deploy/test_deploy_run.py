@@ -26,7 +26,7 @@ from tests.deploy.podman import find_missing
 from tests.deploy.walk import Walker, read_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-VERSIONS = 8  # enough to look at the pods meanwhile
+VERSIONS = 40  # about a second each: enough to look at the pods meanwhile
 TRAINED_S = 600.0
 STATUS = "dips status --master 127.0.0.1:7800 --credentials certs/operator.operator.crt --json"
 CERTIFICATES, SECRETS, SERVERS, CLUSTER = range(4)  # blocks of the section; production's comes after them
