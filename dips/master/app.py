@@ -124,7 +124,7 @@ async def serve(
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
-            found = await waiting.wait_for_ledger(config, guard, log, ready, report)
+            found = await waiting.wait_for_ledger(config, tls, guard, log, ready, report)
             if found is None:
                 return 0
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})

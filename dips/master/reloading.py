@@ -34,6 +34,7 @@ _REQUESTS: dict[str, type] = {
     "Drain": events.DrainAsked,
     "Tune": events.TuningAsked,
     "Quarantine": events.QuarantineAsked,
+    "Seed": events.SeedAsked,
 }
 
 

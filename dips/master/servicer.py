@@ -116,8 +116,7 @@ class OperatorServicer(OperatorServiceServicer):
         return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
 
     async def Seed(self, request: Any, context: Any) -> operator_pb2.SeedReply:
-        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.SeedAsked, req=req))
-        return cast(operator_pb2.SeedReply, messages.wrap_oneof(result, operator_pb2.SeedReply))
+        return await self._ask_audited(request, context, events.SeedAsked, operator_pb2.SeedReply)
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
         return await self._ask_audited(request, context, events.ReadmissionAsked, operator_pb2.ReadmitReply)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from dips.telemetry.logs import Log
 from dips.transport import control
 from dips.transport.gate import Report
 from dips.transport.guard import Guard
+from dips.transport.tls import TlsSource
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
@@ -60,7 +61,7 @@ class ModelAwaiting:
 
 
 async def wait_for_ledger(
-    config: RunFile, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
+    config: RunFile, tls: TlsSource | None, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
 ) -> str | None:
     """Serve until there is a ledger; return host:port where this did, None if it was stopped before."""
     begun, stopped = asyncio.Event(), asyncio.Event()
@@ -77,16 +78,35 @@ async def wait_for_ledger(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     await server.start()
+    end_http = await _serve_http(config, tls, awaiting, log)
     try:
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
         ready(address)
         while not (begun.is_set() or stopped.is_set() or _is_made(config)):
             await _wait_for_any(begun, stopped)
     finally:
+        await end_http()
         await server.stop(GRACE_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
     return None if stopped.is_set() else address
+
+
+async def _serve_http(
+    config: RunFile, tls: TlsSource | None, awaiting: ModelAwaiting, log: Log
+) -> Callable[[], Awaitable[None]]:
+    """Probes: it lives and is not ready, so that nobody kills it for waiting."""
+    section = config.master
+    if section.http is None:
+        return _end_nothing
+    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
+
+    subject = HttpSubject("master", awaiting.build_view, lambda _: (), lambda: WAITS)
+    return await serve_http(section.http, section.http_token, tls, subject, log)
+
+
+async def _end_nothing() -> None:
+    pass  # no port was opened
 
 
 def _is_made(config: RunFile) -> bool:

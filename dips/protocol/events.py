@@ -272,7 +272,18 @@ class QuarantineAsked:
     reason: str
 
 
-OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked
+@dataclass(frozen=True, slots=True)
+class SeedAsked:
+    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
+
+    req: int
+    seeder: str  # nonce of the process
+    genesis: tuple[str, ...]  # of the model that it would bring
+    given_up: int = 0  # seq of the push that broke at its end; 0: none
+    keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
+
+
+OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked | SeedAsked
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,17 +315,6 @@ class RunProposed:
     manifest: str  # JSON
     genesis: tuple[str, ...]  # xxh3-128 of each layer, in hexadecimal
     genesis_norms: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SeedAsked:
-    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
-
-    req: int
-    seeder: str  # nonce of the process
-    genesis: tuple[str, ...]  # of the model that it would bring
-    given_up: int = 0  # seq of the push that broke at its end; 0: none
-    keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
 
 
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
