@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dips.errors import Denied
+from dips.protocol.effects import Failed
 from dips.protocol.records import Record, RunRow
 from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.master import Answer, MasterProcess, MasterWorld
@@ -19,6 +21,7 @@ class MasterMachine:
         self.process: MasterProcess | None = None
         self._raised: list[Record] = []  # by a restore; lost again before anybody serves, it is as if it had not been
         self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
+        self.revoked: dict[str, str] = {}  # whose calls are refused (transport/guard.py), and why
         world.network.attach_host("master", self)
 
     def start(self) -> None:
@@ -50,5 +53,9 @@ class MasterMachine:
         return process
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
-        if self.process is not None:
+        if self.process is None:
+            return
+        if reason := self.revoked.get(sender):
+            answer(Failed(Denied, reason))
+        else:
             self.process.on_message(message, answer)

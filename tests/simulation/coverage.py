@@ -49,6 +49,7 @@ POINTS: dict[str, str] = {
     "rank_in_push": "a rank died in the middle of a push",
     "rank_in_pull": "a rank died in the middle of a pull",
     "hung": "a trainer hung, and no window waited for it",
+    "revoked_agent": "the calls of an agent were refused for good, and it exited",
     "denied_agent": "an agent found its name taken by one that lives, and exited",
     "fenced_agent": "an agent learned that it is fenced, and exited",
     "answer_lost": "an answer was lost, and the same question got it again",
@@ -75,6 +76,8 @@ POINTS: dict[str, str] = {
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
+
+EXPELLED = "expelled by the operator of this simulation"
 
 # Ways to run a cluster and a run; each is seen in a third of the seeds at least.
 WAYS: dict[str, str] = {
@@ -228,7 +231,10 @@ class Coverage(Observer):
         self._dead_trainers[agent.name] = agent.inc
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
-        self.met("fenced_agent" if reason.startswith("StaleIncarnation") else "denied_agent")
+        if reason.startswith("StaleIncarnation"):
+            self.met("fenced_agent")
+        else:
+            self.met("revoked_agent" if EXPELLED in reason else "denied_agent")
 
     # ---- links -----------------------------------------------------------------------------------------------------
 

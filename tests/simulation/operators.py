@@ -26,12 +26,12 @@ from dips.protocol.records import (
 from dips.sim.observer import Observer
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
+from tests.simulation.coverage import EXPELLED
 
 QUARANTINED = "quarantined by an operator"  # so begins the reason of a push that was gated for it
-EXPELLED = "expelled by the operator of this simulation"
 TRIES = 4  # in one seed of two
 CALLER = "alice.operator"
-DOWN_S = 4.0  # until an expelled cluster is enrolled again, at most
+DOWN_S = 8.0  # until an expelled cluster is enrolled again, at most
 
 
 class TuningOperator(Observer):
@@ -77,14 +77,17 @@ class TuningOperator(Observer):
             )
 
     def _expel(self) -> None:
-        """The shell refuses its calls: its agent ends, and is started again with another certificate."""
+        """The shell refuses its calls: its agent ends, or goes on if it is enrolled again soon."""
         process, name = self.world.master.process, self._rng.choice(list(self.world.clusters))
         if process is None:
             return
         process.on_message(ClusterExpelled(name, EXPELLED), self.answers.append)
-        cluster = self.world.clusters[name]
-        cluster.crash()
-        self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", cluster.start)
+        self.world.master.revoked[name] = EXPELLED
+        self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", lambda: self._enroll(name))
+
+    def _enroll(self, cluster: str) -> None:
+        self.world.master.revoked.pop(cluster, None)
+        self.world.clusters[cluster].start()
 
     def _ask(self, request: OperatorRequest) -> None:
         process = self.world.master.process

@@ -53,7 +53,7 @@ from dips.client.ipc.messages import (
     Stepped,
     TransferProgress,
 )
-from dips.errors import Busy, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
+from dips.errors import Busy, Denied, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
 from dips.protocol.effects import Finished, Pending, Ranges, Refused, Result
 from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
@@ -160,6 +160,10 @@ class AgentCore:
             membership.on_unreachable(s, str(error))
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
+        elif isinstance(error, Denied) and s.membership.inc:  # one that never joined is told at once
+            heartbeats.on_question_refused(s, error)
+            if is_open(s, ask):
+                repeat_after_pause(s, ask.channel)
         elif is_open(s, ask):
             self._on_refusal(ask.channel, error)
         return self._take_actions()
@@ -176,11 +180,13 @@ class AgentCore:
         return self._take_actions()
 
     def on_heartbeat_error(self, error: DipsError, now: float) -> Actions:
-        """A heartbeat was not answered: a link that went silent shows here first, questions have longer deadlines."""
+        """A heartbeat was refused, or not answered: a silent link shows here first, questions have longer deadlines."""
         self.state.now = now
         heartbeats.end_flight(self.state)
         if isinstance(error, Unavailable | Busy):
             membership.on_unreachable(self.state, str(error))
+        elif isinstance(error, Denied):
+            heartbeats.on_refused(self.state, error)
         return self._take_actions()
 
     def leave_run(self) -> ClusterLeft | None:

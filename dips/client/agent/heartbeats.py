@@ -16,7 +16,7 @@ from dips.client.agent.questions import end_pauses
 from dips.client.agent.remarks import write_note
 from dips.client.agent.state import AgentState, TrainerAttempt
 from dips.client.agent.transfers import halt_dropped, moving_transfer
-from dips.errors import StaleIncarnation
+from dips.errors import Denied, StaleIncarnation
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
@@ -31,6 +31,9 @@ OPEN_TRANSFER = frozenset(  # in these phases the push or pull of the present se
     }
 )
 LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
+# A refusal may heal: this certificate or an authority is being replaced, the run file corrected. All processes look at
+# their files once a second (transport/tls.py), so whoever is refused for two seconds, and a heartbeat, is refused for good.
+HEAL_S = 2.0
 
 
 def send_due(s: AgentState) -> None:
@@ -87,9 +90,31 @@ def end_flight(s: AgentState) -> None:
     s.heartbeats.due_at = min(s.heartbeats.due_at, s.now + s.settings.heartbeat_s)
 
 
+def on_refused(s: AgentState, error: Denied) -> None:
+    """A heartbeat was refused: training ends if one was already `HEAL_S` and a heartbeat ago, and none was answered since."""
+    timer = s.heartbeats
+    if timer.refused_since is None:
+        timer.refused_since = s.now
+    elif s.now - timer.refused_since >= max(HEAL_S, s.settings.heartbeat_s):
+        s.fail_training(
+            Denied(
+                f"the master refuses cluster {s.cluster!r}, {s.now - timer.refused_since:.0f} s by now: {error}. Have it "
+                "enrolled (dips certs issue; `clusters` in the run file), then start this agent again"
+            )
+        )
+
+
+def on_question_refused(s: AgentState, error: Denied) -> None:
+    """A question was refused: heartbeats, the first at once, show if that is for good."""
+    s.sync.reason = str(error)
+    if s.heartbeats.refused_since is None:
+        s.heartbeats.due_at = s.now
+
+
 def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
     """Take the answer to a heartbeat of incarnation `inc`."""
     member = s.membership
+    s.heartbeats.refused_since = None
     end_pauses(s)
     if inc != member.inc or answer.term < member.term or s.sync.phase is SyncPhase.JOINING:
         return

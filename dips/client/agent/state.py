@@ -175,6 +175,7 @@ class HeartbeatTimer:
 
     due_at: float = 0.0
     in_flight: bool = False
+    refused_since: float | None = None  # the first refusal (Denied) since an answer came
 
     def next_deadline(self) -> float:
         return inf if self.in_flight else self.due_at

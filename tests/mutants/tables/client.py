@@ -133,6 +133,15 @@ MUTANTS = (
     Mutant("a torn model is whole after the next failure", RANK, "torn and not ", "torn and False and not ", RANKS),
     Mutant("an old term's answer is believed by the agent", AGENT, " or answer.term < ", " or None is ", HEARTBEATS),
     Mutant("an answer to an old incarnation is believed by the agent", AGENT, "if inc != ", "if None is ", HEARTBEATS),
+    Mutant("a refusal that heals ends the agent", AGENT, ">= max(HEAL_S, s.settings.heartbeat_s)", ">= 0", HEARTBEATS),
+    Mutant("refusals add up over answers", AGENT, "s.heartbeats.refused_since = None", "pass", HEARTBEATS),
+    Mutant(
+        "each refused question hurries a heartbeat",
+        AGENT,
+        "if s.heartbeats.refused_since is None:",
+        "if True:",
+        HEARTBEATS,
+    ),
     Mutant("an old term's Join is believed by the agent", AGENT, "if result.term < ", "if None is ", HEARTBEATS),
     Mutant(
         "claims that are not to be had end the data",

@@ -63,12 +63,17 @@ class Play:
     """One core, what it last asked the master, and everything that it recorded."""
 
     def __init__(
-        self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION, max_restarts: int = 0, **settings: Any
+        self,
+        overlap: bool = False,
+        former: PastIncarnation = NO_INCARNATION,
+        max_restarts: int = 0,
+        heartbeat_s: float = HEARTBEAT_S,
+        **settings: Any,
     ) -> None:
         nonces = count(1)
         self.core = AgentCore(
             AgentSettings(
-                ClusterIdentity("run", "west", "digest"), HEARTBEAT_S, 1.0, overlap, max_restarts, **settings
+                ClusterIdentity("run", "west", "digest"), heartbeat_s, 1.0, overlap, max_restarts, **settings
             ),
             Pace(steps=H),
             lambda: f"nonce{next(nonces)}",

@@ -9,7 +9,7 @@ import pytest
 
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
-from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.agent.heartbeats import HEAL_S, build_heartbeat
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,
@@ -18,16 +18,18 @@ from dips.client.ipc.messages import (
     PullMoved,
     PullNow,
     PushMoved,
+    PushNow,
     RangeWanted,
     TrainOn,
     TransferProgress,
 )
-from dips.errors import StaleIncarnation
+from dips.errors import Denied, StaleIncarnation
 from dips.ids import PushId
 from dips.protocol.effects import Acknowledged, Joined
 from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
+from dips.transport.tls import LOOK_S
 from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant
 
 
@@ -123,6 +125,75 @@ def test_fenced_stops_with_75(play: Play) -> None:
     assert [stop.code for stop in play.stops] == [75]
     failure = play.send(play.want_push())
     assert isinstance(failure, ErrorReply) and "fenced" in failure.message
+
+
+REVOKED = Denied("the certificate of cluster 'west' of run 'run' is revoked")
+
+
+def refuse_heartbeat(play: Play, after_s: float) -> None:
+    play.now += after_s
+    play.do(play.core.on_heartbeat_error(REVOKED, play.now))
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.1, HEARTBEAT_S, 12.0])
+def test_who_is_refused_for_good_stops_with_77(heartbeat_s: float) -> None:
+    """At the second heartbeat, and not before everybody has looked at their files: the rank hears why."""
+    play = Play(heartbeat_s=heartbeat_s)
+    play.begin()
+    play.step()
+    play.push_until_granted()
+    refuse_heartbeat(play, 0.0)
+    while (refused_s := play.now + heartbeat_s) < max(heartbeat_s, HEAL_S):
+        refuse_heartbeat(play, heartbeat_s)
+        assert not play.stops, f"after {refused_s} s"
+    refuse_heartbeat(play, heartbeat_s)
+    assert [stop.code for stop in play.stops] == [77]
+    failure = play.send(TransferProgress(play.s.trainer.attempt, 10, 100))
+    assert isinstance(failure, ErrorReply) and failure.error == "Denied"
+    assert "is revoked" in failure.message and "start this agent again" in failure.message
+
+
+def test_a_refusal_that_heals_ends_nothing(play: Play) -> None:
+    """A certificate is being replaced: an answer between two refusals begins anew, a silent master does not."""
+    play.begin()
+    refuse_heartbeat(play, 0.0)
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    refuse_heartbeat(play, 5 * HEARTBEAT_S)
+    assert not play.stops
+    play.lose_master(play.now + 1.0)
+    refuse_heartbeat(play, HEARTBEAT_S)
+    assert [stop.code for stop in play.stops] == [77]
+
+
+def test_a_question_that_is_refused_hurries_one_heartbeat(play: Play) -> None:
+    """It is asked again meanwhile: its answer counts if the refusal heals; only heartbeats say that it will not."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    sent, asked = len(play.heartbeats), play.asks[Channel.SYNC]
+    play.do(play.core.on_error(asked, REVOKED, play.now))
+    assert len(play.heartbeats) == sent + 1 and play.asks[Channel.SYNC].number == asked.number
+    answer = play.send(want)
+    assert isinstance(answer, AskAgain) and answer.reason == str(REVOKED)
+    refuse_heartbeat(play, 0.0)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], REVOKED, play.now))
+    assert len(play.heartbeats) == sent + 1 and not play.stops, "the next one is not hurried"
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    play.reply(grant())
+    assert isinstance(play.send(want), PushNow)
+
+
+def test_who_never_joined_is_told_at_once(play: Play) -> None:
+    """A person has just started it."""
+    play.send(play.attach())
+    play.do(play.core.on_error(play.asks[Channel.SYNC], REVOKED, play.now))
+    assert [stop.code for stop in play.stops] == [77]
+
+
+def test_a_refusal_lasts_longer_than_files_are_unread() -> None:
+    """Master and agent have both looked again before one is believed to be for good."""
+    assert HEAL_S >= 2 * LOOK_S
 
 
 def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
