@@ -101,13 +101,18 @@ def identity_of(document: x509.Certificate | x509.CertificateSigningRequest) -> 
 
 def check_validity(certificate: x509.Certificate, now: datetime, what: str) -> None:
     """Raise ConfigError if `certificate` is expired or not yet valid."""
-    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now > end:
-        raise ConfigError(f"{what} expired at {end:%Y-%m-%d %H:%M} UTC: renew it by `dips certs renew`")
+    begin = certificate.not_valid_before_utc
+    check_until(certificate.not_valid_after_utc, now, what)
     if now < begin:
         raise ConfigError(
             f"{what} is valid from {begin:%Y-%m-%d %H:%M} UTC only, it is {now:%Y-%m-%d %H:%M}: see the clock"
         )
+
+
+def check_until(end: datetime, now: datetime, what: str) -> None:
+    """Raise ConfigError if it has expired."""
+    if now > end:
+        raise ConfigError(f"{what} expired at {end:%Y-%m-%d %H:%M} UTC: renew it by `dips certs renew`")
 
 
 def utc_now() -> datetime:

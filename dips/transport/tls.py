@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
 from dips.errors import ConfigError
+from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls, load_tls, require_identity
@@ -53,6 +55,14 @@ class TlsSource:
                 self._looked = now
                 self._look_again()
             return self._loaded
+
+    def find_expiry(self, now: datetime | None = None) -> str:
+        """Say that our certificate has expired, as far as the files say; empty if it has not."""
+        try:
+            check_until(self.read_current().until, now or utc_now(), f"tls.cert: {self.files.cert}")
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _look_again(self) -> None:
         stamp = _stamp(self.files)

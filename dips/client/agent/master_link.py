@@ -13,7 +13,7 @@ from typing import Any, cast
 from grpc import aio
 
 from dips.differences import differing_options
-from dips.errors import ConfigError, DifferentModel, DipsError, UnavailableMaster
+from dips.errors import ConfigError, Denied, DifferentModel, DipsError, UnavailableMaster
 from dips.protocol.effects import Result
 from dips.protocol.events import (
     ClusterJoined,
@@ -96,7 +96,12 @@ class MasterLink:
         return ConfigError("; ".join(lines) + ": copy the run file's section `shared`") if lines else refused
 
     async def _call_method(self, method: Any, event: object, deadline_s: float) -> Any:
-        return await control.call_method(
-            method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster,
-            explain=isinstance(event, ClusterJoined),
-        )  # fmt: skip
+        try:
+            return await control.call_method(
+                method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster,
+                explain=isinstance(event, ClusterJoined),
+            )  # fmt: skip
+        except UnavailableMaster as error:  # gRPC cannot say that it was the handshake
+            if self._peer.tls is not None and (expired := self._peer.tls.find_expiry()):
+                raise Denied(expired) from error
+            raise
