@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dips.client.agent.master_link import MasterLink
 from dips.errors import ConfigError, Denied, UnavailableMaster
+from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import TlsFiles
+from dips.protocol.events import ClusterLeft
 from dips.transport import control
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
@@ -271,3 +275,21 @@ class TestWithoutRestart:
 def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
     with pytest.raises(ConfigError, match=r"expected a certificate of slave 's1'.*got one of slave 's0'"):
         source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s1", PeerRole.SLAVE)
+
+    async def test_an_agent_whose_own_certificate_expired_is_told(self, enrolled: Enrolled) -> None:
+        """A handshake that is refused looks like a master that is away; until it expires, that is what it is."""
+        clock = HandClock()
+        west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER, clock)
+        link = MasterLink(master_peer("127.0.0.1:1", west), {})
+        try:
+            with pytest.raises(UnavailableMaster):
+                await link.ask_master(ClusterLeft(0, "west", 1, 0))
+            west._loaded = replace(west._loaded, until=utc_now() - timedelta(minutes=1))
+            with pytest.raises(Denied, match=r"west.cluster.crt expired at .* renew it by `dips certs renew`"):
+                await link.ask_master(ClusterLeft(0, "west", 1, 0))
+            enrolled.enroll("west", PeerRole.CLUSTER)
+            clock.now += LOOK_S
+            with pytest.raises(UnavailableMaster):
+                await link.ask_master(ClusterLeft(0, "west", 1, 0))
+        finally:
+            await link.close()

@@ -72,7 +72,7 @@ NEEDLE = 32  # bytes of a parameter: as many do not come by chance
 
 def guide_addresses() -> dict[str, str]:
     """The guide's table: machine → address."""
-    found = {}
+    found = dict[str, str]()
     for names, addresses in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", GUIDE.read_text(), re.MULTILINE):
         given = re.findall(r"\d+\.\d+\.\d+\.\d+", addresses)
         machines = re.findall(r"`([^`]+)`", names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dips.ids import VersionId
 from dips.protocol.events import (
     ClusterExpelled,
@@ -50,7 +52,7 @@ class TuningOperator(Observer):
             self.world.call_later(0.9 * quiet_at * self._rng.random(), "the operator acts", act)
         for name in self.world.clusters:
             for share in (0.93, 0.97, 1.0, 1.1):  # the master may be down
-                self.world.call_later(share * quiet_at, f"{name} is released", lambda name=name: self._release(name))
+                self.world.call_later(share * quiet_at, f"{name} is released", partial(self._release, name))
 
     def _tune(self) -> None:
         rng = self._rng
@@ -83,7 +85,7 @@ class TuningOperator(Observer):
             return
         process.on_message(ClusterExpelled(name, EXPELLED), self.answers.append)
         self.world.master.revoked[name] = EXPELLED
-        self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", lambda: self._enroll(name))
+        self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", partial(self._enroll, name))
 
     def _enroll(self, cluster: str) -> None:
         self.world.master.revoked.pop(cluster, None)

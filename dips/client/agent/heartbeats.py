@@ -31,8 +31,8 @@ OPEN_TRANSFER = frozenset(  # in these phases the push or pull of the present se
     }
 )
 LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
-# A refusal may heal: this certificate or an authority is being replaced, the run file corrected. All processes look at
-# their files once a second (transport/tls.py), so whoever is refused for two seconds, and a heartbeat, is refused for good.
+# A refusal may heal: this certificate or an authority is being replaced, the run file is corrected. Processes look at
+# their files once a second (transport/tls.py): who is refused for two seconds, and for a heartbeat, stays refused.
 HEAL_S = 2.0
 
 
@@ -91,17 +91,13 @@ def end_flight(s: AgentState) -> None:
 
 
 def on_refused(s: AgentState, error: Denied) -> None:
-    """A heartbeat was refused: training ends if one was already `HEAL_S` and a heartbeat ago, and none was answered since."""
+    """A heartbeat was refused: training ends if one was HEAL_S and a heartbeat ago, with no answer in between."""
     timer = s.heartbeats
     if timer.refused_since is None:
         timer.refused_since = s.now
     elif s.now - timer.refused_since >= max(HEAL_S, s.settings.heartbeat_s):
-        s.fail_training(
-            Denied(
-                f"the master refuses cluster {s.cluster!r}, {s.now - timer.refused_since:.0f} s by now: {error}. Have it "
-                "enrolled (dips certs issue; `clusters` in the run file), then start this agent again"
-            )
-        )
+        remedy = "have it enrolled (dips certs issue; `clusters` in the run file), then start this agent again"
+        s.fail_training(Denied(f"cluster {s.cluster!r} may take part no more: {error}; {remedy}"))
 
 
 def on_question_refused(s: AgentState, error: Denied) -> None:
