@@ -73,7 +73,7 @@ def dips_client(
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
     ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over; 77: the name
-    is taken by an agent that lives (--take-over replaces it).
+    is taken by an agent that lives (--take-over replaces it), or the master refuses this cluster for good.
 
     A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
     DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
