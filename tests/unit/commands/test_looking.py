@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import host_sum
-from dips.client.preflight.checks import check_host
+from dips.client.preflight.certificates import check_certificates
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
 from dips.config import load_cluster, load_run
@@ -229,11 +229,11 @@ def test_the_preflight_looks_at_the_agents_certificate(files: FilesToCheck) -> N
     files.check()
     assert "west.cluster.crt cannot be read" in seen_of(files)
     enrolled.enroll("west", PeerRole.CLUSTER)
-    assert seen_of(files).startswith("cluster 'west' of run 'july', until ")
+    assert seen_of(files).startswith("cluster 'west' of run 'july', valid until ")
 
 
 def seen_of(files: FilesToCheck) -> str:
-    return next(row.seen for row in check_host(load_cluster(files.cluster_file)) if row.what == "certificates")
+    return check_certificates(load_cluster(files.cluster_file))[0].seen
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path) -> None:

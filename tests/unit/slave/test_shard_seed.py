@@ -67,6 +67,7 @@ def test_what_a_dead_master_opened_gives_way() -> None:
     rig = waiting()
     for term in range(1, 6):
         rig.term, push = term, PushId("dips.seed", term, 1)
+        rig.welcome(RegisterLater(1.0, "waits"))  # a slave follows a term when it has registered there
         assert rig.order(OpenPush(push, 1, 10.0, seed=True)) == Done()
         assert rig.shard.versions.open_pushes == (push,)
     with pytest.raises(StalePush):

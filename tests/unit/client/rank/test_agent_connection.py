@@ -69,6 +69,7 @@ def test_what_names_no_agent(keys: dict[str, object], environment: dict[str, str
 def test_the_token_may_be_a_file(tmp_path: Path) -> None:
     """As Kubernetes mounts a secret; the newline of an editor does not count."""
     (tmp_path / "token").write_text(TOKEN.decode() + "\n")
+    (tmp_path / "token").chmod(0o640)  # of the group, as a Secret is
     found = find_address(cluster(agent="head:7", token=tmp_path / "token"), {})
     assert isinstance(found, OnAnyHost) and found.token == TOKEN
     assert over_network(cluster(), {}) is None
