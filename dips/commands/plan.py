@@ -67,7 +67,7 @@ def memory_command(
         raise typer.BadParameter("name the model by one of --parameters, --model and --factory", param_hint="plan")
     run_file = load_run(config) if config is not None else None
     cluster_file = load_cluster(cluster) if cluster is not None else None
-    plan = make_plan(run_file, cluster_file, _find_shares(run_file, parameters, model, factory, slaves), ranks, rounds)
+    plan = make_plan(run_file, cluster_file, find_shares(run_file, parameters, model, factory, slaves), ranks, rounds)
     if kubernetes:
         proposed = kubernetes_resources(plan, cpus)
         print(
@@ -121,9 +121,14 @@ def describe_cluster(plan: MemoryPlan) -> str:
     )
 
 
-def _find_shares(
-    run_file: RunFile | None, parameters: int | None, model: Path | None, factory: str | None, slaves: int
+def find_shares(
+    run_file: RunFile | None,
+    parameters: int | None,
+    model: Path | None = None,
+    factory: str | None = None,
+    slaves: int = SLAVES,
 ) -> Shares:
+    """What each slave holds of the model that is named."""
     names = [s.name for s in run_file.slaves] if run_file else [f"slave-{i}" for i in range(slaves)]
     if parameters is not None:
         return [

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dips.commands.plan import find_shares, make_plan
+from dips.commands.planning import kubernetes_resources
 from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
@@ -17,6 +19,7 @@ from tests.deploy.pods import Pod, expand_pods
 from tests.deploy.rules import quantity, secret_files
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+PARAMETERS, RANKS, ROUNDS = 2_000_000_000, 8, 10_000  # of the model that the manifests are for, as they say
 CSI_FILES = {"ca.crt", "tls.crt", "tls.key"}  # of cert-manager's csi-driver
 
 
@@ -71,6 +74,20 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
         inside = section.advertise is not None and section.advertise.endswith(".svc")
         if inside and section.advertise not in pod.host_names:
             yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"
+    yield from _resources(run, [p for p in pods if p.app in ("dips-master", "dips-slave")])
+
+
+def _resources(run: RunFile, pods: list[Pod]) -> Iterator[str]:
+    """What `dips plan memory --kubernetes` proposes; volumes may be larger."""
+    for pod in pods:
+        container, (claim,) = pod.containers[-1], pod.owner["spec"]["volumeClaimTemplates"]
+        cpus = int(quantity(container["resources"]["requests"]["cpu"]))
+        plan = make_plan(run, None, find_shares(run, PARAMETERS), RANKS, ROUNDS)
+        proposed = kubernetes_resources(plan, cpus)["master" if pod.app == "dips-master" else pod.name]
+        if container["resources"] != proposed["resources"]:
+            yield f"{pod.name}: resources {container['resources']}, planned: {proposed['resources']}"
+        if quantity(claim["spec"]["resources"]["requests"]["storage"]) < quantity(proposed["storage"]):
+            yield f"{pod.name}: its volume is smaller than planned: {proposed['storage']}"
 
 
 def _cluster(cluster: ClusterFile, pods: list[Pod]) -> Iterator[str]:

@@ -116,6 +116,18 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "no limit": (lambda o: container(o)["resources"].pop("limits"), "slave is not bounded"),
     "overcommitted": (lambda o: container(o)["resources"]["limits"].update(memory="64Gi"), "the request is the limit"),
+    "not as planned": (
+        lambda o: find(o, "StatefulSet", "dips-master")["spec"]["template"]["spec"]["containers"][0]["resources"][
+            "limits"
+        ].update(memory="1Gi"),
+        r"dips-master-0: resources .*1Gi.*planned: .*420Mi",
+    ),
+    "small volume": (
+        lambda o: find(o, "StatefulSet", "dips-slave")["spec"]["volumeClaimTemplates"][0]["spec"]["resources"][
+            "requests"
+        ].update(storage="20Gi"),
+        "its volume is smaller than planned: 25178Mi",
+    ),
     "threads": (lambda o: container(o)["resources"]["requests"].update(cpu="2"), "has 4 threads and asks for 2 CPUs"),
     "one node": (lambda o: pod(o)["affinity"].clear(), "may share its node with another slave"),
     "shared claim": (
