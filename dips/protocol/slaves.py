@@ -92,10 +92,13 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
 def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed | None:
     """Another process bears the name and was heard just now: nothing that this one says counts, terms included.
 
-    A slave that was restarted asks again, and is taken as soon as the process before it has been silent so long.
+    A slave that starts again in its directory names the process before it: whoever holds the directory now knows that
+    this one has ended. Started elsewhere, it is taken as soon as that process has been silent so long.
     """
+    if slave.nonce in (event.nonce, event.former_nonce):
+        return None
     silent_s = SILENT_HEARTBEATS * run.options.timing.heartbeat_s
-    if slave.nonce == event.nonce or event.rival_heard_s >= silent_s:
+    if event.rival_heard_s >= silent_s:
         return None
     return Failed(
         Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives"

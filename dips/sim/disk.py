@@ -55,6 +55,7 @@ class SimDisk:
         self.files: dict[VersionId, Snapshot] = {}
         self.shared = shared  # v0@r0 lies where initial_model points, whatever becomes of this disk
         self.seeded = shared  # or was brought here
+        self.nonce = ""  # of the last process here that the master knows
         self.full = False
         self.slowness = 1.0
         self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
@@ -83,12 +84,12 @@ class SimDisk:
         lost = {v: s for v, s in self.files.items() if v not in copy}
         self.harmed.update(lost)
         self._replaced.update(lost)
-        self.files = dict(copy)
+        self.files, self.nonce = dict(copy), ""
 
     def lose_disk(self) -> None:
         """The disk is gone for good; another, empty, is in its place."""
         self.harmed.update(self.files)
-        self.files = {}
+        self.files, self.nonce = {}, ""
         self.seeded = self.shared
 
     def bring_back(self, version: VersionId, snapshot: Snapshot) -> None:

@@ -134,12 +134,21 @@ class SlaveProcess:
         self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned, settings.pull_codec)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
-            SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master", LANE_KEY),
+            SlaveIdentity(
+                settings.run,
+                self.name,
+                nonce,
+                f"{self.name}:1",
+                (f"{self.name}:2",),
+                "master",
+                LANE_KEY,
+                machine.disk.nonce,
+            ),
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of_shard(self.shard),
             self.flow.list_transfers,
             self._meters,
-            partial(self.world.monitor.slave_registered, self),
+            self._prepare,
             machine.rng,
         )
         self.alive = True
@@ -257,6 +266,10 @@ class SlaveProcess:
 
     def _skip_log(self, action: WriteLog) -> None:
         """Nobody reads it."""
+
+    def _prepare(self, registered: Registered) -> None:
+        self.machine.disk.nonce = self.nonce
+        self.world.monitor.slave_registered(self, registered)
 
     def _plan_tick(self) -> None:
         due, timer = self.core.next_deadline(), self._timer

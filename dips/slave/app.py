@@ -31,6 +31,7 @@ from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
+from dips.slave.last_process import LastProcess
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
 from dips.slave.reloading import watch_file
@@ -101,9 +102,12 @@ class Parts:
     log: logs.Log
     pull_codec: str
     room: DiskRoom
+    nonce: str
+    last: LastProcess
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
+        self.last.keep_nonce(self.nonce)
         manifest = self.shard.learn_manifest(registered)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
@@ -266,7 +270,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     thread.own_shard(shard)
     return Parts(
         section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log, config.shared.pull_codec,
-        DiskRoom(section.directory),
+        DiskRoom(section.directory), uuid.uuid4().hex, LastProcess(section.directory, section.lock, log),
     )  # fmt: skip
 
 
@@ -288,11 +292,12 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
     identity = SlaveIdentity(
         config.shared.run,
         section.name,
-        uuid.uuid4().hex,
+        parts.nonce,
         section.reached_at(address),
         tuple(section.reached_at(lane) for lane in parts.flow.lane_addresses()),
         section.master,
         parts.flow.public_key,
+        parts.last.read_nonce(),
     )
     core = SlaveCore(
         identity,

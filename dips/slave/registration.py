@@ -97,7 +97,8 @@ class Registration:
             return [RestoreFromMirror(described.complete)]
         self._restored = None
         reasons = [reason for reason in (described.reason, restored) if reason]
-        return [CallMaster(replace(described, mirror=mirror, reason="; ".join(reasons)), self._timing.call_s)]
+        former, why = self._identity.former_nonce, "; ".join(reasons)
+        return [CallMaster(replace(described, mirror=mirror, reason=why, former_nonce=former), self._timing.call_s)]
 
     def on_restored(self, work: RestoreFromMirror, restored: Restored | Exception, now: float) -> Actions:
         """What the mirror had is on the disk, or it fails. An old disk is good enough then, an empty one is not."""

@@ -19,6 +19,7 @@ class SlaveIdentity:
     lanes: tuple[str, ...]  # host:port of each data lane
     master: str  # host:port
     key: str = ""  # public, of the data lanes; empty: they are plain
+    former_nonce: str = ""  # of the process that held the directory before
 
 
 @dataclass(frozen=True, slots=True)

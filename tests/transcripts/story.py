@@ -93,7 +93,7 @@ class Teller:
             term_seen=int(words.get("term", "0")), memory=VersionId.parse(held) if held else None,
             prepared=VersionId.parse(words["prepared"]) if "prepared" in words else None, complete=complete,
             slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
-            unseeded="empty" in words,
+            unseeded="empty" in words, former_nonce=words.get("former", ""),
         )  # fmt: skip
         return self.step(event, slave)
 

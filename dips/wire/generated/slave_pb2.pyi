@@ -41,6 +41,7 @@ class SlaveRegistered(_message.Message):
     MIRROR_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     UNSEEDED_FIELD_NUMBER: _builtins.int
+    FORMER_NONCE_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -56,6 +57,8 @@ class SlaveRegistered(_message.Message):
     """of the manifest that it knows"""
     unseeded: _builtins.bool
     """its layers of v0@r0 are not on its disk"""
+    former_nonce: _builtins.str
+    """of the process that held its directory before; empty: none that is known"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -87,10 +90,11 @@ class SlaveRegistered(_message.Message):
         mirror: Global___MirrorReport | None = ...,
         manifest_digest: _builtins.str = ...,
         unseeded: _builtins.bool = ...,
+        former_nonce: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unseeded", b"unseeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "former_nonce", b"former_nonce", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unseeded", b"unseeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -258,7 +258,8 @@ MUTANTS = (
     Mutant("any register is believed", ROOM, "        if got > most:", "        if False:", CLAIMS),
     Mutant("a slave believes any term", "dips/slave", "if term > self.term + MOST_TERMS_AHEAD:", "if False:", CLAIMS),
     Mutant("an order raises the term", "dips/slave", "        if order.term > self.term:", "        if False:", CLAIMS),
-    Mutant("another process of a slave counts", ROOM, "or event.rival_heard_s >= silent_s", "or True", CLAIMS),
+    Mutant("another process of a slave counts", ROOM, "if event.rival_heard_s >= silent_s:", "if True:", CLAIMS),
+    Mutant("a slave that starts again waits", ROOM, "(event.nonce, event.former_nonce)", "(event.nonce,)", CLAIMS),
     # ---- penalty
     Mutant("any norm enters the reference whole", ROOM, "min(value, MOST_TIMES_ENTERED * mean)", "value", PENALTY),
     Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),

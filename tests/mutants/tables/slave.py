@@ -18,9 +18,13 @@ AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
+LAST = "tests/unit/slave/test_last_process.py"
 REBALANCE = "tests/unit/commands/test_rebalance.py"
 
 MUTANTS = (
+    # ---- registration
+    Mutant("a copied directory proves who held it", ROOM, "inode == self._lock.stat().st_ino", "inode != 0", LAST),
+    Mutant("a name of any length is told", ROOM, "len(nonce) <= NONCE_CHARS", "len(nonce) <= 1 << 20", LAST),
     # ---- updates
     Mutant("what rounding leaves over is lost", OUTER, "return (1 - mu) / (lr * mu * mu)", "return 0.0", UPDATES),
     Mutant(

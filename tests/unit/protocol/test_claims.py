@@ -182,6 +182,9 @@ def test_another_process_of_a_slave_that_lives_counts_for_nothing() -> None:
     assert not any(isinstance(effect, Exit) for effect in run.effects[begin:])
     settled(run, run.push("a"))
     assert isinstance(run.ask(replace(rival, term_seen=0, rival_heard_s=4.0)), effects.Registered)
+    third = replace(rival, nonce="third", term_seen=0, rival_heard_s=0.1)
+    assert failure(run.ask(replace(third, former_nonce="n"))) is Busy, "that process was not the last"
+    assert isinstance(run.ask(replace(third, former_nonce="other")), effects.Registered)
 
 
 def test_failed_is_what_a_refusal_is() -> None:

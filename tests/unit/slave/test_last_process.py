@@ -1,0 +1,55 @@
+"""What a slave's process leaves in its directory for the next one: who it was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dips.slave.last_process import FILE, LastProcess
+from dips.telemetry.logs import configure_log
+
+
+def last_process(directory: Path) -> LastProcess:
+    """As of a process that has just taken the directory's lock."""
+    directory.mkdir(exist_ok=True)
+    (directory / ".lock").touch()
+    return LastProcess(directory, directory / ".lock", configure_log("slave", "s"))
+
+
+def test_the_next_process_in_a_directory_knows_who_was_there(tmp_path: Path) -> None:
+    """The first in a directory knows of nobody; the last one that has an incarnation counts."""
+    assert last_process(tmp_path).read_nonce() == ""
+    last_process(tmp_path).keep_nonce("first")
+    last_process(tmp_path).keep_nonce("second")
+    assert last_process(tmp_path).read_nonce() == "second"
+
+
+def test_a_copy_of_a_directory_proves_nothing(tmp_path: Path) -> None:
+    """The process before may live on in the original, which it holds."""
+    last_process(tmp_path / "held").keep_nonce("first")
+    shutil.copytree(tmp_path / "held", tmp_path / "copy")
+    assert last_process(tmp_path / "copy").read_nonce() == ""
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"nonce": 7, "lock_inode": 1}', "\x00" * 9, '{"nonce": "'])
+def test_what_is_not_such_a_file_names_nobody(tmp_path: Path, text: str) -> None:
+    """A torn or foreign file costs its slave two heartbeats, and no start."""
+    last_process(tmp_path)
+    (tmp_path / FILE).write_text(text)
+    assert last_process(tmp_path).read_nonce() == ""
+
+
+def test_a_name_too_long_is_nobodys(tmp_path: Path) -> None:
+    """It would be refused as a message, for ever."""
+    last_process(tmp_path).keep_nonce("n" * 65)
+    assert last_process(tmp_path).read_nonce() == ""
+
+
+def test_a_disk_that_cannot_be_written_costs_no_start(tmp_path: Path) -> None:
+    """Its successor waits as if it came from elsewhere."""
+    last = last_process(tmp_path)
+    (tmp_path / "process.new").mkdir()
+    last.keep_nonce("first")
+    assert last.read_nonce() == ""
