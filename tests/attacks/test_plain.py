@@ -31,6 +31,8 @@ from tests.enrolled import Enrolled
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
 REGISTER, EXECUTE, JOIN = "SlaveService/Register", "OrderService/Execute", "ClusterService/Join"
+BY_GRPC = "not: gRPC closes it and tells nobody"
+BY_ZMQ = "not: libzmq closes it and tells nobody"
 LANE_CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
 
 
@@ -85,7 +87,7 @@ def test_join_as_a_cluster_that_lives(plain: AttackedRun) -> None:
     joined = events.ClusterJoined(0, "west", "mine", RUN, "0" * 64, "0" * 64)
     answer = tell(plain, "master", JOIN, joined)
     assert "digest" in answer, answer
-    plain.note_attack("Join as west, without its configuration", "none", "digests", "", "", 0)
+    plain.note_attack("Join as west, without its configuration", "none", "digests", "master", "config", 1)
 
 
 def test_certificates_to_plain_text(plain: AttackedRun) -> None:
@@ -93,7 +95,7 @@ def test_certificates_to_plain_text(plain: AttackedRun) -> None:
     files = Enrolled(directory, RUN).enroll("west", PeerRole.CLUSTER)
     answer = refused_with(plain.run.address, files, "x", "StatusService/Status", status_pb2.StatusRequest())
     assert answer.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED")), answer
-    plain.note_attack("TLS to plain text", "another authority's", "gRPC", "", "", 0)
+    plain.note_attack("TLS to plain text", "another authority's", "gRPC", "", "", 0, why=BY_GRPC)
 
 
 # ---- too much ------------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def test_garbage_and_silence(plain: AttackedRun, daemon: str) -> None:
     assert all(callers.closed_within(connection, 10.0) for connection in connections)
     for connection in connections:
         connection.close()
-    plain.note_attack(f"silence, garbage, HTTP/1 and TLS to {daemon}", "none", "gRPC", "", "", 0)
+    plain.note_attack(f"silence, garbage, HTTP/1 and TLS to {daemon}", "none", "gRPC", "", "", 0, why=BY_GRPC)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_huge_frames(plain: AttackedRun) -> None:
                 break
         assert callers.closed_within(raw, 5.0)
         raw.close()
-        plain.note_attack(f"a frame that says {nbytes} bytes", "none", "libzmq", "", "", 0)
+        plain.note_attack(f"a frame that says {nbytes} bytes", "none", "libzmq", "", "", 0, why=BY_ZMQ)
 
 
 def greet(address: tuple[str, int]) -> socket.socket:
