@@ -85,9 +85,8 @@ class RequestGate:
 
     def _refuse_request(self, scope: Any) -> Response | None:
         if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return _refuse_malformed(
-                431, f"more than {MAX_HEADER_BYTES} bytes of headers"
-            )  # h11 bounds what comes in pieces
+            # Those that came at once; h11 bounds what comes in pieces.
+            return _refuse_malformed(431, f"more than {MAX_HEADER_BYTES} bytes of headers")
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if scope["method"] not in METHODS:
             return _refuse_malformed(405, "this port is read-only: GET or HEAD", {"allow": "GET, HEAD"})

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dips.http.connection import REQUEST_S
 from dips.identity.names import PeerRole
 from dips.protocol import effects, events
 from dips.protocol.claims import MOST_TERMS_AHEAD
@@ -207,6 +208,55 @@ def test_a_flood_of_connections_to_a_lane(plain: AttackedRun) -> None:
         connection.close()
     reason = "lane_full" if len(connections) > lane_door.MOST_CONNECTIONS else "lane_handshake"
     plain.note_attack(f"{len(connections)} connections to a lane", "none", "door", "ps1", reason, 1)
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------------------------
+# With certificates: test_ports.py
+
+
+def ask_http(plain: AttackedRun, daemon: str, words: bytes) -> bytes:
+    """What it answers to these words, until it hangs up."""
+    with callers.connect_to(("127.0.0.1", plain.http[daemon])) as raw:
+        raw.sendall(words)
+        raw.settimeout(REQUEST_S + 6.0)
+        answer = bytearray()
+        while more := raw.recv(1 << 16):
+            answer += more
+    return bytes(answer)
+
+
+@pytest.mark.parametrize("daemon", ["master", "ps0", "west"])
+def test_a_page_of_the_web_that_points_its_name_here(plain: AttackedRun, daemon: str) -> None:
+    """DNS rebinding: the browser is on this machine, the page is a stranger's, and the Host header tells."""
+    hosts = ("evil.example", f"evil.example:{plain.http[daemon]}", "127.0.0.1.evil.example", "localhost.evil.example")
+    for host in hosts:
+        words = f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        answer = ask_http(plain, daemon, words.encode())
+        assert answer.startswith(b"HTTP/1.1 403") and b"dips_" not in answer, answer[:200]
+        assert b"access-control-allow-origin" not in answer.lower()
+    plain.note_attack(f"DNS rebinding to {daemon}", "none", "Host", daemon, "http_denied", len(hosts))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/..%2f..%2fetc%2fpasswd", "//etc/passwd", "/metrics/../../ps0.log", "/%2e%2e/dips.yaml",
+     "/page.html%00", "http://127.0.0.1/../dips.yaml"],
+)  # fmt: skip
+def test_paths_that_lead_out(plain: AttackedRun, path: str) -> None:
+    """No path is a file's: there are five addresses, and nothing else."""
+    words = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    answer = ask_http(plain, "master", words.encode())
+    assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), answer[:200]
+    assert b"root:" not in answer and b"shared" not in answer
+    why = "not: there is nothing; 404"
+    plain.note_attack(f"GET {path}", "none", "no such route", "", "", 0, why)
+
+
+def test_who_would_change_something_by_http(plain: AttackedRun) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        words = f"{method} /api/state HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        assert ask_http(plain, "master", words.encode()).startswith(b"HTTP/1.1 405")
+    plain.note_attack("POST, PUT, DELETE, PATCH, OPTIONS", "none", "GET and HEAD alone", "master", "http_request", 5)
 
 
 # ---- in the end ----------------------------------------------------------------------------------------------------
