@@ -230,7 +230,8 @@ class AttackedRun:
     def describe_memory(self) -> str:
         """For the table: what a daemon had at most, of what it might."""
         grown = (f"{name} {peak >> 20} of {self._most[name] >> 20} MiB" for name, peak in self.peaks.items())
-        return f"memory of the {'secured' if self.secured else 'plain'} run, of the printed sum + 10 % (agents print none): {', '.join(grown)}"
+        run = "secured" if self.secured else "plain"
+        return f"memory of the {run} run, of the printed sum + 10 % (agents print none): {', '.join(grown)}"
 
     def require_counted(self) -> None:
         until = time.monotonic() + COUNT_S
