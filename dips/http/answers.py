@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from dips.http.access import PROBES, Door
 from dips.http.connection import CERTIFICATE, MAX_HEADER_BYTES
+from dips.telemetry.refusals import count_refusal
 
 METHODS = ("GET", "HEAD")
 Answered = tuple[bool, dict[str, Any]]
@@ -84,17 +85,23 @@ class RequestGate:
 
     def _refuse_request(self, scope: Any) -> Response | None:
         if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return _refuse(431, f"more than {MAX_HEADER_BYTES} bytes of headers")  # h11 bounds what comes in pieces
+            # Those that came at once; h11 bounds what comes in pieces.
+            return _refuse_malformed(431, f"more than {MAX_HEADER_BYTES} bytes of headers")
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if scope["method"] not in METHODS:
-            return _refuse(405, "this port is read-only: GET or HEAD", {"allow": "GET, HEAD"})
+            return _refuse_malformed(405, "this port is read-only: GET or HEAD", {"allow": "GET, HEAD"})
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
-            return _refuse(413, "no request here has a body")
+            return _refuse_malformed(413, "no request here has a body")
         refusal = self._door.check_request(scope["path"], headers, scope[CERTIFICATE])
         if refusal is None:
             return None
         challenge = {"www-authenticate": 'Bearer realm="dips"'} if refusal.status == 401 else {}
         return _refuse(refusal.status, refusal.reason, challenge)
+
+
+def _refuse_malformed(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
+    count_refusal("http_request")
+    return _refuse(status, reason, headers)
 
 
 def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:

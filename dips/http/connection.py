@@ -10,6 +10,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from dips.telemetry.refusals import count_refusal
+
 REQUEST_S = 10.0  # from a request's first byte, or the connection's beginning, to the end of its answer
 IDLE_S = 20  # between two requests: a scraper that comes each 15 s keeps its connection
 CONNECTION_S = 600.0  # then a client must connect anew, and show a certificate that still counts
@@ -43,6 +45,11 @@ class HttpConnection(H11Protocol):
         self._start_timer()
         super().data_received(data)
 
+    def send_400_response(self, msg: str) -> None:
+        """What h11 does not take for a request."""
+        count_refusal("http_request")
+        super().send_400_response(msg)
+
     def on_response_complete(self) -> None:
         self._stop_timer()
         super().on_response_complete()
@@ -56,7 +63,12 @@ class HttpConnection(H11Protocol):
 
     def _start_timer(self) -> None:
         if self._request_timer is None:
-            self._request_timer = self.loop.call_later(REQUEST_S, self.transport.abort)
+            self._request_timer = self.loop.call_later(REQUEST_S, self._end_slow)
+
+    def _end_slow(self) -> None:
+        """Whoever sends half a request, or does not read the answer."""
+        count_refusal("http_slow")
+        self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._request_timer is not None:

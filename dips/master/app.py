@@ -15,7 +15,7 @@ import typer
 from grpc import aio
 from grpc_health.v1 import health
 
-from dips.config import RunFile, load_run
+from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master import begin, genesis, metrics, operate, restore, status, waiting
@@ -141,7 +141,7 @@ async def serve(
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         page = MasterPage(config.master.timing.heartbeat_s)
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
-        checker = await _add_services(server, runtime, guard, row, _describe_run(config, row))
+        checker = await _add_services(server, runtime, guard, row, _describe_run(config, row), _name_page(config))
         await server.start()
         await _serve_http(config, tls, runtime, page, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
@@ -240,13 +240,21 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     }
 
 
+def _name_page(config: RunFile) -> str | None:
+    """What to type into a browser; where every address of the host is meant, that is written as it stands."""
+    address = config.master.http
+    if address is None:
+        return None
+    return f"{'http' if is_loopback(host_port(address)[0]) else 'https'}://{address}/"
+
+
 async def _add_services(
-    server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any]
+    server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any], page: str | None
 ) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
-    add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
+    add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed, page), server)
     return await control.serve_health(server, SERVICES)
 
 

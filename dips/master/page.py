@@ -20,6 +20,7 @@ from dips.page.view import make_state
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.protocol.records import LedgerState
+from dips.telemetry.refusals import refusals_by_reason
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -88,7 +89,10 @@ class MasterPage:
         self._memory.end_idle_lanes(busy, wall)
         rates = self._rates.measure_rates(status["slaves"], now)
         seen = self._seen.note_transfers(status["slaves"], status["clusters"])
-        return make_state(status, self._memory, rates=rates, seen=seen, heartbeat_s=self._heartbeat_s, wall=wall)
+        return make_state(
+            status, self._memory, rates=rates, seen=seen, heartbeat_s=self._heartbeat_s, wall=wall,
+            refusals=refusals_by_reason(),
+        )  # fmt: skip
 
 
 def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> None:

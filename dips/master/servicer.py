@@ -146,15 +146,17 @@ class OperatorServicer(OperatorServiceServicer):
 class StatusServicer(StatusServiceServicer):
     """Calls of `dips status`, of the live view and of `dips-client check`."""
 
-    def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
+    def __init__(
+        self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any], page: str | None = None
+    ) -> None:
         """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest; empty before
-        it has a ledger.
+        it has a ledger. `page`: where a browser finds the run.
         """
-        self._runtime, self._clock, self._agreed = runtime, clock, agreed
+        self._runtime, self._clock, self._agreed, self._page = runtime, clock, agreed, page
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
         merged = status.build_status(self._runtime.build_view(), self._runtime.heartbeats, self._clock())
-        return status_pb2.StatusReply(json=status.to_json(merged))
+        return status_pb2.StatusReply(json=status.to_json({**merged, **({"page": self._page} if self._page else {})}))
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.build_view()

@@ -22,7 +22,7 @@ Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat p
 
 BYTES = 4  # of an fp32 parameter
 FIXED_BANKS = 4  # θ, m, acc (later m′), θ′
-PROCESS_BYTES = 150_000_000  # Python, NumPy, libzmq and gRPC, measured
+PROCESS_BYTES = 210_000_000  # Python, NumPy, numba, libzmq, gRPC and the HTTP port, measured at work
 WRITER_BYTES = 8 << 20  # the snapshot writer's buffer
 _ALIGN = 16  # floats: a layer begins on a cache line
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from dips.page.curves import LossCurve
@@ -26,6 +27,7 @@ MOST_LANES = 12  # of clusters
 MOST_SPANS = 400  # drawn, the newest
 MOST_EVENTS = 40
 MOST_REJECTIONS = 16
+MOST_REASONS = 32  # of refusals, words of the code
 MOST_FROM = 24  # clusters named in one round
 
 
@@ -37,12 +39,14 @@ def make_state(
     seen: Mapping[tuple[str, str], SeenTransfer],
     heartbeat_s: float,
     wall: float,
+    refusals: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The whole document.
 
     rates  of each slave: bytes a second, in and out
     seen   the last transfer between a cluster and a slave that a heartbeat showed
     wall   now, in Unix seconds
+    refusals  what the master's ports turned away since its start, by reason
     """
     clusters = list_clusters(status, memory, heartbeat_s, wall)
     slaves = list_slaves(status, rates, heartbeat_s)
@@ -78,6 +82,7 @@ def make_state(
             {"who": r.who, "what": r.what, "why": r.why, "at": seconds_of(r.at), "times": r.times}
             for r in islice(reversed(memory.rejections.values()), MOST_REJECTIONS)
         ],
+        "refusals": _refusals(refusals),
         "losses": _losses(memory),
     }
 
@@ -144,6 +149,12 @@ def _round_row(r: Any) -> dict[str, Any]:
         "from": [[clean_text(name), kind, reason] for name, kind, reason in r.outcomes[:MOST_FROM]],
         "more": max(0, len(r.outcomes) - MOST_FROM),
     }
+
+
+def _refusals(refusals: Mapping[str, int]) -> list[list[Any]]:
+    """[reason, how often], the most frequent first."""
+    often = sorted(refusals.items(), key=lambda item: (-item[1], item[0]))
+    return [[clean_text(reason), number_of(n)] for reason, n in often[:MOST_REASONS]]
 
 
 def _losses(memory: PageMemory) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class FittedStatus:
 
 
 def draw_headline(status: Status) -> Text:
-    """The run in four lines: θ, the rounds, this one and why it waits, the data; and a red one if snapshots fail."""
+    """The run in four lines: θ, the rounds, this one and why it waits, the data; the page; in red what fails."""
     if "waiting" in status:
         return Text(f"run {status.get('run', NONE)} {status['waiting']}", style="bold")
     lines = (
@@ -78,6 +78,8 @@ def draw_headline(status: Status) -> Text:
         "data: " + data_line(status),
     )
     text = Text("\n".join(lines), style="bold")
+    if page := status.get("page"):
+        text.append(f"\npage: {page}")
     if tuned := status.get("tuned"):
         text.append(f"\ntuned: {tuned_line(tuned)}")
     durability = status.get("durability", {})

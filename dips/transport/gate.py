@@ -14,7 +14,16 @@ import grpc
 from grpc import aio
 
 from dips import errors
-from dips.errors import Busy, Corrupt, Denied, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable
+from dips.errors import (
+    Busy,
+    ConfigError,
+    Corrupt,
+    Denied,
+    DipsError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    Unavailable,
+)
 from dips.identity.names import PeerIdentity, PeerRole
 from dips.telemetry.refusals import count_refusal
 from dips.transport.guard import Guard
@@ -22,7 +31,7 @@ from dips.transport.limits import CallLimits, ServerLimits
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
-COUNTED = (Denied, RemoteProtocolError, Corrupt, Busy, Unavailable)  # refusals by handlers, counted by their labels
+COUNTED = (Denied, ConfigError, RemoteProtocolError, Corrupt, Busy, Unavailable)  # by handlers, by their labels
 
 Report = Callable[[str, BaseException], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

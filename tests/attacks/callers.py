@@ -93,3 +93,13 @@ def client_hello() -> bytes:
     except ssl.SSLWantReadError:
         pass  # it waits for the answer
     return out.read()
+
+
+def read_exactly(connection: socket.socket, nbytes: int, within_s: float = CALL_S) -> bytes:
+    connection.settimeout(within_s)
+    read = bytearray()
+    while len(read) < nbytes:
+        more = connection.recv(nbytes - len(read))
+        assert more, f"hung up after {len(read)} of {nbytes} bytes"
+        read += more
+    return bytes(read)

@@ -6,7 +6,9 @@ metrics, memory from the kernel.
 
 from __future__ import annotations
 
+import json
 import re
+import ssl
 import time
 import urllib.request
 from collections import Counter
@@ -22,6 +24,7 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
+from dips.commands.planning import MASTER_BYTES
 from dips.identity import certificates, pem_files
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
@@ -33,10 +36,14 @@ from tests.integration.test_mistakes import tiny
 
 RUN = "test"  # the harness's
 CLUSTERS = ("west", "east")
+START_S = 150.0
 COUNT_S = 30.0  # until what was refused is counted: handshakes are given up after 10 s
 ROUNDS_S = 30.0  # for the run beside an attack to make two more versions
-GROWTH = 0.10  # of a daemon's memory
-GROWTH_BYTES = 48 << 20  # and so much besides: sockets of a flood, and what an allocator keeps of them
+GROWTH = 0.10  # above the sum that a slave prints at its start, and `dips plan memory` for a master
+AGENT_BYTES = 200_000_000  # of an agent, for which no sum is printed
+TOKEN = "a-token-of-those-who-read-the-metrics"
+JOB_TOKEN = "a-token-of-the-ranks-of-one-job"
+_SUM = re.compile(r"= ([\d.]+) (MiB|GiB)$")
 _COUNT = re.compile(r'^dips_refusals_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
@@ -85,7 +92,11 @@ class AttackedRun:
                     "crl": "certs/ca/crl.pem",
                 }
             }
-        self.metrics = {name: f"127.0.0.1:{harness.free_port()}" for name in ("master", "ps0", "ps1")}
+        self.http = {name: harness.free_port() for name in ("master", "ps0", "ps1", *CLUSTERS)}
+        self.agent_line = harness.free_port()  # west's, for ranks of other hosts
+        self.viewer: ssl.SSLContext | None = None
+        if self.secured:
+            self.viewer = self.client_context(self.certificate_of("scraper", PeerRole.VIEWER))
         shared = {"penalty": {"rule": "none"}, "stop": {"versions": 1_000_000}}
         self.run = harness.Run(self.directory, tensors(), shared=shared, slaves=2, security=security)
         try:
@@ -96,13 +107,17 @@ class AttackedRun:
         return self
 
     def _start(self) -> None:
-        self._serve_metrics()
+        self._write_ports()
         self.daemons = {"master": self.run.start_master()}
         self.daemons |= {name: self.run.start_slave(name) for name in self.run.slaves}
         for cluster in CLUSTERS:
-            self.run.start_cluster(cluster, tiny(self.directory), steps=10)
-        self.run.until(lambda: self._has_begun(), 90.0, "both clusters train")
-        self._rss = {name: self.read_rss(name) for name in self.daemons}
+            line = {"agent": f"127.0.0.1:{self.agent_line}", "token": "job.token"} if cluster == CLUSTERS[0] else {}
+            agent = self.run.start_cluster(
+                cluster, tiny(self.directory), steps=10, http=self._http_address(cluster), **line
+            )
+            self.daemons[cluster] = agent
+        self.run.until(lambda: self._has_begun(), START_S, "both clusters train")
+        self._most = {name: self._most_bytes(name) for name in self.daemons}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.run.__exit__(kind, error, at)
@@ -120,8 +135,12 @@ class AttackedRun:
         return host, int(port)
 
     def _serving_of(self, daemon: str) -> dict[str, Any]:
+        return self._said_of(daemon, "serving")
+
+    def _said_of(self, daemon: str, event: str) -> dict[str, Any]:
+        """The first line of its log with this event."""
         lines = (self.directory / f"{daemon}.log").read_text().splitlines()
-        return next(said for said in map(yaml.safe_load, lines) if said.get("event") == "serving")
+        return next(said for said in map(json.loads, lines) if said.get("event") == event)
 
     # ---- certificates ----------------------------------------------------------------------------------------------
 
@@ -161,9 +180,12 @@ class AttackedRun:
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 
-    def note_attack(self, attack: str, certificate: str, refused_by: str, daemon: str, reason: str, times: int) -> None:
-        """It was refused, which the daemon must have counted by `reason`."""
-        self.rows.append(Row(attack, certificate, refused_by, f"{daemon}: {reason} ≥ {times}" if reason else "-"))
+    def note_attack(
+        self, attack: str, certificate: str, refused_by: str, daemon: str, reason: str, times: int, why: str = ""
+    ) -> None:
+        """It was refused, which the daemon must have counted by `reason`; `why` no count can be."""
+        assert bool(reason) != bool(why), "counted, or it is said why not"
+        self.rows.append(Row(attack, certificate, refused_by, f"{daemon}: {reason} ≥ {times}" if reason else why))
         if reason:
             self.expected.setdefault(daemon, Counter())[reason] += times
 
@@ -189,15 +211,27 @@ class AttackedRun:
         self.run.until(goes_on, ROUNDS_S, "the run beside the attack makes two more versions")
         assert self.read_standing().skipped == before.skipped, "a round was lost"
 
+    def _most_bytes(self, daemon: str) -> int:
+        """What it may have: its printed sum and a tenth."""
+        if daemon in CLUSTERS:
+            return AGENT_BYTES
+        if daemon == "master":
+            return int(MASTER_BYTES * (1 + GROWTH))
+        found = _SUM.search(self._said_of(daemon, "memory")["sum"])
+        assert found, "a slave prints its sum"
+        return int(float(found[1]) * (1 << {"MiB": 20, "GiB": 30}[found[2]]) * (1 + GROWTH))
+
     def require_memory(self) -> None:
-        for name, before in self._rss.items():
-            now, most = self.read_rss(name), int(before * (1 + GROWTH)) + GROWTH_BYTES
+        for name, most in self._most.items():
+            now = self.read_rss(name)
             self.peaks[name] = max(now, self.peaks.get(name, 0))
-            assert now <= most, f"{name}: {now >> 20} MiB, {before >> 20} before the attacks, at most {most >> 20}"
+            assert now <= most, f"{name}: {now >> 20} MiB of physical memory, at most {most >> 20}"
 
     def describe_memory(self) -> str:
-        grown = (f"{name} {self._rss[name] >> 20} → {peak >> 20} MiB" for name, peak in self.peaks.items())
-        return f"memory of the {'secured' if self.secured else 'plain'} run: {', '.join(grown)}"
+        """For the table: what a daemon had at most, of what it might."""
+        grown = (f"{name} {peak >> 20} of {self._most[name] >> 20} MiB" for name, peak in self.peaks.items())
+        run = "secured" if self.secured else "plain"
+        return f"memory of the {run} run, of the printed sum + 10 % (agents print none): {', '.join(grown)}"
 
     def require_counted(self) -> None:
         until = time.monotonic() + COUNT_S
@@ -222,15 +256,39 @@ class AttackedRun:
         except (OSError, ValueError):
             return False
 
+    # ---- HTTP ports ------------------------------------------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        return "https://127.0.0.1" if self.secured else "http://127.0.0.1"
+
+    def client_context(self, files: TlsFiles | None) -> ssl.SSLContext:
+        """Of a reader who trusts the run's authority, and shows a certificate if he has one."""
+        context = ssl.create_default_context(cafile=str(self.directory / "certs" / "ca" / "ca.crt"))
+        context.check_hostname = False  # it has the daemon's name, no address
+        if files is not None:
+            context.load_cert_chain(files.cert, files.key)
+        return context
+
     def _scrape(self, daemon: str) -> str:
-        with urllib.request.urlopen(f"http://{self.metrics[daemon]}/metrics", timeout=10) as reply:
+        url = f"{self.base_url}:{self.http[daemon]}/metrics"
+        with urllib.request.urlopen(url, timeout=10, context=self.viewer) as reply:
             return str(reply.read().decode())
 
-    def _serve_metrics(self) -> None:
+    def _http_address(self, daemon: str) -> str:
+        """Not of loopback, where there are certificates: it speaks TLS then."""
+        return f"{'0.0.0.0' if self.secured else '127.0.0.1'}:{self.http[daemon]}"
+
+    def _write_ports(self) -> None:
+        """Every daemon has an HTTP port; the secured master's takes a token, too."""
         content: Mapping[str, Any] = yaml.safe_load(self.run.file.read_text())
-        content["master"]["metrics"] = self.metrics["master"]
+        content["master"]["http"] = self._http_address("master")
         for slave in content["slaves"]:
-            slave["metrics"] = self.metrics[slave["name"]]
+            slave["http"] = self._http_address(slave["name"])
+        for name, token in (("http.token", TOKEN), ("job.token", JOB_TOKEN)):
+            pem_files.write_private(self.directory / name, token.encode())
+        if self.secured:
+            content["master"]["http_token"] = "http.token"
         self.run.file.write_text(yaml.safe_dump(content))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dips.http.connection import REQUEST_S
 from dips.identity.names import PeerRole
 from dips.protocol import effects, events
 from dips.protocol.claims import MOST_TERMS_AHEAD
@@ -31,6 +32,8 @@ from tests.enrolled import Enrolled
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
 REGISTER, EXECUTE, JOIN = "SlaveService/Register", "OrderService/Execute", "ClusterService/Join"
+BY_GRPC = "not: gRPC closes it and tells nobody"
+BY_ZMQ = "not: libzmq closes it and tells nobody"
 LANE_CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
 
 
@@ -85,7 +88,7 @@ def test_join_as_a_cluster_that_lives(plain: AttackedRun) -> None:
     joined = events.ClusterJoined(0, "west", "mine", RUN, "0" * 64, "0" * 64)
     answer = tell(plain, "master", JOIN, joined)
     assert "digest" in answer, answer
-    plain.note_attack("Join as west, without its configuration", "none", "digests", "", "", 0)
+    plain.note_attack("Join as west, without its configuration", "none", "digests", "master", "config", 1)
 
 
 def test_certificates_to_plain_text(plain: AttackedRun) -> None:
@@ -93,7 +96,7 @@ def test_certificates_to_plain_text(plain: AttackedRun) -> None:
     files = Enrolled(directory, RUN).enroll("west", PeerRole.CLUSTER)
     answer = refused_with(plain.run.address, files, "x", "StatusService/Status", status_pb2.StatusRequest())
     assert answer.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED")), answer
-    plain.note_attack("TLS to plain text", "another authority's", "gRPC", "", "", 0)
+    plain.note_attack("TLS to plain text", "another authority's", "gRPC", "", "", 0, why=BY_GRPC)
 
 
 # ---- too much ------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def test_garbage_and_silence(plain: AttackedRun, daemon: str) -> None:
     assert all(callers.closed_within(connection, 10.0) for connection in connections)
     for connection in connections:
         connection.close()
-    plain.note_attack(f"silence, garbage, HTTP/1 and TLS to {daemon}", "none", "gRPC", "", "", 0)
+    plain.note_attack(f"silence, garbage, HTTP/1 and TLS to {daemon}", "none", "gRPC", "", "", 0, why=BY_GRPC)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def test_huge_frames(plain: AttackedRun) -> None:
                 break
         assert callers.closed_within(raw, 5.0)
         raw.close()
-        plain.note_attack(f"a frame that says {nbytes} bytes", "none", "libzmq", "", "", 0)
+        plain.note_attack(f"a frame that says {nbytes} bytes", "none", "libzmq", "", "", 0, why=BY_ZMQ)
 
 
 def greet(address: tuple[str, int]) -> socket.socket:
@@ -205,6 +208,55 @@ def test_a_flood_of_connections_to_a_lane(plain: AttackedRun) -> None:
         connection.close()
     reason = "lane_full" if len(connections) > lane_door.MOST_CONNECTIONS else "lane_handshake"
     plain.note_attack(f"{len(connections)} connections to a lane", "none", "door", "ps1", reason, 1)
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------------------------
+# With certificates: test_ports.py
+
+
+def ask_http(plain: AttackedRun, daemon: str, words: bytes) -> bytes:
+    """What it answers to these words, until it hangs up."""
+    with callers.connect_to(("127.0.0.1", plain.http[daemon])) as raw:
+        raw.sendall(words)
+        raw.settimeout(REQUEST_S + 6.0)
+        answer = bytearray()
+        while more := raw.recv(1 << 16):
+            answer += more
+    return bytes(answer)
+
+
+@pytest.mark.parametrize("daemon", ["master", "ps0", "west"])
+def test_a_page_of_the_web_that_points_its_name_here(plain: AttackedRun, daemon: str) -> None:
+    """DNS rebinding: the browser is on this machine, the page is a stranger's, and the Host header tells."""
+    hosts = ("evil.example", f"evil.example:{plain.http[daemon]}", "127.0.0.1.evil.example", "localhost.evil.example")
+    for host in hosts:
+        words = f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        answer = ask_http(plain, daemon, words.encode())
+        assert answer.startswith(b"HTTP/1.1 403") and b"dips_" not in answer, answer[:200]
+        assert b"access-control-allow-origin" not in answer.lower()
+    plain.note_attack(f"DNS rebinding to {daemon}", "none", "Host", daemon, "http_denied", len(hosts))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/..%2f..%2fetc%2fpasswd", "//etc/passwd", "/metrics/../../ps0.log", "/%2e%2e/dips.yaml",
+     "/page.html%00", "http://127.0.0.1/../dips.yaml"],
+)  # fmt: skip
+def test_paths_that_lead_out(plain: AttackedRun, path: str) -> None:
+    """No path is a file's: there are five addresses, and nothing else."""
+    words = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    answer = ask_http(plain, "master", words.encode())
+    assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), answer[:200]
+    assert b"root:" not in answer and b"shared" not in answer
+    why = "not: there is nothing; 404"
+    plain.note_attack(f"GET {path}", "none", "no such route", "", "", 0, why)
+
+
+def test_who_would_change_something_by_http(plain: AttackedRun) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        words = f"{method} /api/state HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        assert ask_http(plain, "master", words.encode()).startswith(b"HTTP/1.1 405")
+    plain.note_attack("POST, PUT, DELETE, PATCH, OPTIONS", "none", "GET and HEAD alone", "master", "http_request", 5)
 
 
 # ---- in the end ----------------------------------------------------------------------------------------------------

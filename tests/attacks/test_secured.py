@@ -117,7 +117,10 @@ def test_another_certificates_key(secured: AttackedRun) -> None:
         secured.run.address, replace(west, key=east.key), MASTER_SAN, STATUS, status_pb2.StatusRequest()
     )
     assert said.startswith("UNAVAILABLE"), said
-    secured.note_attack("another certificate's key", "north, with south's key", "its own start; TLS", "", "", 0)
+    secured.note_attack(
+        "another certificate's key", "north, with south's key", "its own start; TLS", "", "", 0,
+        why="not: it does not get as far as a connection",
+    )  # fmt: skip
 
 
 # ---- rights --------------------------------------------------------------------------------------------------------
@@ -291,7 +294,9 @@ def test_a_reason_that_would_clear_the_screen(secured: AttackedRun) -> None:
         callers.ask(channel, "ClusterService/Leave", evil)
     log = (secured.directory / "master.log").read_text()
     assert "\x1b" not in log and "\u202e" not in log and "\nmaster: all" not in log
-    secured.note_attack("a reason with escape sequences", "north.cluster", "printable", "", "", 0)
+    secured.note_attack(
+        "a reason with escape sequences", "north.cluster", "printable", "", "", 0, why="not: it may say so, spelled"
+    )
 
 
 # ---- in the end ----------------------------------------------------------------------------------------------------

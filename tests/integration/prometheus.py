@@ -107,4 +107,6 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=10) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
+            if error.code == 503:  # it reads its storage still, and says so in plain words
+                raise
             return json.load(error)

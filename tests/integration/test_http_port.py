@@ -113,6 +113,7 @@ async def test_scrapes_read_one_view() -> None:
 
 
 async def test_it_is_read_only_and_takes_no_body() -> None:
+    before = refusals_by_reason().get("http_request", 0)
     async with serving(subject()) as port:
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert (await ask(port, "/metrics", method=method))[0] == 405
@@ -120,13 +121,14 @@ async def test_it_is_read_only_and_takes_no_body() -> None:
         assert (await ask(port, "/healthz", headers={"Content-Length": "5"}))[0] == 413
         assert (await ask(port, "/metrics", headers={"Host": "evil.example"}))[0] == 403
         assert (await ask(port, "/metrics", headers={"X": "y" * connection.MAX_HEADER_BYTES}))[0] == 431
+    assert refusals_by_reason()["http_request"] == before + 10
 
 
 async def test_who_is_slow_or_many_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections beyond the most end the oldest; one that sends half a request ends in time; a probe comes through."""
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
     monkeypatch.setattr(connection, "REQUEST_S", 0.3)
-    before = refusals_by_reason().get("http_connections", 0)
+    before, slow = refusals_by_reason().get("http_connections", 0), refusals_by_reason().get("http_slow", 0)
     async with serving(subject()) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         held[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
@@ -137,6 +139,7 @@ async def test_who_is_slow_or_many_keeps_nobody_out(monkeypatch: pytest.MonkeyPa
             with suppress(ConnectionResetError):
                 assert await asyncio.to_thread(one.recv, 1) == b""
             one.close()
+        assert refusals_by_reason()["http_slow"] > slow
 
 
 async def test_a_port_in_use_is_named() -> None:

@@ -157,3 +157,13 @@ def test_a_link_keeps_the_rate_that_was_seen_last() -> None:
     [row] = state(status(), seen={("west", "ps0"): SeenTransfer(True, 5.0)})["links"]["rows"]
     assert row["ends"] == [{"slave": "ps0", "way": "push", "rate": 5.0}] and row["way"] is None
     assert seen.note_transfers({}, {"west": {}}) == {}
+
+
+def test_refusals_are_told_by_reason() -> None:
+    """The most frequent first, and only so many."""
+    many = {f"reason{i}": i for i in range(100)}
+    made = view.make_state(
+        status(), PageMemory(), rates={}, seen={}, heartbeat_s=HEARTBEAT_S, wall=1000.0, refusals=many
+    )
+    assert made["refusals"][:2] == [["reason99", 99], ["reason98", 98]] and len(made["refusals"]) == view.MOST_REASONS
+    assert state(status())["refusals"] == []

@@ -82,6 +82,12 @@ def drawn(what: RenderableType, height: int = 24) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
+def test_the_page_is_named() -> None:
+    """Where the master has an HTTP port; otherwise nothing is said."""
+    assert "page: https://10.0.0.5:9400/" in drawn(render_status({**STATUS, "page": "https://10.0.0.5:9400/"}))
+    assert "page:" not in drawn(render_status(STATUS))
+
+
 def test_status_in_80_columns() -> None:
     """A line for each cluster and slave, and one more where the reason says more than the state; no word is cut."""
     assert drawn(render_status(STATUS)) == SHOT
