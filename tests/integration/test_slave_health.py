@@ -1,10 +1,12 @@
-"""A slave's control server answers the standard health service, with or without a master."""
+"""A slave's control server answers the standard health service, with or without a master; one that died comes back."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
+import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
@@ -12,6 +14,7 @@ from dips.slave.app import serve
 from dips.telemetry import logs
 from dips.transport import control
 from dips.transport.endpoints import master_peer
+from tests.integration.cluster_harness import Run
 
 
 async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> None:
@@ -38,3 +41,17 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
         await channel.close()
         incarnation.cancel()
         await asyncio.gather(incarnation, return_exceptions=True)
+
+
+def test_a_slave_that_died_comes_back_at_once_in_its_directory(tmp_path: Path) -> None:
+    """The master need not hear it silent for two heartbeats, here two minutes; a process elsewhere it lets wait."""
+    with Run(tmp_path, {"w": np.zeros(8, np.float32)}, timing={"heartbeat_s": 60.0}, slaves=1) as run:
+        master, slave = run.start_master(), run.start_slave("ps0")
+        run.until(lambda: '"slave_ready"' in master.tail(), 60, "the slave is READY")
+        slave.kill()
+        slave = run.start_slave("ps0")
+        run.until(lambda: master.tail().count('"slave_ready"') == 2, 60, "its next process is READY")
+        slave.kill()
+        shutil.rmtree(tmp_path / "ps0")
+        slave = run.start_slave("ps0")
+        run.until(lambda: "the name ps0 is taken" in slave.tail(), 60, "one without its directory waits")
