@@ -48,13 +48,13 @@ SABOTAGES: dict[str, Sabotage] = {
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 0, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 13, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
     ),
     "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 3, slave.accept_old_stream),
-    "install-alone": Sabotage("all ranks install, or none", (6,), 4, cluster.install_alone),
+    "install-alone": Sabotage("all ranks install, or none", (6,), 6, cluster.install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), 3, master.blind_leases),
     "tokens-cut-at-pull": Sabotage(
         "progress is cut at the freeze, not at the pull", (9,), 0, cluster.tokens_cut_at_pull
@@ -82,14 +82,14 @@ SABOTAGES: dict[str, Sabotage] = {
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
     "drop-queue": Sabotage(
-        "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
+        "a slot goes to who asked first, not to who asks now", (12,), 1, master.drop_queue, crowd_of
     ),
     "update-from-anywhere": Sabotage(
         "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
     ),
     "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "row-of-what-is-tuned": Sabotage(
-        "a version's row has the numbers of its Apply", (1,), 27, master.row_of_what_is_tuned
+        "a version's row has the numbers of its Apply", (1,), 90, master.row_of_what_is_tuned
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
