@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.sim.site import Site
 from dips.slave.ports import F32
@@ -32,6 +33,9 @@ class SimModel(Protocol):
 
     def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
         """`theta` of a cluster was replaced; another `attempt` than before has lost its optimizer's state."""
+
+    def prepare_push(self, site: Site, push: PushId, theta: dict[int, F32]) -> dict[int, F32]:
+        """What the ranks of a cluster push: `theta`, or other arrays if something is wrong with it."""
 
 
 class NoiseModel:
@@ -56,6 +60,9 @@ class NoiseModel:
 
     def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
         pass  # noise has no state
+
+    def prepare_push(self, site: Site, push: PushId, theta: dict[int, F32]) -> dict[int, F32]:
+        return theta
 
 
 def _make_layer(name: str, parameters: tuple[int, ...]) -> Layer:

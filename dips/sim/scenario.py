@@ -20,6 +20,8 @@ class ClusterShape:
     overlap: bool = False  # it trains on while its push, window and pull go on
     fragments: int = 1  # in which it moves what overlaps, an inner step or more apart
     jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
+    straggles: float = 0.0  # share of its inner steps that take ten times as long
+    late: bool = False  # it is not there at the start: whoever plans starts it
     restarts: int = 0  # torchrun --max-restarts: so often are its ranks started again before its agent learns of it
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+STRAGGLING = 10.0  # times
+
 
 @dataclass
 class Site:
@@ -19,4 +21,10 @@ class Site:
     restarts: int = 0  # torchrun --max-restarts
     fragments: int = 1  # in which it moves what overlaps
     jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
+    straggles: float = 0.0  # share of inner steps that take STRAGGLING times as long
     diverged: int = 0  # pushes to come whose content is bad
+
+    def draw_step_s(self) -> float:
+        """How long the next inner step takes."""
+        step_s = self.step_s * (1.0 - self.jitter / 2 + self.jitter * self.rng.random())
+        return step_s * STRAGGLING if self.straggles and self.rng.random() < self.straggles else step_s

@@ -161,7 +161,7 @@ class SimTrainer:
         site = self.site
         yield sleep(
             self.world.heap,
-            site.step_s * (1.0 - site.jitter / 2 + site.jitter * site.rng.random()),
+            site.draw_step_s(),
             f"inner step of {site.name}",
         )
         self.agent.record_step()
@@ -323,6 +323,7 @@ class SimTrainer:
             self.site.diverged -= 1
             nan = self.site.rng.random() < 0.5 or self.site.overlap
             theta[0][0] = np.float32("nan") if nan else np.float32(1e4)
+        theta = self.world.model.prepare_push(self.site, push, theta)
         bodies, content = self._ranks.freeze_push(theta, verdict)
         work, used = self.in_hand.freeze_work(self.world.books)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)

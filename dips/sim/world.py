@@ -85,7 +85,7 @@ class World:
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
-        ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments, shape.jitter
+        ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments, shape.jitter, shape.straggles
         return Site(name, shape.ranks, shape.step_s, rng, *ways)
 
     def _run_row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
@@ -131,8 +131,9 @@ class World:
         self.master.start()
         for machine in self.machines.values():
             machine.start()
-        for cluster in self.clusters.values():
-            cluster.start()
+        for cluster, shape in zip(self.clusters.values(), self.scenario.clusters, strict=True):
+            if not shape.late:
+                cluster.start()
         if self.seeder is not None:
             self.seeder.start()
         if plan is not None:

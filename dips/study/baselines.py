@@ -1,77 +1,137 @@
-"""What an asynchronous outer loop is compared with: one process group, and clusters that wait for each other.
+"""What an asynchronous outer loop is compared with: one process group, clusters that wait for each other, and none of
+the two's care.
 
-Both train the same models on the same clusters' batches, with the same number of tokens.
+All train the same model on the same clusters' batches, with as many tokens and the same schedule.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import torch
 
-from dips.demo.data import load_corpus
-from dips.demo.model import Decoder
 from dips.outer import reference
-from dips.sim.scenario import NAMES
 from dips.slave.ports import F32
-from dips.study.learner import BatchDraws, Inner, Recipe, validation_loss
+from dips.study.fleet import Fleet
+from dips.study.learner import Inner, Recipe, fill, flatten
+from dips.study.task import BatchDraw, Task, make_model
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineResult:
     """What came of a baseline."""
 
-    loss: float  # nats per byte
+    loss: float
+    first_loss: float
     tokens: int
-    steps: int  # of the optimizer, by each worker
+    steps: int  # of the optimizer, by each worker; by the fastest where they differ
+    lasted_s: float  # of virtual time, without transfers
+    versions: int = 0  # outer steps
+    cosine: float = 0.0  # mean, of an outer step's gradient to the momentum before it
 
 
-def train_data_parallel(recipe: Recipe, clusters: int, tokens: int, seed: int) -> BaselineResult:
-    """All clusters' batches in each step of one optimizer, as one process group would."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    corpus, first = load_corpus(seed), Decoder(recipe.shape).state_dict()
-    draws = [BatchDraws(corpus, recipe, seed, name) for name in NAMES[:clusters]]
-    worker = Inner(recipe, draws[0], first)
-    steps = tokens // (clusters * recipe.tokens)
-    for step in range(steps):
-        worker.train_on(torch.cat([draw.draw() for draw in draws]), step / steps)
-    return BaselineResult(validation_loss(worker.model, corpus, recipe), steps * clusters * recipe.tokens, steps)
+def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int) -> BaselineResult:
+    """All clusters' batches in each step of one optimizer, as one process group would; `steps` of all together."""
+    workers, first = _begin_workers(task, fleet, recipe, seed)
+    worker, clusters = workers[0], len(workers)
+    rounds = steps // clusters
+    for step in range(rounds):
+        worker.train_on([w.draw_batch() for w in workers], step / rounds)
+    slowest_s = max(member.step_s for member in fleet.members)
+    return BaselineResult(task.validate(worker.model), first, rounds * clusters * task.tokens, rounds, rounds * slowest_s)
 
 
 def train_synchronous(
-    recipe: Recipe, clusters: int, inner_steps: int, tokens: int, seed: int, lr: float = 0.7, momentum: float = 0.8
+    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float, alone: float = 0.0
 ) -> BaselineResult:
-    """DiLoCo (Douillard et al., Algorithm 1): every cluster takes H steps, then one Nesterov step of their mean."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    corpus, first = load_corpus(seed), Decoder(recipe.shape).state_dict()
-    workers = [Inner(recipe, BatchDraws(corpus, recipe, seed, name), first) for name in NAMES[:clusters]]
-    theta = _flatten(workers[0])
-    velocity, rounds = np.zeros_like(theta), tokens // (clusters * inner_steps * recipe.tokens)
+    """DiLoCo (Douillard et al., Algorithm 1): every cluster takes H steps, then one Nesterov step of their mean.
+
+    alone  share of the run that is data parallel before it: post-local SGD (Lin et al.), with lr 1 and momentum 0
+    """
+    workers, first = _begin_workers(task, fleet, recipe, seed)
+    clusters, inner_steps = len(workers), fleet.inner_steps
+    together = int(alone * (steps // clusters))
+    for step in range(together):
+        workers[0].train_on([w.draw_batch() for w in workers], step * clusters / steps)
+    theta = flatten(workers[0].parameters)
+    rounds = (steps // clusters - together) // inner_steps
+    total_steps, outer = together + rounds * inner_steps, _Outer(theta, lr, momentum)
     for number in range(rounds):
-        total = np.zeros_like(theta)
+        mean = np.zeros_like(theta)
         for worker in workers:
-            _fill(worker, theta)
+            fill(worker.parameters, outer.theta)
             for step in range(inner_steps):
-                worker.take_step((number + step / inner_steps) / rounds)
-            total += theta - _flatten(worker)
-        after = np.empty_like(theta)
-        reference.apply(theta, total, velocity, 1.0 / clusters, lr, momentum, after)
-        theta, velocity = after, total
-    _fill(workers[0], theta)
-    steps = rounds * inner_steps
-    return BaselineResult(validation_loss(workers[0].model, corpus, recipe), steps * clusters * recipe.tokens, steps)
+                worker.take_step((together + number * inner_steps + step) / total_steps)
+            mean += outer.theta - flatten(worker.parameters)
+        outer.take_step(mean, 1.0 / clusters)
+    fill(workers[0].parameters, outer.theta)
+    slowest_s = max(member.step_s for member in fleet.members)
+    return BaselineResult(
+        task.validate(workers[0].model), first, total_steps * clusters * task.tokens, total_steps,
+        total_steps * slowest_s, rounds, outer.mean_cosine,
+    )  # fmt: skip
 
 
-def _flatten(worker: Inner) -> F32:
-    return torch.cat([p.detach().reshape(-1) for p in worker.model.parameters()]).numpy()
+def train_naive(
+    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float
+) -> BaselineResult:
+    """Asynchronous without care: each push is a whole Nesterov step as it comes, of its difference to its own base."""
+    workers, first = _begin_workers(task, fleet, recipe, seed)
+    outer, inner_steps = _Outer(flatten(workers[0].parameters), lr, momentum), fleet.inner_steps
+    rng, bases = Random(f"{seed}/naive"), [outer.theta] * len(workers)
+    taken, now = [0] * len(workers), 0.0
+    due = [(inner_steps * _draw_step_s(fleet, i, rng), i) for i in range(len(workers))]
+    heapq.heapify(due)
+    for _ in range(steps // inner_steps):
+        now, i = heapq.heappop(due)
+        for _ in range(inner_steps):
+            workers[i].take_step(sum(taken) / steps)
+        taken[i] += inner_steps
+        outer.take_step(bases[i] - flatten(workers[i].parameters), 1.0)
+        bases[i] = outer.theta
+        fill(workers[i].parameters, outer.theta)
+        heapq.heappush(due, (now + inner_steps * _draw_step_s(fleet, i, rng), i))
+    fill(workers[0].parameters, outer.theta)
+    return BaselineResult(
+        task.validate(workers[0].model), first, sum(taken) * task.tokens, max(taken), now,
+        sum(taken) // inner_steps, outer.mean_cosine,
+    )  # fmt: skip
 
 
-def _fill(worker: Inner, theta: F32) -> None:
-    with torch.no_grad():
-        rest = torch.from_numpy(theta)
-        for parameter in worker.model.parameters():
-            head, rest = rest[: parameter.numel()], rest[parameter.numel() :]
-            parameter.copy_(head.view(parameter.shape))
+class _Outer:
+    """θ and m, and the Nesterov step of the project's reference."""
+
+    def __init__(self, theta: F32, lr: float, momentum: float) -> None:
+        self.theta, self._m, self._lr, self._momentum = theta, np.zeros_like(theta), lr, momentum
+        self._cosines: list[float] = []
+
+    @property
+    def mean_cosine(self) -> float:
+        return sum(self._cosines) / len(self._cosines) if self._cosines else 0.0
+
+    def take_step(self, total: F32, scale: float) -> None:
+        """Of scale·total; `total` becomes the momentum."""
+        norms = float(np.linalg.norm(total)) * float(np.linalg.norm(self._m))
+        if norms > 0:
+            self._cosines.append(float(total @ self._m) / norms)
+        after = np.empty_like(self.theta)
+        reference.apply(self.theta, total, self._m, scale, self._lr, self._momentum, after)
+        self.theta, self._m = after, total
+
+
+def _begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[list[Inner], float]:
+    """One for each cluster, all at the same θ; and the loss of that."""
+    torch.set_num_threads(1)
+    clusters = len(fleet.members)
+    workers = [
+        Inner(task, recipe, BatchDraw(seed, number, clusters), make_model(task, seed)) for number in range(clusters)
+    ]
+    return workers, task.validate(workers[0].model)
+
+
+def _draw_step_s(fleet: Fleet, cluster: int, rng: Random) -> float:
+    member = fleet.members[cluster]
+    return member.step_s * (1.0 - member.jitter / 2 + member.jitter * rng.random())

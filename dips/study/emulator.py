@@ -1,138 +1,112 @@
-"""One run of real models in virtual time: the real Coordinator, ledger, agents' minds, data flow and outer step."""
+"""One run of real models in virtual time: the real Coordinator, ledger, agents' minds, data flow and outer step.
+
+What fails is planned by the run's tokens: clusters come, go and are killed when a share of them is accepted.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from statistics import mean
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from dips.ids import GENESIS, VersionId
-from dips.protocol.effects import Note
-from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
-from dips.protocol.records import Record, VersionCommitted
+from dips.ids import VersionId
+from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.world import World
 from dips.slave.ports import F32
+from dips.study.account import Emulated, GateCount, RunAccount
+from dips.study.fleet import LINK_S, Fleet, Member
 from dips.study.learner import LearnedModel, Recipe
+from dips.study.task import Task
 
 CHUNK_BYTES = 1 << 16
 HEARTBEAT_S = 4.0  # of virtual time: an inner step takes about one
-SLOTS = 4
-FOREVER_S = 1e7
+HANG_S = 10_000.0
+SLOTS_MORE = 1  # than clusters: nobody waits for a slot
+PATIENCE = 6.0  # times what the run would take if nothing were gated: then it is over, finished or not
 RANGES = 1 << 20  # more than any study's inner steps: each takes one
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The clusters of a run: what an inner step takes on each, and when they push."""
-
-    step_s: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    inner_steps: int = 32
-    aligned: bool = False
-    overlap: bool = False
-    jitter: float = 0.1  # of step_s
-
-
-@dataclass(slots=True)
-class Emulated:
-    """What came of a run."""
-
-    loss: float = float("nan")  # of the last version, nats per byte
-    tokens: int = 0  # accepted
-    lasted_s: float = 0.0  # of virtual time
-    versions: int = 0
-    clipped: int = 0
-    gated: int = 0
-    staleness: list[int] = field(default_factory=list)  # of each accepted push
-    shares: dict[str, int] = field(default_factory=dict)  # accepted tokens by cluster
-    steps: dict[str, int] = field(default_factory=dict)  # inner steps by cluster
-
-    @property
-    def effective_clusters(self) -> float:
-        """1/Σshare²."""
-        total = sum(self.shares.values())
-        return 1.0 / sum((tokens / total) ** 2 for tokens in self.shares.values()) if total else 0.0
-
-    @property
-    def mean_staleness(self) -> float:
-        return mean(self.staleness) if self.staleness else 0.0
-
-
-class _Account(Observer):
-    """Keeps what the ledger says, and ends the world with the run."""
-
-    def __init__(self, world: World, result: Emulated) -> None:
-        self._world, self._result, self._finished = world, result, False
-        self.head: VersionId = GENESIS
-
-    def record_written(self, record: Record) -> None:
-        if isinstance(record, VersionCommitted):
-            self._result.versions += 1
-            self._result.clipped += record.clipped
-            for fold in record.folds:
-                self._result.staleness.append(record.parent.version - fold.base.version)
-                shares = self._result.shares
-                shares[fold.push.cluster] = shares.get(fold.push.cluster, 0) + fold.tokens
-                self._result.tokens += fold.tokens
-            self.head = record.version
-
-    def note_logged(self, note: Note) -> None:
-        if note.kind == "push_gated":
-            self._result.gated += 1
-        self._finished = self._finished or note.kind == "run_finished"
-
-    def time_passed(self) -> None:
-        if self._finished and all(
-            m.process is not None and m.process.versions.served_version == self.head
-            for m in self._world.machines.values()
-        ):
-            self._world.stop()
-
-
 def emulate(
+    task: Task,
     fleet: Fleet,
     recipe: Recipe,
-    tokens: int,
+    steps: int,
     seed: int,
-    outer: OuterOptions | None = None,
-    penalty: PenaltyOptions | None = None,
-) -> Emulated:
-    """Train until `tokens` are accepted, in virtual time; the same arguments give the same bits."""
+    options: Options | None = None,
+    pull_codec: str = "fp32",
+) -> tuple[Emulated, GateCount]:
+    """Train until the tokens of `steps` inner steps are accepted, in virtual time; same arguments, same bits."""
     torch.set_num_threads(1)
-    model, result = LearnedModel(recipe, seed), Emulated()
-    world = World(seed, _make_scenario(fleet, tokens, outer, penalty), model)
-    account = _Account(world, result)
-    world.run([account])
+    faults = {n: m.fault for n, m in zip(fleet.names, fleet.members, strict=True) if m.fault is not None}
+    model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps))
+    result, tokens = Emulated(first_loss=model.evaluate(model.genesis)), steps * task.tokens
+    scenario = _make_scenario(fleet, options or Options(), tokens, steps / fleet.step_rate, pull_codec)
+    world = World(seed, scenario, model)
+    account = RunAccount(world, result)
+    world.run([account, _Comings(world, fleet, result, tokens)])
     result.lasted_s, result.steps = world.heap.now, model.steps
     result.loss = model.evaluate(_read_head(world, account.head))
-    return result
+    return result, GateCount.of_run(result.outcomes, model.bad_pushes)
 
 
-def _make_scenario(fleet: Fleet, tokens: int, outer: OuterOptions | None, penalty: PenaltyOptions | None) -> Scenario:
-    timing = TimingOptions(heartbeat_s=HEARTBEAT_S, hang_s=10_000.0)
-    options = Options(
-        outer=outer or OuterOptions(),
-        penalty=penalty or PenaltyOptions(),
-        stop=StopOptions(tokens=tokens),
-        data=DataOptions(ranges=RANGES),
-        timing=timing,
-    )
-    aligned = fleet.inner_steps if fleet.aligned else 0
-    shapes = tuple(
-        ClusterShape(1, step_s, aligned_steps=aligned, overlap=fleet.overlap, jitter=fleet.jitter)
-        for step_s in fleet.step_s
-    )
+class _Comings(Observer):
+    """Lets clusters join, leave and fail when the run has come so far."""
+
+    def __init__(self, world: World, fleet: Fleet, result: Emulated, tokens: int) -> None:
+        self._world, self._result, self._tokens = world, result, tokens
+        self._plan: list[tuple[float, str, Callable[[], None]]] = []  # shares of the run, descending
+        for name, member in zip(fleet.names, fleet.members, strict=True):
+            self._plan += self._plan_member(name, member)
+        self._plan.sort(key=lambda planned: -planned[0])
+
+    def time_passed(self) -> None:
+        while self._plan and self._result.tokens >= self._plan[-1][0] * self._tokens:
+            _, what, action = self._plan.pop()
+            self._world.call_later(0.0, what, action)
+
+    def _plan_member(self, name: str, member: Member) -> list[tuple[float, str, Callable[[], None]]]:
+        cluster = self._world.clusters[name]
+
+        def fail() -> None:
+            cluster.crash()
+            self._world.call_later(member.down_s, f"{name} starts again", cluster.start)
+
+        planned = [
+            (member.joins, f"{name} joins", cluster.start, member.joins > 0),
+            (member.leaves, f"{name} leaves", cluster.leave_run, member.leaves < 1),
+            (member.fails, f"{name} is killed", fail, member.fails < 1),
+        ]
+        return [(share, what, action) for share, what, action, wanted in planned if wanted]
+
+
+def _make_scenario(fleet: Fleet, options: Options, tokens: int, lasts_s: float, pull_codec: str) -> Scenario:
+    timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
+    options = replace(options, stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES), timing=timing)
     return Scenario(
-        shapes, slaves=2, layers=4, slots=SLOTS, pinned=2, inner_steps=fleet.inner_steps, options=options,
-        lasts_s=FOREVER_S, ranges_at_once=fleet.inner_steps, chunk_bytes=CHUNK_BYTES, run="study",
+        tuple(_make_shape(fleet, member) for member in fleet.members),
+        slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=2, inner_steps=fleet.inner_steps,
+        options=options, lasts_s=PATIENCE * max(lasts_s, HANG_S / PATIENCE), ranges_at_once=fleet.inner_steps,
+        chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
+    )  # fmt: skip
+
+
+def _make_shape(fleet: Fleet, member: Member) -> ClusterShape:
+    return ClusterShape(
+        1, member.step_s, member.link_s / LINK_S, fleet.inner_steps if fleet.pace == "aligned" else 0, fleet.overlap,
+        fleet.fragments, member.jitter, member.straggles, late=member.joins > 0,
     )  # fmt: skip
 
 
 def _read_head(world: World, head: VersionId) -> dict[int, F32]:
+    """θ of the last version; of a run that ran out of time, a slave may still serve the one before."""
     found: dict[int, F32] = {}
     for machine in world.machines.values():
         assert machine.process is not None
-        found |= dict(machine.process.versions.theta(head))
+        versions = machine.process.versions
+        held = head if head in (versions.served_version, versions.prepared) else versions.served_version
+        assert held is not None
+        found |= dict(versions.theta(held))
     return found

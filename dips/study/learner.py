@@ -1,31 +1,29 @@
 """Real models in simulated clusters: an inner step is forward, backward and optimizer, on a batch of the cluster's own.
 
-Every cluster draws batches from its own part of the corpus, in an order of its own; optimizer state stays in the
-cluster, as in a real run. Same seed, same bits: torch runs single-threaded, and time plays no part.
+Optimizer state stays in the cluster, as in a real run. Same seed, same bits: torch runs single-threaded, and time plays
+no part. A cluster's parameters are views of what its simulated rank holds: nothing is copied between the two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dips.demo.data import BLOCK_BYTES, Corpus, load_corpus
-from dips.demo.model import Decoder, Shape, loss_of
+from dips.errors import ConfigError
+from dips.ids import PushId
 from dips.protocol.manifest import Manifest
 from dips.sim.site import Site
 from dips.slave.ports import F32
+from dips.study.faults import Arrays, Fault
+from dips.study.optimizers import OPTIMIZERS, make_optimizers
+from dips.study.task import Batch, BatchDraw, Task, make_model
 from dips.wire.chunks import LayerLayout
 
-SMALL = Shape(width=64, layers=2, heads=4, hidden=176, context=128)  # 0.13 M parameters
-CLIP = 1.0  # of the inner gradient's norm
-DECAY = 0.1
-BETAS = (0.9, 0.95)
 LEAST_LR = 0.1  # of the peak: where the cosine ends
 LEAST_START = 0.25  # of the peak: progress is 0 until the first version, and a tiny first norm sets a tiny hard cap
 
@@ -35,16 +33,19 @@ class Recipe:
     """How the inner steps are taken, in every method alike."""
 
     lr: float = 4e-3  # peak
-    batch: int = 8  # sequences of an inner step
-    length: int = 64  # bytes of a sequence
-    warmup: float = 0.02  # of the run's tokens
     optimizer: str = "adamw"
-    shape: Shape = SMALL
+    warmup: float = 0.02  # of the run's tokens
+    clip: float = 1.0  # of the inner gradient's norm
 
-    @property
-    def tokens(self) -> int:
-        """Of an inner step."""
-        return self.batch * self.length
+    def __post_init__(self) -> None:
+        for key, holds, expected in (
+            ("lr", self.lr > 0, "a number above 0"),
+            ("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS)),
+            ("warmup", 0 <= self.warmup < 1, "a share, 0 to 1"),
+            ("clip", self.clip > 0, "a number above 0"),
+        ):
+            if not holds:
+                raise ConfigError(f"inner.{key}: expected {expected}, got {getattr(self, key)!r}")
 
     def rate(self, progress: float) -> float:
         """The learning rate at this share of the run's tokens: linear warm-up, then a cosine."""
@@ -54,103 +55,144 @@ class Recipe:
         return self.lr * (LEAST_LR + (1.0 - LEAST_LR) * 0.5 * (1.0 + math.cos(math.pi * min(along, 1.0))))
 
 
-class BatchDraws:
-    """A cluster's own draws of sequences from the training text."""
-
-    def __init__(self, corpus: Corpus, recipe: Recipe, seed: int, name: str) -> None:
-        self._text, self._recipe = corpus.training, recipe
-        self._rng = Random(f"{seed}/batches/{name}")
-
-    def draw(self) -> Tensor:
-        """int64 [batch, length + 1]."""
-        length, rng = self._recipe.length, self._rng
-        rows = [
-            self._text[rng.randrange(len(self._text)), at : at + length + 1]
-            for at in (rng.randrange(BLOCK_BYTES - length) for _ in range(self._recipe.batch))
-        ]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
 class Inner:
-    """One worker: a module, its optimizer and its batches."""
+    """One worker: a module, its optimizers and its batches."""
 
-    def __init__(self, recipe: Recipe, batches: BatchDraws, theta: Mapping[str, Tensor]) -> None:
-        self.recipe, self._batches = recipe, batches
-        self.model = Decoder(recipe.shape)
-        self.model.load_state_dict(dict(theta))
-        self.optimizer = make_optimizer(recipe, self.model)
+    def __init__(self, task: Task, recipe: Recipe, draw: BatchDraw, model: nn.Module) -> None:
+        self.task, self.recipe, self.model = task, recipe, model
+        self._batches = task.draw_batches(draw)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = list(self.parameters.values())
+        self.optimizers = make_optimizers(recipe.optimizer, model, recipe.lr)
+
+    def draw_batch(self) -> Batch:
+        """The worker's next batch."""
+        return next(self._batches)
 
     def take_step(self, progress: float) -> float:
         """Train on one batch; return its loss before the step."""
-        return self.train_on(self._batches.draw(), progress)
+        return self.train_on([self.draw_batch()], progress)
 
-    def train_on(self, batch: Tensor, progress: float) -> float:
-        """Train on `batch`, int64 [batch, length + 1]; return its loss before the step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.rate(progress) * group.get("scale", 1.0)
-        loss = loss_of(self.model, batch)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        return float(loss.detach())
+    def train_on(self, batches: list[Batch], progress: float, lr_times: float = 1.0) -> float:
+        """Train on the mean gradient of `batches`; return their mean loss before the step."""
+        total = 0.0
+        for parameter in self._trained:
+            parameter.grad = None
+        for batch in batches:
+            loss = self.task.loss(self.model, batch) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
+        rate = self.recipe.rate(progress) * lr_times
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        return total
 
-    def draw(self) -> Tensor:
-        """The worker's next batch."""
-        return self._batches.draw()
+
+@dataclass(slots=True)
+class _Trained:
+    """A cluster's worker, as long as its trainer's attempt lasts."""
+
+    attempt: int
+    inner: Inner
+    base: Arrays = field(default_factory=dict)  # θ as it was installed last, kept while a fault may need it
 
 
 class LearnedModel:
     """What a World trains (sim/model.py): a module for each cluster that has begun."""
 
-    def __init__(self, recipe: Recipe, seed: int) -> None:
-        torch.manual_seed(seed)
-        self._recipe, self._seed, self._corpus = recipe, seed, load_corpus(seed)
-        self._first = {name: p.detach().clone() for name, p in Decoder(recipe.shape).named_parameters()}
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        seed: int,
+        names: tuple[str, ...] = ("a",),
+        faults: Mapping[str, Fault] | None = None,
+        due: Mapping[str, float] | None = None,
+    ) -> None:
+        """`faults` by cluster, and how many inner steps each is `due`: when a fault begins and ends is a share of it."""
+        self._task, self._recipe, self._seed, self._names = task, recipe, seed, names
+        self._faults, self._due = dict(faults or {}), dict(due or {})
+        first = make_model(task, seed)
+        self._first = {n: p.detach().clone() for n, p in first.named_parameters() if p.requires_grad}
+        self._state = {n: t.detach().clone() for n, t in first.state_dict().items()}
         self.manifest = Manifest.from_shapes([(name, tuple(p.shape)) for name, p in self._first.items()])
         self._layout = LayerLayout(self.manifest, range(len(self.manifest.layers)))
         self._places = self._find_places()
-        self.genesis: dict[int, F32] = {
-            i: np.zeros(layer.numel, np.float32) for i, layer in enumerate(self.manifest.layers)
-        }
+        self.genesis: Arrays = {i: np.zeros(layer.numel, np.float32) for i, layer in enumerate(self.manifest.layers)}
         for name, view in self.views(self.genesis).items():
             view[:] = self._first[name].numpy().reshape(-1)
-        self._inner: dict[str, tuple[int, Inner]] = {}
+        self._trained: dict[str, _Trained] = {}
+        self._spoils = {name: torch.Generator().manual_seed(seed) for name in self._faults}
         self.steps: dict[str, int] = {}  # by cluster
+        self.bad_pushes: dict[str, list[PushId]] = {}  # by cluster, in order
+        self.tokens = task.tokens
+
+    # ---- SimModel --------------------------------------------------------------------------------------------------
 
     def draw_tokens(self, site: Site) -> int:
-        return self._recipe.tokens
+        return self.tokens
 
-    def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
-        inner = self._inner[site.name][1]
-        flat = self.views(theta)
-        loss = inner.take_step(progress)
-        with torch.no_grad():
-            for name, parameter in inner.model.named_parameters():
-                flat[name][:] = parameter.numpy().reshape(-1)
+    def take_inner_step(self, site: Site, theta: Arrays, progress: float) -> float:
+        inner, fault = self._trained[site.name].inner, self._present_fault(site.name)
         self.steps[site.name] = self.steps.get(site.name, 0) + 1
-        return loss
+        if fault is None:
+            return inner.take_step(progress)
+        batch = fault.spoil_batch(inner.draw_batch(), self._spoils[site.name])
+        return inner.train_on([batch], progress, fault.lr_times)
 
-    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
-        known = self._inner.get(site.name)
-        if known is None or known[0] != attempt:
-            batches = BatchDraws(self._corpus, self._recipe, self._seed, f"{site.name}/{attempt}")
-            known = self._inner[site.name] = (attempt, Inner(self._recipe, batches, self._first))
-        flat = self.views(theta)
-        with torch.no_grad():
-            for name, parameter in known[1].model.named_parameters():
-                parameter.copy_(torch.from_numpy(flat[name]).view(parameter.shape))
+    def on_install(self, site: Site, attempt: int, theta: Arrays) -> None:
+        known = self._trained.get(site.name)
+        if known is None or known.attempt != attempt:
+            known = self._trained[site.name] = _Trained(attempt, self._begin_worker(site.name, attempt, theta))
+        if site.name in self._faults:
+            known.base = {layer: a.copy() for layer, a in theta.items()}
+
+    def prepare_push(self, site: Site, push: PushId, theta: Arrays) -> Arrays:
+        fault = self._present_fault(site.name)
+        if fault is None:
+            return theta
+        self.bad_pushes.setdefault(site.name, []).append(push)
+        return fault.spoil_push(theta, self._trained[site.name].base)
+
+    # ---- for the study ---------------------------------------------------------------------------------------------
 
     def views(self, theta: Mapping[int, F32]) -> dict[str, F32]:
         """Each parameter by name, as a flat view into the layers."""
         return {name: theta[layer][where] for name, (layer, where) in self._places.items()}
 
     def evaluate(self, theta: Mapping[int, F32]) -> float:
-        """Validation loss of θ, in nats per byte."""
-        model = Decoder(self._recipe.shape)
+        """Validation loss of θ."""
+        model = self._make_model()
+        self._bind_parameters(model, {layer: a.copy() for layer, a in theta.items()})
+        return self._task.validate(model)
+
+    def _present_fault(self, cluster: str) -> Fault | None:
+        fault = self._faults.get(cluster)
+        if fault is None or not fault.holds(self.steps.get(cluster, 0) / self._due[cluster]):
+            return None
+        return fault
+
+    def _begin_worker(self, cluster: str, attempt: int, theta: Arrays) -> Inner:
+        model = self._make_model()
+        self._bind_parameters(model, theta)
+        draw = BatchDraw(self._seed, self._names.index(cluster), len(self._names), "" if attempt <= 1 else str(attempt))
+        return Inner(self._task, self._recipe, draw, model)
+
+    def _make_model(self) -> nn.Module:
+        model = make_model(self._task, self._seed)
+        model.load_state_dict(self._state)
+        return model
+
+    def _bind_parameters(self, model: nn.Module, theta: Arrays) -> None:
+        """From now on the module computes with θ itself, and steps change it in place."""
         flat = self.views(theta)
-        model.load_state_dict({n: torch.from_numpy(flat[n].copy()).view(p.shape) for n, p in self._first.items()})
-        return validation_loss(model, self._corpus, self._recipe)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in flat:
+                    parameter.data = torch.from_numpy(flat[name]).view(parameter.shape)
 
     def _find_places(self) -> dict[str, tuple[int, slice]]:
         found = {}
@@ -161,20 +203,15 @@ class LearnedModel:
         return found
 
 
-VALIDATION_ROWS = 512
+def flatten(parameters: Mapping[str, Tensor]) -> F32:
+    """All of them behind each other, as a copy."""
+    return torch.cat([p.detach().reshape(-1) for p in parameters.values()]).numpy()
 
 
-def validation_loss(model: nn.Module, corpus: Corpus, recipe: Recipe) -> float:
-    """Nats per byte on sequences that no worker has seen."""
-    sample = torch.from_numpy(corpus.validation_sample(VALIDATION_ROWS, recipe.length).astype(np.int64))
+def fill(parameters: Mapping[str, Tensor], theta: F32) -> None:
+    """The reverse of `flatten`."""
     with torch.no_grad():
-        parts = [(float(loss_of(model, batch)), len(batch)) for batch in torch.split(sample, 64)]
-    return sum(loss * rows for loss, rows in parts) / len(sample)
-
-
-def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for all parameters, or Muon for the matrices inside and AdamW for the rest."""
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=BETAS, weight_decay=DECAY),
-    }
-    return makers[recipe.optimizer]()
+        rest = torch.from_numpy(theta)
+        for parameter in parameters.values():
+            head, rest = rest[: parameter.numel()], rest[parameter.numel() :]
+            parameter.copy_(head.view(parameter.shape))

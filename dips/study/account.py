@@ -1,0 +1,144 @@
+"""Keeps the account of an emulated run: what the ledger says, what the gates did, and what the slaves hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import mean
+
+import numpy as np
+
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.effects import Note
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.records import OutcomeRow, Record, RoundEnded, VersionCommitted
+from dips.sim.observer import Observer
+from dips.sim.world import World
+
+
+@dataclass(slots=True)
+class Emulated:
+    """What came of a run."""
+
+    loss: float = float("nan")  # of the last version, on text that nobody has trained
+    first_loss: float = float("nan")  # of the first
+    finished: bool = False  # its tokens were accepted before the time was over
+    tokens: int = 0  # accepted
+    lasted_s: float = 0.0  # of virtual time
+    versions: int = 0
+    clipped: int = 0
+    gated: int = 0
+    staleness: list[int] = field(default_factory=list)  # of each accepted push
+    shares: dict[str, int] = field(default_factory=dict)  # accepted tokens by cluster
+    steps: dict[str, int] = field(default_factory=dict)  # inner steps by cluster
+    cosines: list[float] = field(default_factory=list)  # of each outer step's gradient to the momentum before it
+    outcomes: list[tuple[PushId, bool]] = field(default_factory=list)  # of each settled push, whether it was accepted
+
+    @property
+    def diverged(self) -> bool:
+        """It ended worse than it began, or not at a number."""
+        return not self.loss < self.first_loss
+
+    @property
+    def effective_clusters(self) -> float:
+        """1/Σshare²."""
+        total = sum(self.shares.values())
+        return 1.0 / sum((tokens / total) ** 2 for tokens in self.shares.values()) if total else 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        return mean(self.staleness) if self.staleness else 0.0
+
+    @property
+    def mean_cosine(self) -> float:
+        return mean(self.cosines) if self.cosines else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateCount:
+    """What the gates made of bad pushes, and of healthy ones."""
+
+    bad: int  # after the first of each cluster
+    bad_gated: int
+    healthy: int
+    healthy_gated: int
+    recovered_after: int | None  # accepted pushes of others until each bad cluster was accepted again; None: never
+
+    @classmethod
+    def of_run(cls, outcomes: Iterable[tuple[PushId, bool]], bad_pushes: Mapping[str, list[PushId]]) -> GateCount:
+        settled = list(outcomes)
+        firsts = {pushes[0] for pushes in bad_pushes.values() if pushes}
+        bad = {push for pushes in bad_pushes.values() for push in pushes}
+        fates = [accepted for push, accepted in settled if push in bad - firsts]
+        healthy = [accepted for push, accepted in settled if push not in bad]
+        return cls(
+            len(fates), fates.count(False), len(healthy), healthy.count(False),
+            _recovery(settled, {cluster: set(pushes) for cluster, pushes in bad_pushes.items() if pushes}),
+        )  # fmt: skip
+
+
+def _recovery(settled: list[tuple[PushId, bool]], bad: Mapping[str, set[PushId]]) -> int | None:
+    """Own pushes that the slowest of the bad clusters needed until one was accepted, after its last bad one."""
+    slowest = 0
+    for cluster, pushes in bad.items():
+        own = [(push, accepted) for push, accepted in settled if push.cluster == cluster]
+        last = max((i for i, (push, _) in enumerate(own) if push in pushes), default=-1)
+        after = next((i for i, (_, accepted) in enumerate(own[last + 1 :]) if accepted), None)
+        if after is None:
+            return None
+        slowest = max(slowest, after)
+    return slowest
+
+
+class RunAccount(Observer):
+    """Fills an Emulated from what happens in a world, and ends the world with the run."""
+
+    def __init__(self, world: World, result: Emulated) -> None:
+        self._world, self._result, self._finished = world, result, False
+        self.head: VersionId = GENESIS
+
+    def record_written(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self._result.versions += 1
+            self._result.clipped += record.clipped
+            for fold in record.folds:
+                self._result.staleness.append(record.parent.version - fold.base.version)
+                shares = self._result.shares
+                shares[fold.push.cluster] = shares.get(fold.push.cluster, 0) + fold.tokens
+                self._result.tokens += fold.tokens
+            self.head = record.version
+            self._note_cosine(record)
+        if isinstance(record, VersionCommitted | RoundEnded):
+            self._note_outcomes(record.outcomes)
+
+    def note_logged(self, note: Note) -> None:
+        self._finished = self._finished or note.kind == "run_finished"
+
+    def time_passed(self) -> None:
+        if self._finished and all(
+            m.process is not None and m.process.versions.served_version == self.head
+            for m in self._world.machines.values()
+        ):
+            self._result.finished = True
+            self._world.stop()
+
+    def _note_outcomes(self, outcomes: tuple[OutcomeRow, ...]) -> None:
+        for outcome in outcomes:
+            if outcome.kind in (OutcomeKind.ACCEPTED, OutcomeKind.GATED):
+                accepted = outcome.kind is OutcomeKind.ACCEPTED
+                self._result.outcomes.append((outcome.push, accepted))
+                self._result.gated += not accepted
+
+    def _note_cosine(self, record: VersionCommitted) -> None:
+        """Of g = m′ − μ·m to m, over all slaves; both are there until the flip, which follows the row."""
+        dot = g_sq = m_sq = 0.0
+        for machine in self._world.machines.values():
+            if machine.process is None or machine.process.versions.prepared != record.version:
+                return
+            before = machine.process.versions.momentum(record.parent)
+            after = machine.process.versions.momentum(record.version)
+            for layer, m in before.items():
+                g = after[layer] - np.float32(record.momentum) * m
+                dot, g_sq, m_sq = dot + float(g @ m), g_sq + float(g @ g), m_sq + float(m @ m)
+        if g_sq > 0 and m_sq > 0:  # the first step has no momentum before it
+            self._result.cosines.append(dot / (g_sq * m_sq) ** 0.5)

@@ -1,0 +1,72 @@
+"""The clusters of a study's run: how fast they are, when they push, when they come and go, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.errors import ConfigError
+from dips.sim.scenario import NAMES
+from dips.study.faults import Fault
+
+PACES = ("steps", "aligned")
+LINK_S = 0.45  # what a transfer of the simulation takes in the mean on a link of slowness 1
+
+
+def _require(holds: bool, key: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One cluster; seconds are of virtual time, shares of the run's tokens."""
+
+    step_s: float = 1.0  # of an inner step
+    jitter: float = 0.1  # of step_s, between the shortest and the longest
+    straggles: float = 0.0  # share of inner steps that take ten times as long
+    link_s: float = LINK_S  # of a push, and of a pull
+    joins: float = 0.0  # when so much of the run is done
+    leaves: float = 1.0  # likewise; 1: never
+    fails: float = 1.0  # its processes are killed then, and started again
+    down_s: float = 30.0  # so much later
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("step_s", "link_s", "down_s"):
+            _require(getattr(self, key) > 0, f"clusters: {key}", "a number above 0", getattr(self, key))
+        _require(0 <= self.jitter < 2, "clusters: jitter", "a number in [0, 2)", self.jitter)
+        for key in ("straggles", "joins", "leaves", "fails"):
+            _require(0 <= getattr(self, key) <= 1, f"clusters: {key}", "a share, 0 to 1", getattr(self, key))
+        _require(self.joins < self.leaves, "clusters: leaves", "a share above joins", self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The clusters of a run, and what their cluster files say."""
+
+    members: tuple[Member, ...] = (Member(),) * 4
+    inner_steps: int = 32
+    pace: str = "steps"
+    overlap: bool = False
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        _require(1 <= len(self.members) <= len(NAMES), "clusters", f"1 to {len(NAMES)} of them", len(self.members))
+        _require(self.inner_steps >= 1, "inner_steps", "a whole number, at least 1", self.inner_steps)
+        _require(self.pace in PACES, "pace", " or ".join(PACES), self.pace)
+        _require(self.fragments >= 1, "fragments", "a whole number, at least 1", self.fragments)
+        _require(any(m.joins == 0.0 for m in self.members), "clusters: joins", "0 for one at least", "none")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(NAMES[: len(self.members)])
+
+    @property
+    def step_rate(self) -> float:
+        """Inner steps of all clusters in a second of virtual time, while all of them are there: the ideal."""
+        return sum(1.0 / member.step_s for member in self.members)
+
+    def due_steps(self, steps: int) -> dict[str, float]:
+        """How many of a run's inner steps each cluster is due by its speed."""
+        rate = self.step_rate
+        return {name: steps / (member.step_s * rate) for name, member in zip(self.names, self.members, strict=True)}
