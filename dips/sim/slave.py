@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
-from dips.outer import reference
-from dips.outer.kernel_pool import KernelPool
+from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Registered
 from dips.protocol.manifest import Manifest
@@ -91,6 +90,7 @@ class SlaveWorld(Protocol):
     scenario: Scenario
     options: Options
     manifest: Manifest
+    kernels: Kernels
 
     @property
     def monitor(self) -> SlaveObserver: ...
@@ -131,7 +131,7 @@ class SlaveProcess:
             self.gate,
             self.world.frame_refused,
         )
-        self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned, settings.pull_codec)
+        self.versions = Versions(KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
             SlaveIdentity(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
+from dips.outer import reference
+from dips.outer.kernel_pool import Kernels
 from dips.protocol.effects import Exit
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
@@ -49,11 +51,14 @@ class Bookkeeper(Observer):
 class World:
     """Everything there is, for one seed."""
 
-    def __init__(self, seed: int, scenario: Scenario, model: SimModel | None = None) -> None:
+    def __init__(
+        self, seed: int, scenario: Scenario, model: SimModel | None = None, kernels: Kernels = reference
+    ) -> None:
         """`model` is what is trained; None: noise of the scenario's shape."""
         self.seed, self.scenario, self.options = seed, scenario, scenario.options
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
         self.model: SimModel = model or NoiseModel(seed, scenario.layers, scenario.parameters)
+        self.kernels = kernels
         self.manifest, self.genesis = self.model.manifest, self.model.genesis
         self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
         self.monitor = Monitor()

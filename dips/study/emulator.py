@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from dips.ids import VersionId
+from dips.outer import kernels
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
@@ -44,7 +45,7 @@ def emulate(
     model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps))
     result, tokens = Emulated(first_loss=model.evaluate(model.genesis)), steps * task.tokens
     scenario = _make_scenario(fleet, options or Options(), tokens, steps / fleet.step_rate, pull_codec)
-    world = World(seed, scenario, model)
+    world = World(seed, scenario, model, kernels)
     account = RunAccount(world, result)
     world.run([account, _Comings(world, fleet, result, tokens)])
     result.lasted_s, result.steps = world.heap.now, model.steps
