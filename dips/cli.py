@@ -27,6 +27,7 @@ from dips.commands import (
     recover,
     seed,
     status,
+    study,
     tune,
     verify,
 )
@@ -48,6 +49,7 @@ First look:
 \b
 A run:
   dips plan memory --parameters N                           what it will need
+  dips study study.yaml                                     which outer step suits its model
   dips init --config dips.yaml ...                          make it
   dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
   dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
@@ -119,6 +121,7 @@ for word in (
     drain.drain,
     rebalance.rebalance,
     recover.recover,
+    study.study,
 ):
     cli.command()(word)
 

@@ -17,33 +17,33 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_file(path: Path, model: type[Model]) -> Model:
-    raw = _read_yaml(path)
+    raw = read_yaml(path)
     shared = raw.get("shared")
     if isinstance(shared, str):
-        raw["shared"] = _read_yaml(path.parent / shared)
+        raw["shared"] = read_yaml(path.parent / shared)
     try:
         return model.model_validate(_resolve_paths(raw, path.parent))
     except ConfigError as error:  # from __post_init__ of an options class
         raise ConfigError(f"{path}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain_invalid(error)}") from error
+        raise ConfigError(f"{path}: {explain_invalid(error)}") from error
 
 
 def is_cluster_file(path: Path) -> bool:
     """Whether this is a cluster file, by its keys; what is none of both is read as a run file, and refused by name."""
-    return "cluster" in _read_yaml(path)
+    return "cluster" in read_yaml(path)
 
 
 def list_files(path: Path) -> tuple[Path, ...]:
     """The file and the one that its `shared` names; the file alone while it cannot be read."""
     try:
-        shared = _read_yaml(path).get("shared")
+        shared = read_yaml(path).get("shared")
     except ConfigError:
         return (path,)
     return (path, path.parent / shared) if isinstance(shared, str) else (path,)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -98,7 +98,7 @@ RENAMED_KEYS = {
 REMOVED_KEYS = {"curve_key": "removed, delete it: with a section `tls` slaves make the keys of their lanes themselves"}
 
 
-def _explain_invalid(error: ValidationError) -> str:
+def explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])

@@ -67,7 +67,7 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.study"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
@@ -86,7 +86,8 @@ MAY: dict[str, set[str]] = {
     # Real training in the simulation's time: of the demo its model and its text.
     "dips.study": LOW
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
-    | {"dips.demo.data", "dips.demo.model"},
+    | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
+    | {"dips.demo.data", "dips.demo.model", "dips.__init__"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }

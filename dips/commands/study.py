@@ -1,0 +1,148 @@
+"""`dips study`: which outer step suits a model, by real training of a small one in virtual time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dips.commands.templates import read_template
+from dips.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dips.study.runner import StudyResult
+    from dips.study.store import ResultStore
+    from dips.study.study_file import Study
+
+TEMPLATE, RUNS, NUMBERS, PICTURE, WORDS = "study.yaml", "runs", "results.csv", "losses.png", "recommendation.txt"
+
+
+def study(
+    file: Annotated[Path | None, typer.Argument(metavar="STUDY.yaml", help="What is compared with what.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where results lie; default study-NAME here.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; default one for each core.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and about how long they take.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Write study.yaml with every key, and end.")] = False,
+) -> None:
+    """Compare outer steps, gates and paces on a model of yours, before accelerators are spent on them.
+
+    Each run trains a small model for real, on one core, while clusters, links, master and slaves go on in virtual time:
+    the master's decisions, ledger and kernels are those of a real run. Options are the keys of dips.yaml, so what is
+    found can be copied there.
+
+    \b
+    1. dips study --template             writes study.yaml: a study of the demo's model, explained
+    2. name your own model and data in it: `factory: mymodel:task`   (docs/guides/study.md)
+    3. dips study study.yaml --dry-run   what will be run, and for how long
+    4. dips study study.yaml -j 4        run it; Ctrl-C and the same line again go on where it was
+
+    Results: a table with paired 95 % intervals and a recommendation; results.csv, losses.png and a file for each run in
+    the output directory. A finished run is never computed twice, as long as its settings and the code are the same.
+
+    Exit codes: 0 done; 1 a run failed (its row says why; others are done); 78 the study is wrong.
+
+    \b
+    Example:
+      dips study study.yaml -j 2 --output studies/half
+    """
+    if template:
+        _write_template(file or Path(TEMPLATE))
+        return
+    if file is None:
+        raise typer.BadParameter("which study? name its file, or write one with --template", param_hint="STUDY.yaml")
+    _require_torch()
+    from dips.study.runner import run_study
+    from dips.study.store import ResultStore
+    from dips.study.study_file import read_study
+    from dips.study.task import load_task, make_model
+
+    read = read_study(file)
+    first = read.plan_first()[0]
+    make_model(load_task(read.factory, first.settings.task), first.seed)  # a factory that is wrong is known at once
+    directory = output or Path(f"study-{read.name}")
+    store, cores = ResultStore(directory / RUNS, read.factory), jobs or len(os.sched_getaffinity(0))
+    if dry_run:
+        _print_plan(read, store, cores)
+        return
+    result = run_study(read, store, cores, lambda text: print(text, flush=True))
+    _print_result(result, directory)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"dips study trains models, and needs torch ({error}): pip install 'di-ps[demo]'") from error
+
+
+def _write_template(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(f"--template: {path} exists already; name another file")
+    try:
+        path.write_text(read_template(TEMPLATE), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--template: {path} cannot be written: {error.strerror or error}") from error
+    print(f"wrote {path}\nnext: dips study {path} --dry-run")
+
+
+def _print_plan(read: Study, store: ResultStore, jobs: int) -> None:
+    """Every run, whether it is done, and about how long the others take."""
+    from dips.study.runner import measure_step_s, spell_seconds
+    from dips.study.study_file import list_tunings
+
+    plans = read.plan_first()
+    for plan in plans:
+        done = "done" if store.find(plan) is not None else "to do"
+        tuned = "".join(f", {key} {value}" for key, value in plan.tuned)
+        print(f"{plan.row}{tuned}, seed {plan.seed}: {plan.settings.steps} steps, {done}")
+    more = {row.name: len(row.seeds) - 1 for row in read.rows}
+    if any(more.values()):
+        best = any(len(list(list_tunings(row))) > 1 for row in read.rows)
+        print(f"then {'each row at its best value' if best else 'the same'} with more seeds: {sum(more.values())} runs")
+    per_row = {plan.row: plan.settings.steps for plan in plans}
+    steps = sum(p.settings.steps for p in plans if store.find(p) is None)
+    steps += sum(per_row[row] * seeds for row, seeds in more.items())
+    step_s = measure_step_s(plans[0])
+    print(
+        f"{read.run_count} runs; an inner step takes {step_s * 1e3:.1f} ms of a core here: "
+        f"about {spell_seconds(steps * step_s / jobs)} with -j {jobs}"
+    )
+
+
+def _print_result(result: StudyResult, directory: Path) -> None:
+    from dips.study.report import SHOWN, list_lines, recommend, spell_table, write_csv
+
+    heads = ("row", "best", "loss", f"against {result.study.compare}", *SHOWN)
+    for line in spell_table([heads, *list_lines(result)]):
+        print(line)
+    for column, (meaning, _) in SHOWN.items():
+        print(f"{column}: {meaning}")
+    said = recommend(result)
+    print("\n".join(said))
+    for row, error in result.failed.items():
+        print(f"failed: {row}: {error}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_csv(result, directory / NUMBERS)
+        (directory / WORDS).write_text("\n".join(said) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {directory}: cannot be written: {error.strerror or error}") from error
+    print(f"wrote {directory / NUMBERS}, {directory / WORDS}{_draw(result, directory / PICTURE)}")
+
+
+def _draw(result: StudyResult, path: Path) -> str:
+    """The picture, where matplotlib is."""
+    try:
+        from dips.study.drawing import draw_study
+    except ImportError:
+        return f"; {path.name} needs matplotlib: pip install 'di-ps[plot]'"
+    draw_study(result).savefig(path, dpi=130)
+    return f", {path}"

@@ -1,0 +1,178 @@
+"""Runs a study: what is not on disk yet is computed, several at a time, and kept as soon as it is done.
+
+A study that is killed goes on where it was: every finished run is a file. Rows with values to tune are run at all of
+them with the first seed, and with the other seeds at their best only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from dips.errors import DipsError
+from dips.study.execute import Numbers, execute_run
+from dips.study.learner import Inner
+from dips.study.store import ResultStore
+from dips.study.study_file import RunPlan, Study
+from dips.study.task import BatchDraw, load_task, make_model
+
+ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # a run has one core
+WARM_STEPS, TIMED_STEPS = 3, 10
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class StudyResult:
+    """The numbers of every run, by row and seed; of tuned rows at their best value."""
+
+    study: Study
+    runs: dict[str, dict[int, Numbers]] = field(default_factory=dict)
+    tuned: dict[str, dict[tuple[tuple[str, Any], ...], Numbers]] = field(default_factory=dict)  # with the first seed
+    best: dict[str, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # a row → the error that a run ended with
+
+
+def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyResult:
+    """Compute what is not kept yet; errors of single runs are in the result, and end none of the others."""
+    result, total = StudyResult(study), study.run_count
+    progress = _Progress(total, jobs, say)
+    with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        try:
+            for plan, numbers in _run_all(pool, study.plan_first(), store, progress, result.failed):
+                result.tuned.setdefault(plan.row, {})[plan.tuned] = numbers
+            _choose_best(result)
+            for plan, numbers in _run_all(pool, study.plan_rest(result.best), store, progress, result.failed):
+                result.runs[plan.row][plan.seed] = numbers
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what is done is kept
+            raise
+    return result
+
+
+def _choose_best(result: StudyResult) -> None:
+    """The tuned value with the lowest loss; a run that diverged has none."""
+    for row, found in result.tuned.items():
+        best = min(found, key=lambda tuned: _loss_of(found[tuned]))
+        result.best[row] = best
+        result.runs[row] = {result.study.row(row).seeds[0]: found[best]}
+
+
+def _loss_of(numbers: Numbers) -> float:
+    return float("inf") if numbers["loss"] is None else float(numbers["loss"])
+
+
+def _run_all(
+    pool: ProcessPoolExecutor,
+    plans: Sequence[RunPlan],
+    store: ResultStore,
+    progress: _Progress,
+    failed: dict[str, str],
+) -> Iterator[tuple[RunPlan, Numbers]]:
+    """Yield each plan with its numbers; plans of the same description are computed once."""
+    missing: dict[str, list[RunPlan]] = {}
+    for plan in plans:
+        numbers = store.find(plan)
+        if numbers is not None:
+            progress.note_kept()
+            yield plan, numbers
+        else:
+            missing.setdefault(store.name_of(plan), []).append(plan)
+    under_way: dict[Future[Numbers], list[RunPlan]] = {
+        pool.submit(execute_run, same[0]): same for same in missing.values()
+    }
+    while under_way:
+        done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+        for future in done:
+            same = under_way.pop(future)
+            numbers = _result_of(future, same[0], failed)
+            progress.note_done(same, numbers)
+            if numbers is not None:
+                store.keep(same[0], numbers)
+                yield from ((plan, numbers) for plan in same)
+
+
+def _result_of(future: Future[Numbers], plan: RunPlan, failed: dict[str, str]) -> Numbers | None:
+    """What a run returned; if it raised, the row is named with the error."""
+    try:
+        return future.result()
+    except (DipsError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Of the user's factory, or ours: one run is lost, the others are not.
+        failed[plan.row] = f"seed {plan.seed}: {type(error).__name__}: {error}"
+        return None
+
+
+class _Progress:
+    """Says what is done, and about how long the rest takes."""
+
+    def __init__(self, total: int, jobs: int, say: Say) -> None:
+        self._total, self._jobs, self._say = total, jobs, say
+        self._kept = self._done = 0
+        self._began, self._computed = time.monotonic(), 0
+
+    def note_kept(self) -> None:
+        self._kept += 1
+        self._done += 1
+
+    def note_done(self, same: Sequence[RunPlan], numbers: Numbers | None) -> None:
+        self._done += len(same)
+        self._computed += 1
+        left_s = (time.monotonic() - self._began) / self._computed * (self._total - self._done)
+        plan = same[0]
+        tuned = "".join(f", {key} {value}" for key, value in plan.tuned)
+        told = "failed" if numbers is None else _spell_loss(numbers)
+        kept = f" ({self._kept} kept from before)" if self._kept else ""
+        self._say(
+            f"{self._done} of {self._total}{kept}: {plan.row}{tuned}, seed {plan.seed}: {told}; "
+            f"{spell_seconds(left_s)} left"
+        )
+
+
+def _spell_loss(numbers: Numbers) -> str:
+    if numbers["loss"] is None or numbers["diverged"]:
+        return "diverged"
+    late = "" if numbers["finished"] else ", not finished in its time"
+    return f"{numbers['loss']:.4f} {numbers['unit']}{late}"
+
+
+def spell_seconds(seconds: float) -> str:
+    """As a person says it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def measure_step_s(plan: RunPlan) -> float:
+    """Seconds of one core that an inner step of this plan takes here."""
+    import torch
+
+    torch.set_num_threads(1)
+    task = load_task(plan.factory, plan.settings.task)
+    draw = BatchDraw(plan.seed, 0, len(plan.settings.fleet.members))
+    worker = Inner(task, plan.settings.recipe, draw, make_model(task, plan.seed))
+    for _ in range(WARM_STEPS):
+        worker.take_step(0.0)
+    begun = time.process_time()
+    for _ in range(TIMED_STEPS):
+        worker.take_step(0.0)
+    return (time.process_time() - begun) / TIMED_STEPS
+
+
+@contextmanager
+def _single_threads() -> Iterator[None]:
+    """Processes that start meanwhile compute with one thread each."""
+    before: Mapping[str, str | None] = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

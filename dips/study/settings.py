@@ -1,0 +1,132 @@
+"""What a run of a study is told, by dotted keys: `outer.lr: 0.7`, `inner.optimizer: muon`, `fleet: half`.
+
+The keys of the configuration (`outer.*`, `penalty.*`, `timing.*`, codecs) are those of dips.yaml, whatever they are in
+this version: the study hands them on to the same classes, which refuse what they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dips.config.reading import explain_invalid
+from dips.errors import ConfigError
+from dips.protocol.enums import PullCodec
+from dips.protocol.options import Options
+from dips.study.fleet import Fleet, Member
+from dips.study.learner import Recipe
+
+SECTIONS = ("outer", "penalty", "timing")  # of dips.yaml
+OWN = ("inner", "task")
+WORDS = ("method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "steps")
+METHODS = ("dips", "data_parallel", "synchronous", "post_local", "naive")
+
+Nested = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run's settings, checked."""
+
+    method: str
+    steps: int  # inner steps of all clusters together
+    task: Nested  # arguments of the factory
+    fleet: Fleet
+    recipe: Recipe
+    options: Options
+    pull_codec: str
+
+
+def nest_keys(flat: Mapping[str, Any]) -> Nested:
+    """`{"outer.lr": 0.7}` → `{"outer": {"lr": 0.7}}`; of mappings and dotted keys together the later one holds."""
+    nested: Nested = {}
+    for key, value in flat.items():
+        at, *path = key.split(".")
+        if at not in SECTIONS + OWN + WORDS or (path and at in WORDS):
+            known = ", ".join((*WORDS, *(f"{s}.*" for s in SECTIONS + OWN)))
+            raise ConfigError(f"{key}: unknown key of a run; expected one of {known}")
+        if not path and at in WORDS:
+            nested[at] = value
+            continue
+        place = nested
+        for part in [at, *path][:-1]:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{key}: {part} is a value already, and cannot have keys of its own")
+        last = [at, *path][-1]
+        known_value = place.get(last)
+        both = isinstance(known_value, dict) and isinstance(value, Mapping) and not path
+        place[last] = {**known_value, **value} if both else value  # type: ignore[dict-item]
+    return nested
+
+
+def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Settings:
+    """Check a run's nested keys; `fleets` are the study's, by name. Raise ConfigError naming the key."""
+    method = nested.get("method", METHODS[0])
+    if method not in METHODS:
+        raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    steps = nested.get("steps")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"steps: expected a whole number of inner steps, at least 1, got {steps!r}")
+    words = {key: nested[key] for key in ("inner_steps", "pace", "overlap", "fragments") if key in nested}
+    fleet = _checked(Fleet, {"members": _find_members(nested.get("fleet"), fleets), **words}, "")
+    options = {section: nested[section] for section in (*SECTIONS, "codec") if section in nested}
+    settings = Settings(
+        method, steps, dict(nested.get("task", {})), fleet, _checked(Recipe, nested.get("inner", {}), "inner"),
+        _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec").value,
+    )  # fmt: skip
+    _refuse_senseless(settings, nested)
+    return settings
+
+
+def _find_members(fleet: Any, fleets: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """A fleet by its name, or written out; a number stands for a cluster of so many seconds a step."""
+    if isinstance(fleet, str):
+        if fleet not in fleets:
+            raise ConfigError(f"fleet: no {fleet!r}; the study has {', '.join(fleets) or 'none'}")
+        fleet = fleets[fleet]
+    if not isinstance(fleet, list | tuple):
+        raise ConfigError(f"fleet: expected a name, or a list of clusters, got {fleet!r}")
+    return tuple(_read_member(member) for member in fleet)
+
+
+def _read_member(raw: Any) -> Member:
+    if isinstance(raw, int | float):
+        return Member(float(raw))
+    if isinstance(raw, Mapping) and isinstance(raw.get("fault"), str):
+        raw = {**raw, "fault": {"kind": raw["fault"]}}
+    return _checked(Member, raw, "fleet")
+
+
+def _refuse_senseless(settings: Settings, nested: Nested) -> None:
+    """What can be read and makes no sense together."""
+    clusters = len(settings.fleet.members)
+    edit = nested.get("outer", {}).get("merge") == "edit" or "edit" in _as_list(nested.get("penalty", {}).get("gates"))
+    if edit and clusters < 2:
+        raise ConfigError("edit compares clusters with each other: expected two or more in `fleet`, got 1")
+    fastest = min(settings.fleet.due_steps(settings.steps).values())
+    if settings.method != "data_parallel" and fastest < settings.fleet.inner_steps:
+        raise ConfigError(
+            f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "
+            f"{round(settings.steps * settings.fleet.inner_steps / fastest)}, or a smaller inner_steps"
+        )
+    if settings.method != "dips" and any(m.fault or m.joins or m.leaves < 1 for m in settings.fleet.members):
+        raise ConfigError(f"method: {settings.method} knows no faults, joins or leaves; only dips does")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _checked(kind: Any, raw: Any, key: str) -> Any:
+    """`raw` as one of `kind`: unknown keys are refused by name, with the message of its own checks."""
+    try:
+        return TypeAdapter(kind).validate_python(raw)
+    except ConfigError as error:  # from a __post_init__
+        raise ConfigError(str(error)) from error
+    except ValidationError as error:
+        text = explain_invalid(error)
+        raise ConfigError(f"{key}.{text}" if key and not text.startswith(":") else f"{key}{text}") from error

@@ -1,0 +1,82 @@
+"""Results on disk: one file for each finished run, written whole or not at all, named by all that decided it.
+
+The name is a digest of the run's description and of the code that computes runs, so nothing is computed twice, and
+nothing that another version of the code has computed is taken for this one's. Comments and texts of the report do not
+count: the digest is of syntax trees.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import dips
+from dips.errors import ConfigError
+from dips.study.execute import Numbers
+from dips.study.study_file import RunPlan
+
+PACKAGE = Path(dips.__file__).parent
+COMPUTING = ("protocol", "outer", "sim", "client/agent", "slave", "wire", "demo/data.py", "demo/model.py", "study")
+REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings", "bad_data"})
+
+
+class ResultStore:
+    """A directory of results."""
+
+    def __init__(self, directory: Path, factory: str) -> None:
+        self._directory, self._code = directory, digest_code(factory)
+
+    def find(self, plan: RunPlan) -> Numbers | None:
+        """The numbers of a run that is done; a file that cannot be read is as good as none."""
+        try:
+            found = json.loads(self._path_of(plan).read_text(encoding="utf-8"))
+            numbers: Numbers = found["numbers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return numbers
+
+    def keep(self, plan: RunPlan, numbers: Numbers) -> None:
+        """Write a result, whole or not at all."""
+        path = self._path_of(plan)
+        content = {"row": plan.row, **plan.description, "numbers": numbers}
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--output {self._directory}: cannot be written: {error.strerror or error}") from error
+
+    def name_of(self, plan: RunPlan) -> str:
+        """Equal for runs that must have equal results."""
+        return plan.digest(self._code)
+
+    def _path_of(self, plan: RunPlan) -> Path:
+        return self._directory / f"{self.name_of(plan)}.json"
+
+
+@cache
+def digest_code(factory: str) -> str:
+    """Of the code that computes runs, the factory's module included, and of torch's version."""
+    from torch import __version__ as torch_version
+
+    digest = hashlib.blake2b(f"torch {torch_version}".encode(), digest_size=16)
+    for name in COMPUTING:
+        path = PACKAGE / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            if file.parent.name != "study" or file.stem not in REPORTING:
+                digest.update(_digest_of(file))
+    spec = find_spec(factory.partition(":")[0])
+    if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
+        digest.update(_digest_of(Path(spec.origin)))
+    return digest.hexdigest()
+
+
+def _digest_of(file: Path) -> bytes:
+    tree = ast.dump(ast.parse(file.read_text(encoding="utf-8")))
+    return hashlib.blake2b(tree.encode(), digest_size=16).digest()
