@@ -1,103 +1,161 @@
 """What a model learns in an asynchronous outer loop, held against data parallel and synchronous DiLoCo at equal tokens.
 
-Real inner steps of a small model on real text in virtual time (dips/study): four clusters, H 32, the paper's outer step
-with and without its clip. Every method takes the same inner recipe; its own best inner learning rate is not sought yet.
+Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. `--quick` is 24 runs of
+6,000 inner steps, some 15 minutes on two cores: what must hold. Without it the methods are compared each at the best of
+its own inner learning rates, then one factor at a time, then gates under bad data: hours, so every finished run is kept in
+--output, and the same command goes on. `--look` is the quick table with a tenth of the steps, and promises nothing.
+
+Rows that need an option which this version does not have are named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any
 
-from benchmarks.harness import Bench, main
-from dips.protocol.options import Clip, OuterOptions
-from dips.study.baselines import train_data_parallel, train_synchronous
-from dips.study.emulator import Emulated, Fleet, emulate
-from dips.study.learner import Recipe
+from benchmarks.convergence_rows import (
+    BAD_STEPS,
+    BASE,
+    FACTOR_ROWS,
+    FLEETS,
+    FULL_STEPS,
+    LOOK_STEPS,
+    METHOD_ROWS,
+    QUICK,
+    QUICK_STEPS,
+    SEEDS,
+    Rows,
+    bad_fleets,
+    bad_rows,
+)
+from benchmarks.harness import ROOT, Bench, main
+from dips.errors import ConfigError
+from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
+from dips.study.report import SHOWN as COLUMNS
+from dips.study.runner import StudyResult, run_study
+from dips.study.store import ResultStore
+from dips.study.study_file import DEFAULT_FACTORY, StudyFile, make_study
 from dips.transport.pipeline import available_cores
 
-CLUSTERS, H = 4, 32
-ROUNDS, QUICK_ROUNDS = 40, 12
-SEEDS, QUICK_SEEDS = (1, 2, 3), (1,)
-HALF = (1.0, 1.17, 1.33, 1.5)  # seconds of an inner step: 50 % between the fastest and the slowest
-FIVEFOLD = (1.0, 1.38, 2.18, 5.23)
-FREE = OuterOptions(clip=Clip())  # no clip
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A run's row."""
-
-    loss: float
-    detail: str = ""
-
-
-def _emulated(fleet: Fleet, outer: OuterOptions, tokens: int, seed: int) -> Learned:
-    made = emulate(fleet, Recipe(), tokens, seed, outer)
-    return Learned(made.loss, _describe(made))
-
-
-def _describe(made: Emulated) -> str:
-    steps = max(made.steps.values())
-    return (
-        f"{made.versions} versions, {made.clipped} clipped, staleness {made.mean_staleness:.2f}, "
-        f"{made.effective_clusters:.2f} effective clusters, {steps} steps of the fastest"
-    )
-
-
-def _data_parallel(tokens: int, seed: int) -> Learned:
-    made = train_data_parallel(Recipe(), CLUSTERS, tokens, seed)
-    return Learned(made.loss, f"{made.steps} steps")
-
-
-def _synchronous(tokens: int, seed: int) -> Learned:
-    made = train_synchronous(Recipe(), CLUSTERS, H, tokens, seed)
-    return Learned(made.loss, f"{made.steps} steps")
-
-
-METHODS: Mapping[str, Callable[[int, int], Learned]] = {
-    "data parallel": _data_parallel,
-    "synchronous DiLoCo": _synchronous,
-}
-FLEETS: Mapping[str, tuple[Fleet, OuterOptions]] = {
-    "aligned, equal clusters": (Fleet(inner_steps=H, aligned=True), FREE),
-    "aligned, 50 % apart": (Fleet(HALF, H, aligned=True), FREE),
-    "aligned, 5.23 times apart": (Fleet(FIVEFOLD, H, aligned=True), FREE),
-    "steps, 50 % apart": (Fleet(HALF, H), FREE),
-    "steps, 50 % apart, the paper's clip": (Fleet(HALF, H), OuterOptions()),
-}
-
-
-def learn(task: tuple[str, int, int]) -> Learned:
-    """One run: its method, tokens and seed."""
-    name, tokens, seed = task
-    if name in METHODS:
-        return METHODS[name](tokens, seed)
-    fleet, outer = FLEETS[name]
-    return _emulated(fleet, outer, tokens, seed)
+KEPT = ROOT / "runs" / "convergence"
+PARTS = ("methods", "factors", "bad")
+NO_WORSE, SHARE_NO_WORSE, RDA_BETTER, NAIVE_WORSE = 0.005, 0.02, 0.01, 0.5  # nats for the last
+THROUGHPUT = 0.97  # of what all clusters make alone
 
 
 def measure(bench: Bench) -> None:
-    seeds, rounds = (QUICK_SEEDS, QUICK_ROUNDS) if bench.quick else (SEEDS, ROUNDS)
-    tokens = rounds * CLUSTERS * H * Recipe().tokens
-    names = [*METHODS, *FLEETS]
-    tasks = [(name, tokens, seed) for seed in seeds for name in names]
-    bench.say(f"{len(tasks)} runs of {tokens:,} tokens")
-    with ProcessPoolExecutor(bench.args.workers or available_cores(), get_context("spawn")) as pool:
-        found = dict(zip(tasks, pool.map(learn, tasks), strict=True))
-    for name in names:
-        losses = [found[name, tokens, seed].loss for seed in seeds]
-        synchronous = [found["synchronous DiLoCo", tokens, seed].loss for seed in seeds]
-        bench.row(name, statistics.mean(losses), "nats", against="synchronous DiLoCo", of=statistics.mean(synchronous))
-        bench.note(f"{name}: {', '.join(f'{loss:.3f}' for loss in losses)}; {found[name, tokens, seeds[0]].detail}")
+    if bench.quick or bench.args.look:
+        steps = bench.args.steps or (LOOK_STEPS if bench.args.look else QUICK_STEPS)
+        result = _run_rows(bench, "quick", QUICK, {**BASE, "steps": steps}, FLEETS)
+        _report_quick(bench, result, promises=not bench.args.look)
+        return
+    chosen = bench.args.part or PARTS
+    base = {**BASE, "inner_steps": 64, "steps": bench.args.steps or FULL_STEPS}
+    if "methods" in chosen:
+        _report_table(bench, _run_rows(bench, "methods", METHOD_ROWS, base, FLEETS), "synchronous")
+    if "factors" in chosen:
+        rows = {"synchronous": {"method": "synchronous"}, "aligned": {}, "steps with share": METHOD_ROWS["steps with share"]}
+        rows = {name: {k: v for k, v in row.items() if k != "tune"} for name, row in rows.items()}
+        _report_table(bench, _run_rows(bench, "factors", {**rows, **FACTOR_ROWS}, base, FLEETS), "synchronous")
+    if "bad" in chosen:
+        bad_base = {**base, "steps": bench.args.steps or BAD_STEPS}
+        _report_gates(bench, _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets()))
+
+
+def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> StudyResult:
+    """Run those rows whose keys this version knows; name the others."""
+    known: Rows = {}
+    for row, keys in rows.items():
+        try:
+            _make_study(name, {row: keys}, base, fleets)
+        except ConfigError as error:
+            bench.note(f"{row}: left out: {error}")
+        else:
+            known[row] = keys
+    study = _make_study(name, known, base, fleets)
+    store = ResultStore(bench.args.output / "runs", DEFAULT_FACTORY)
+    bench.say(f"{name}: {study.run_count} runs; finished ones are kept in {bench.args.output}")
+    result = run_study(study, store, bench.args.workers or available_cores(), bench.say)
+    for row, error in result.failed.items():
+        bench.note(f"{row}: failed: {error}")
+    bench.args.output.mkdir(parents=True, exist_ok=True)
+    write_csv(result, bench.args.output / f"{name}.csv")
+    return result
+
+
+def _make_study(name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> Any:
+    return make_study(StudyFile(study=name, seeds=tuple(SEEDS), fleets=fleets, base=base, rows=rows))  # type: ignore[arg-type]
+
+
+def _report_quick(bench: Bench, result: StudyResult, promises: bool) -> None:
+    """The rows that must hold, as far as their options are there."""
+    _report_table(bench, result, "synchronous")
+    if not promises:
+        return
+    _hold_no_worse(bench, result, "aligned, 50 %", NO_WORSE)
+    _hold_no_worse(bench, result, "steps with share, 50 %", SHARE_NO_WORSE)
+    _hold_below(bench, result, "aligned with rda, 5.23 ×", "aligned, 5.23 ×", 1.0 - RDA_BETTER)
+    _hold_below(bench, result, "aligned with Muon, 5.23 ×", "data parallel", 1.0)
+    naive = result.runs.get("naive asynchronous, 50 %")
+    if naive:
+        good, losses = losses_of(result, "synchronous"), losses_of(result, "naive asynchronous, 50 %")
+        worse = min((losses[seed] - good[seed] for seed in losses), default=float("inf"))
+        bench.row("naive: worse than synchronous by", worse, "nats", against="at least", of=NAIVE_WORSE, least=1.0)
+
+
+def _hold_no_worse(bench: Bench, result: StudyResult, row: str, bound: float) -> None:
+    held = compare_row(result, row)
+    if held is not None:
+        text = f"{row}: of synchronous's loss, at the upper end of the interval"
+        bench.row(text, 1.0 + held.high, "×", against="at most", of=1.0 + bound, least=1.0, less=True)
+
+
+def _hold_below(bench: Bench, result: StudyResult, row: str, other: str, share: float) -> None:
+    held = compare_row(result, row, other)
+    if held is not None:
+        bench.row(f"{row}: of the loss of {other}", 1.0 + held.mean, "×", against="at most", of=share, least=1.0, less=True)
+
+
+def _report_table(bench: Bench, result: StudyResult, against: str) -> None:
+    """A row for each mean loss, and the whole table as a note."""
+    compared = losses_of(result, against)
+    for row in result.study.rows:
+        losses = losses_of(result, row.name)
+        shared = [seed for seed in losses if seed in compared]
+        if losses:
+            of = mean(compared[seed] for seed in shared) if shared else None
+            bench.row(row.name, mean(losses.values()), "nats", against=against, of=of, less=True)
+        else:
+            bench.note(f"{row.name}: {result.failed.get(row.name, 'diverged with every seed')}")
+    heads = ("row", "best", "loss", f"against {against}", *COLUMNS)
+    for line in spell_table([heads, *list_lines(result)]):
+        bench.note(line)
+
+
+def _report_gates(bench: Bench, result: StudyResult) -> None:
+    """What each list of gates made of each kind of bad data, and what that cost."""
+    for row in result.study.rows:
+        runs = result.runs.get(row.name)
+        if not runs:
+            continue
+        numbers = next(iter(runs.values()))
+        where = row.name.partition(": ")[2].partition(",")[0]
+        without = losses_of(result, f"dips: {where}, without").get(row.seeds[0])
+        loss = losses_of(result, row.name).get(row.seeds[0])
+        cost = f"{loss / without - 1:+.1%} against the run without them" if loss and without else ""
+        ended = "diverged" if loss is None else f"{loss:.3f} nats"
+        late = "" if numbers["finished"] else "; not finished in its time"
+        bench.note(f"{row.name}: {describe_gating(numbers)}; {ended}{'; ' if cost else ''}{cost}{late}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="runs at a time; by default, one for each core")
+    parser.add_argument("--output", type=Path, default=KEPT, help=f"where finished runs are kept; default {KEPT}")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part of the whole; may be repeated")
+    parser.add_argument("--steps", type=int, help="inner steps of a run, of all clusters together")
+    parser.add_argument("--look", action="store_true", help=f"the quick table with {LOOK_STEPS} steps: promises nothing")
 
 
 if __name__ == "__main__":

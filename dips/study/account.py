@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -60,9 +60,9 @@ class GateCount:
 
     bad: int  # after the first of each cluster
     bad_gated: int
-    healthy: int
+    healthy: int  # of clusters that have no fault, or have not had one yet
     healthy_gated: int
-    recovered_after: int | None  # accepted pushes of others until each bad cluster was accepted again; None: never
+    recovered_after: int | None  # own pushes that the slowest needed until one was accepted again; None: never was
 
     @classmethod
     def of_run(cls, outcomes: Iterable[tuple[PushId, bool]], bad_pushes: Mapping[str, list[PushId]]) -> GateCount:
@@ -70,15 +70,24 @@ class GateCount:
         firsts = {pushes[0] for pushes in bad_pushes.values() if pushes}
         bad = {push for pushes in bad_pushes.values() for push in pushes}
         fates = [accepted for push, accepted in settled if push in bad - firsts]
-        healthy = [accepted for push, accepted in settled if push not in bad]
+        healthy = [accepted for push, accepted in _until_first_bad(settled, bad)]
         return cls(
             len(fates), fates.count(False), len(healthy), healthy.count(False),
             _recovery(settled, {cluster: set(pushes) for cluster, pushes in bad_pushes.items() if pushes}),
         )  # fmt: skip
 
 
+def _until_first_bad(settled: list[tuple[PushId, bool]], bad: set[PushId]) -> Iterator[tuple[PushId, bool]]:
+    seen: set[str] = set()
+    for push, accepted in settled:
+        if push in bad:
+            seen.add(push.cluster)
+        if push.cluster not in seen:
+            yield push, accepted
+
+
 def _recovery(settled: list[tuple[PushId, bool]], bad: Mapping[str, set[PushId]]) -> int | None:
-    """Own pushes that the slowest of the bad clusters needed until one was accepted, after its last bad one."""
+    """Gated ones after its last bad push, of the bad cluster with the most; None if one was not accepted again."""
     slowest = 0
     for cluster, pushes in bad.items():
         own = [(push, accepted) for push, accepted in settled if push.cluster == cluster]

@@ -94,20 +94,21 @@ def recommend(result: StudyResult) -> list[str]:
         return ["No row of method dips ended well: nothing to recommend."]
     best = min(whole, key=lambda row: mean(whole[row].values()))
     unit = next(iter(result.runs[best].values()))["unit"]
-    said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit} in the mean of {len(whole[best])} seeds."]
+    seeds = len(whole[best])
+    said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit}, {f'mean of {seeds} seeds' if seeds > 1 else 'one seed'}."]
     said += [f"{key}: {value} was the best of its values." for key, value in result.best[best]]
     if best != study.compare and (held := compare_row(result, best)) is not None:
         said.append(f"Against {study.compare!r}: {held}.")
     alike = [row for row in whole if row != best and _cannot_be_told(compare_paired(whole[row], whole[best]))]
     if alike:
         said.append(f"With these seeds it cannot be told from {', '.join(map(repr, alike))}.")
-    if len(whole[best]) < 3:
+    if seeds < 3:
         said.append("Fewer than three seeds say little: name more before you rely on this.")
     return said
 
 
 def _cannot_be_told(held: Comparison | None) -> bool:
-    return held is not None and held.low <= 0 <= held.high
+    return held is not None and held.seeds > 1 and held.low <= 0 <= held.high
 
 
 def describe_gating(numbers: Numbers) -> str:
