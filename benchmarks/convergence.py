@@ -1,9 +1,10 @@
-"""What a model learns in an asynchronous outer loop, held against data parallel and synchronous DiLoCo at equal tokens.
+"""What a model learns in an asynchronous outer loop, against data parallel and synchronous DiLoCo at equal tokens.
 
-Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. `--quick` is 24 runs of
-6,000 inner steps, some 15 minutes on two cores: what must hold. Without it the methods are compared each at the best of
-its own inner learning rates, then one factor at a time, then gates under bad data: hours, so every finished run is kept in
---output, and the same command goes on. `--look` is the quick table with a tenth of the steps, and promises nothing.
+Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. `--quick` is 24 runs
+of 6,000 inner steps, some 15 minutes on two cores: what must hold. Without it the methods are compared each at the best
+of its own inner learning rates, then one factor at a time, then gates under bad data: hours, so every finished run is
+kept in --output, and the same command goes on. `--look` is the quick table with a tenth of the steps, and promises
+nothing.
 
 Rows that need an option which this version does not have are named and left out.
 """
@@ -32,8 +33,8 @@ from benchmarks.convergence_rows import (
 )
 from benchmarks.harness import ROOT, Bench, main
 from dips.errors import ConfigError
-from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
 from dips.study.report import SHOWN as COLUMNS
+from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study
 from dips.study.store import ResultStore
 from dips.study.study_file import DEFAULT_FACTORY, StudyFile, make_study
@@ -56,7 +57,11 @@ def measure(bench: Bench) -> None:
     if "methods" in chosen:
         _report_table(bench, _run_rows(bench, "methods", METHOD_ROWS, base, FLEETS), "synchronous")
     if "factors" in chosen:
-        rows = {"synchronous": {"method": "synchronous"}, "aligned": {}, "steps with share": METHOD_ROWS["steps with share"]}
+        rows = {
+            "synchronous": {"method": "synchronous"},
+            "aligned": {},
+            "steps with share": METHOD_ROWS["steps with share"],
+        }
         rows = {name: {k: v for k, v in row.items() if k != "tune"} for name, row in rows.items()}
         _report_table(bench, _run_rows(bench, "factors", {**rows, **FACTOR_ROWS}, base, FLEETS), "synchronous")
     if "bad" in chosen:
@@ -115,7 +120,9 @@ def _hold_no_worse(bench: Bench, result: StudyResult, row: str, bound: float) ->
 def _hold_below(bench: Bench, result: StudyResult, row: str, other: str, share: float) -> None:
     held = compare_row(result, row, other)
     if held is not None:
-        bench.row(f"{row}: of the loss of {other}", 1.0 + held.mean, "×", against="at most", of=share, least=1.0, less=True)
+        bench.row(
+            f"{row}: of the loss of {other}", 1.0 + held.mean, "×", against="at most", of=share, least=1.0, less=True
+        )
 
 
 def _report_table(bench: Bench, result: StudyResult, against: str) -> None:
@@ -155,7 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=KEPT, help=f"where finished runs are kept; default {KEPT}")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part of the whole; may be repeated")
     parser.add_argument("--steps", type=int, help="inner steps of a run, of all clusters together")
-    parser.add_argument("--look", action="store_true", help=f"the quick table with {LOOK_STEPS} steps: promises nothing")
+    parser.add_argument(
+        "--look", action="store_true", help=f"the quick table with {LOOK_STEPS} steps: promises nothing"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The rows of `benchmarks convergence`: what is compared with what, as studies of dips/study.
 
-All are of four clusters, 50 % apart, if a row does not say otherwise. An inner step takes four seconds of virtual time on
-the fastest cluster and a transfer half a second, so that a round of H 64 is some four minutes.
+All are of four clusters, 50 % apart, if a row does not say otherwise. An inner step takes four seconds of virtual time
+on the fastest cluster and a transfer half a second, so that a round of H 64 is some four minutes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ FLEETS: dict[str, list[dict[str, Any]]] = {
     **{f"{n} clusters": spread(n, 0.5) for n in (1, 2, 8)},
     "stragglers": make_fleet(*HALF, straggles=0.01),
     "jitter": make_fleet(*HALF, jitter=1.0),
-    "growing": [
-        {"step_s": STEP_S, "joins": at} for at in (0.0, 0.25, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75)
-    ],
-    "shrinking": [
-        {"step_s": STEP_S, "leaves": at} for at in (1.0, 0.75, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25)
-    ],
+    "growing": [{"step_s": STEP_S, "joins": at} for at in (0.0, 0.25, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75)],
+    "shrinking": [{"step_s": STEP_S, "leaves": at} for at in (1.0, 0.75, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25)],
 }
 BASE: dict[str, Any] = {
     "fleet": "half", "inner_steps": 32, "pace": "aligned", "inner.lr": 4e-3, "outer.lr": 0.7, "outer.momentum": 0.8,

@@ -41,7 +41,9 @@ def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, se
     for step in range(rounds):
         worker.train_on([w.draw_batch() for w in workers], step / rounds)
     slowest_s = max(member.step_s for member in fleet.members)
-    return BaselineResult(task.validate(worker.model), first, rounds * clusters * task.tokens, rounds, rounds * slowest_s)
+    return BaselineResult(
+        task.validate(worker.model), first, rounds * clusters * task.tokens, rounds, rounds * slowest_s
+    )
 
 
 def train_synchronous(

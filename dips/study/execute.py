@@ -62,9 +62,7 @@ def _data_parallel(task: Task, settings: Settings, seed: int) -> Numbers:
 
 def _synchronous(task: Task, settings: Settings, seed: int) -> Numbers:
     outer = settings.options.outer
-    made = train_synchronous(
-        task, settings.fleet, settings.recipe, settings.steps, seed, outer.lr, outer.momentum
-    )
+    made = train_synchronous(task, settings.fleet, settings.recipe, settings.steps, seed, outer.lr, outer.momentum)
     return _spell_baseline(made, settings, task)
 
 

@@ -1,4 +1,4 @@
-"""The clusters of a study's run: how fast they are, when they push, when they come and go, and what is wrong with them."""
+"""The clusters of a study's run: how fast they are, when they push, come and go, and what is wrong with them."""
 
 from __future__ import annotations
 

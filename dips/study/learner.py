@@ -112,7 +112,7 @@ class LearnedModel:
         faults: Mapping[str, Fault] | None = None,
         due: Mapping[str, float] | None = None,
     ) -> None:
-        """`faults` by cluster, and how many inner steps each is `due`: when a fault begins and ends is a share of it."""
+        """`faults` by cluster, and how many inner steps each is `due`: they begin and end at shares of it."""
         self._task, self._recipe, self._seed, self._names = task, recipe, seed, names
         self._faults, self._due = dict(faults or {}), dict(due or {})
         first = make_model(task, seed)

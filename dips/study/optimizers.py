@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dips.errors import ConfigError
 
@@ -35,14 +35,12 @@ def _make_muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
         raise ConfigError("inner.optimizer: muon trains matrices, and the model has none inside; take adamw")
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"inner.optimizer: muon needs torch 2.9 or newer; this is {torch.__version__}")
-    muon = torch.optim.Muon(
-        inside, lr=lr, weight_decay=DECAY, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = torch.optim.Muon(inside, lr=lr, weight_decay=DECAY, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
     return [muon, _adamw(rest, lr)] if rest else [muon]
 
 
-def split_matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices inside, and the rest: vectors, embeddings, and matrices with a row for each word of one (outputs)."""
+def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices inside, and the rest: vectors, embeddings, and outputs, which have a row for each of their words."""
     words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]
     inside = [p for p in trained if p.dim() == 2 and p.shape[0] not in words]
@@ -50,7 +48,7 @@ def split_matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return inside, [p for p in trained if id(p) not in ids]
 
 
-def _adamw(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
 

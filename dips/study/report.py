@@ -24,7 +24,10 @@ SHOWN: Mapping[str, tuple[str, Callable[[Numbers], str]]] = {
     "clipped": ("share of rounds", lambda n: f"{n['clipped']:.0%}"),
     "stale": ("mean staleness of accepted pushes, in versions", lambda n: _number(n["staleness"], ".2f")),
     "cos": ("mean cosine of an outer gradient to the momentum", lambda n: _number(n["cosine"], ".2f")),
-    "ideal": ("tokens a second of virtual time, as a share of what all clusters make alone", lambda n: f"{n['of_ideal']:.2f}"),
+    "ideal": (
+        "tokens a second of virtual time, as a share of what all clusters make alone",
+        lambda n: f"{n['of_ideal']:.2f}",
+    ),
 }
 
 
@@ -95,7 +98,8 @@ def recommend(result: StudyResult) -> list[str]:
     best = min(whole, key=lambda row: mean(whole[row].values()))
     unit = next(iter(result.runs[best].values()))["unit"]
     seeds = len(whole[best])
-    said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit}, {f'mean of {seeds} seeds' if seeds > 1 else 'one seed'}."]
+    spelt = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+    said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit}, {spelt}."]
     said += [f"{key}: {value} was the best of its values." for key, value in result.best[best]]
     if best != study.compare and (held := compare_row(result, best)) is not None:
         said.append(f"Against {study.compare!r}: {held}.")

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from dips.errors import DipsError
@@ -42,15 +44,17 @@ def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyRes
     """Compute what is not kept yet; errors of single runs are in the result, and end none of the others."""
     result, total = StudyResult(study), study.run_count
     progress = _Progress(total, jobs, say)
-    with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         try:
             for plan, numbers in _run_all(pool, study.plan_first(), store, progress, result.failed):
                 result.tuned.setdefault(plan.row, {})[plan.tuned] = numbers
             _choose_best(result)
             for plan, numbers in _run_all(pool, study.plan_rest(result.best), store, progress, result.failed):
                 result.runs[plan.row][plan.seed] = numbers
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what is done is kept
+        except BaseException:  # Ctrl-C, SIGTERM: what is done is kept, what is under way is lost
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in active_children():
+                child.terminate()
             raise
     return result
 
@@ -84,7 +88,7 @@ def _run_all(
         else:
             missing.setdefault(store.name_of(plan), []).append(plan)
     under_way: dict[Future[Numbers], list[RunPlan]] = {
-        pool.submit(execute_run, same[0]): same for same in missing.values()
+        pool.submit(execute_and_keep, same[0], store.directory): same for same in missing.values()
     }
     while under_way:
         done, _ = wait(under_way, return_when=FIRST_COMPLETED)
@@ -93,8 +97,26 @@ def _run_all(
             numbers = _result_of(future, same[0], failed)
             progress.note_done(same, numbers)
             if numbers is not None:
-                store.keep(same[0], numbers)
                 yield from ((plan, numbers) for plan in same)
+
+
+def execute_and_keep(plan: RunPlan, directory: Path) -> Numbers:
+    """In a process of its own: a result is on disk even if the study is killed in the same moment."""
+    numbers = execute_run(plan)
+    ResultStore(directory, plan.factory).keep(plan, numbers)
+    return numbers
+
+
+def end_with_parent() -> None:
+    """In a process of the pool: a study that was killed leaves nothing running."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _result_of(future: Future[Numbers], plan: RunPlan, failed: dict[str, str]) -> Numbers | None:

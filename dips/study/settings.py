@@ -98,7 +98,8 @@ def _read_member(raw: Any) -> Member:
         return Member(float(raw))
     if isinstance(raw, Mapping) and isinstance(raw.get("fault"), str):
         raw = {**raw, "fault": {"kind": raw["fault"]}}
-    return _checked(Member, raw, "fleet")
+    member: Member = _checked(Member, raw, "fleet")
+    return member
 
 
 def _refuse_senseless(settings: Settings, nested: Nested) -> None:

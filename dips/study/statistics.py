@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import mean, stdev
 
-# Quantile 0.975 of Student's t, by degrees of freedom; beyond the table that of the next smaller entry, on the safe side.
+# Quantile 0.975 of Student's t by degrees of freedom; of those between, the next smaller entry: on the safe side.
 STUDENT = {
     1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
     15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980,

@@ -29,7 +29,7 @@ class ResultStore:
     """A directory of results."""
 
     def __init__(self, directory: Path, factory: str) -> None:
-        self._directory, self._code = directory, digest_code(factory)
+        self.directory, self._code = directory, digest_code(factory)
 
     def find(self, plan: RunPlan) -> Numbers | None:
         """The numbers of a run that is done; a file that cannot be read is as good as none."""
@@ -50,14 +50,14 @@ class ResultStore:
             beside.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
             beside.replace(path)
         except OSError as error:
-            raise ConfigError(f"--output {self._directory}: cannot be written: {error.strerror or error}") from error
+            raise ConfigError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from error
 
     def name_of(self, plan: RunPlan) -> str:
         """Equal for runs that must have equal results."""
         return plan.digest(self._code)
 
     def _path_of(self, plan: RunPlan) -> Path:
-        return self._directory / f"{self.name_of(plan)}.json"
+        return self.directory / f"{self.name_of(plan)}.json"
 
 
 @cache

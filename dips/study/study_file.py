@@ -21,6 +21,7 @@ DEFAULT_FACTORY = "dips.study.text:build"
 FORMAT = 1  # of a result's description
 MOST_RUNS = 10_000  # of a study: a grid multiplies
 Flat = dict[str, Any]
+Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class StudyFile(Section):
@@ -29,11 +30,11 @@ class StudyFile(Section):
     study: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     factory: str = DEFAULT_FACTORY  # MODULE:FUNCTION, returns a dips.study.task.Task
     seeds: Annotated[tuple[int, ...], Field(min_length=1, max_length=64)] = (1, 2, 3)
-    fleets: dict[str, tuple[Any, ...]] = {}
-    base: Flat = {}  # settings of every run
-    rows: dict[str, Flat] = {}  # what differs, by the row's name
-    grid: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}  # every combination is a row
-    tune: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}  # each row at its own best of these
+    fleets: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    base: Flat = Field(default_factory=dict)  # settings of every run
+    rows: dict[str, Flat] = Field(default_factory=dict)  # what differs, by the row's name
+    grid: dict[str, Values] = Field(default_factory=dict)  # every combination is a row
+    tune: dict[str, Values] = Field(default_factory=dict)  # each row at its own best of these
     compare: str | None = None  # the row that others are held against; null: the first
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dips.demo.data import BLOCK_BYTES, Corpus, from_files, load_corpus, source_files
-from dips.demo.model import Decoder, Shape, next_byte_loss
+from dips.demo.data import BLOCK_BYTES, Text, from_files, load_corpus, source_files
+from dips.demo.model import Decoder, Shape
 from dips.study.task import Batch, BatchDraw, Task
 
 VALIDATION_ROWS, VALIDATION_BATCH = 512, 64
@@ -64,7 +64,7 @@ def _split(rows: Tensor) -> Batch:
 
 
 @cache
-def _text_of(cluster: int, clusters: int) -> np.ndarray:  # type: ignore[type-arg]
+def _text_of(cluster: int, clusters: int) -> Text:
     """A cluster's own part of the files, in the order of their names: directories stay together."""
     files = source_files(Path(sysconfig.get_paths()["stdlib"]))
     share = files[cluster * len(files) // clusters : (cluster + 1) * len(files) // clusters]
