@@ -26,7 +26,8 @@ CHUNK_BYTES = 1 << 16
 HEARTBEAT_S = 4.0  # of virtual time: an inner step takes about one
 HANG_S = 10_000.0
 SLOTS_MORE = 1  # than clusters: nobody waits for a slot
-PATIENCE = 6.0  # times what the run would take if nothing were gated: then it is over, finished or not
+PATIENCE = 4.0  # times what the run would take if nothing were gated: then it is over, finished or not
+LEAST_S = 300.0  # for joining, pulling and ending, however short it is
 RANGES = 1 << 20  # more than any study's inner steps: each takes one
 
 
@@ -89,7 +90,7 @@ def _make_scenario(fleet: Fleet, options: Options, tokens: int, lasts_s: float, 
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
         slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=2, inner_steps=fleet.inner_steps,
-        options=options, lasts_s=PATIENCE * max(lasts_s, HANG_S / PATIENCE), ranges_at_once=fleet.inner_steps,
+        options=options, lasts_s=LEAST_S + PATIENCE * lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip
 

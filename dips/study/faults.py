@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from dips.errors import ConfigError
+from dips.protocol.options import FORBID
 from dips.slave.ports import F32
 from dips.study.task import Batch
 
@@ -24,6 +26,7 @@ LR_TIMES = 100.0
 class Fault:
     """What is wrong with a cluster, and when, in shares of the inner steps that it is due."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     kind: str
     begin: float = 1 / 3
     end: float = 2 / 3

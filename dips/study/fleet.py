@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from dips.errors import ConfigError
+from dips.protocol.options import FORBID
 from dips.sim.scenario import NAMES
 from dips.study.faults import Fault
 
@@ -21,6 +23,7 @@ def _require(holds: bool, key: str, expected: str, got: object) -> None:
 class Member:
     """One cluster; seconds are of virtual time, shares of the run's tokens."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     step_s: float = 1.0  # of an inner step
     jitter: float = 0.1  # of step_s, between the shortest and the longest
     straggles: float = 0.0  # share of inner steps that take ten times as long
@@ -44,6 +47,7 @@ class Member:
 class Fleet:
     """The clusters of a run, and what their cluster files say."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     members: tuple[Member, ...] = (Member(),) * 4
     inner_steps: int = 32
     pace: str = "steps"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from dips.errors import ConfigError
 from dips.ids import PushId
 from dips.protocol.manifest import Manifest
+from dips.protocol.options import FORBID
 from dips.sim.site import Site
 from dips.slave.ports import F32
 from dips.study.faults import Arrays, Fault
@@ -32,6 +34,7 @@ LEAST_START = 0.25  # of the peak: progress is 0 until the first version, and a 
 class Recipe:
     """How the inner steps are taken, in every method alike."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     lr: float = 4e-3  # peak
     optimizer: str = "adamw"
     warmup: float = 0.02  # of the run's tokens
@@ -67,7 +70,9 @@ class Inner:
 
     def draw_batch(self) -> Batch:
         """The worker's next batch."""
-        return next(self._batches)
+        for batch in self._batches:
+            return batch
+        raise ConfigError("factory: Task.draw_batches: expected batches without end, and they ended; repeat the data")
 
     def take_step(self, progress: float) -> float:
         """Train on one batch; return its loss before the step."""

@@ -73,12 +73,13 @@ def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Sett
         raise ConfigError(f"steps: expected a whole number of inner steps, at least 1, got {steps!r}")
     words = {key: nested[key] for key in ("inner_steps", "pace", "overlap", "fragments") if key in nested}
     fleet = _checked(Fleet, {"members": _find_members(nested.get("fleet"), fleets), **words}, "")
+    _refuse_lone_edit(fleet, nested)
     options = {section: nested[section] for section in (*SECTIONS, "codec") if section in nested}
     settings = Settings(
         method, steps, dict(nested.get("task", {})), fleet, _checked(Recipe, nested.get("inner", {}), "inner"),
         _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec").value,
     )  # fmt: skip
-    _refuse_senseless(settings, nested)
+    _refuse_senseless(settings)
     return settings
 
 
@@ -102,12 +103,16 @@ def _read_member(raw: Any) -> Member:
     return member
 
 
-def _refuse_senseless(settings: Settings, nested: Nested) -> None:
+def _refuse_lone_edit(fleet: Fleet, nested: Nested) -> None:
+    gates = nested.get("penalty", {}).get("gates")
+    edit = nested.get("outer", {}).get("merge") == "edit" or (isinstance(gates, list | tuple) and "edit" in gates)
+    if edit and len(fleet.members) < 2:
+        raise ConfigError("edit compares clusters with each other: expected two or more in `fleet`, got 1")
+
+
+def _refuse_senseless(settings: Settings) -> None:
     """What can be read and makes no sense together."""
     clusters = len(settings.fleet.members)
-    edit = nested.get("outer", {}).get("merge") == "edit" or "edit" in _as_list(nested.get("penalty", {}).get("gates"))
-    if edit and clusters < 2:
-        raise ConfigError("edit compares clusters with each other: expected two or more in `fleet`, got 1")
     fastest = min(settings.fleet.due_steps(settings.steps).values())
     if settings.method != "data_parallel" and fastest < settings.fleet.inner_steps:
         raise ConfigError(
@@ -116,10 +121,6 @@ def _refuse_senseless(settings: Settings, nested: Nested) -> None:
         )
     if settings.method != "dips" and any(m.fault or m.joins or m.leaves < 1 for m in settings.fleet.members):
         raise ConfigError(f"method: {settings.method} knows no faults, joins or leaves; only dips does")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _checked(kind: Any, raw: Any, key: str) -> Any:

@@ -1,0 +1,262 @@
+"""Studies: files become runs, finished runs are kept, losses are compared by pairs, and errors are sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from benchmarks import convergence_rows
+from dips.cli import cli
+from dips.commands.templates import read_template
+from dips.errors import ConfigError
+from dips.study import runner, store
+from dips.study.report import describe_gating, list_lines, recommend, spell_table, write_csv
+from dips.study.runner import StudyResult
+from dips.study.statistics import compare_paired, student_quantile
+from dips.study.store import ResultStore
+from dips.study.study_file import Study, StudyFile, make_study, read_study
+from tests.unit.study.tiny import FACTORY
+
+COMMENTED = re.compile(r"^( *)# ((?:[a-z_.]+:|- \{).*)$", re.MULTILINE)
+BASE = {"steps": 48, "fleet": "two", "inner_steps": 4, "pace": "aligned", "inner.lr": 0.02, "outer.clip": {}}
+CONTENT: dict[str, Any] = {
+    "study": "s", "factory": FACTORY, "seeds": [1, 2], "fleets": {"two": [1.0, 1.5]}, "base": BASE,
+    "rows": {"synchronous": {"method": "synchronous"}, "ours": {}}, "compare": "synchronous",
+}  # fmt: skip
+
+
+def study_of(**keys: Any) -> Study:
+    compare = {"compare": None} if "rows" in keys else {}
+    return make_study(StudyFile.model_validate({**CONTENT, **compare, **keys}))
+
+
+def refused(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        study_of(**keys)
+    return str(error.value)
+
+
+class InPlace:
+    """A pool whose processes are this one; counts what is computed."""
+
+    computed = 0
+
+    def __init__(self, *_: Any) -> None: ...
+    def __enter__(self) -> InPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def shutdown(self, **_: object) -> None: ...
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        from concurrent.futures import Future
+
+        InPlace.computed += 1
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001  # what a process of a pool does
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture(name="in_place")
+def computed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[InPlace]]:
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", InPlace)
+    monkeypatch.setattr(store, "COMPUTING", ("study",))  # a digest of a few files is quick
+    store.digest_code.cache_clear()
+    InPlace.computed = 0
+    yield InPlace
+    store.digest_code.cache_clear()
+
+
+def run(study: Study, directory: Path) -> StudyResult:
+    return runner.run_study(study, ResultStore(directory, study.factory), 1, lambda _: None)
+
+
+def test_rows_and_a_grid_become_runs() -> None:
+    """Settings of a row come before those of the base; a grid adds every combination."""
+    study = study_of(grid={"outer.lr": [0.5, 0.7], "inner_steps": [2, 4]})
+    assert [row.name for row in study.rows][:2] == ["synchronous", "ours"] and len(study.rows) == 6
+    assert study.run_count == 12
+    first = {plan.row: plan.settings for plan in study.plan_first()}
+    assert first["outer.lr 0.5, inner_steps 2"].options.outer.lr == 0.5
+    assert first["outer.lr 0.5, inner_steps 2"].fleet.inner_steps == 2
+    assert first["ours"].options.outer.clip.norm is None and first["synchronous"].method == "synchronous"
+
+
+def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
+    study = study_of(rows={"a": {}, "b": {"outer": {"lr": 0.7}, "outer.clip": {}}, "c": {"outer.lr": 0.6}})
+    digests = [plan.digest("code") for plan in study.plan_first()]
+    assert digests[0] == digests[1] != digests[2]
+    assert study.plan_first()[0].digest("other code") != digests[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"rows": {"x": {"outer.mergee": "mean"}}}, "rows.x: outer.mergee: unknown key"),
+        ({"rows": {"x": {"penalty.beta": -1}}}, "penalty.beta: expected a number above 0"),
+        ({"rows": {"x": {"outr.lr": 1}}}, "outr.lr: unknown key of a run"),
+        ({"rows": {"x": {"method": "sync"}}}, "method: expected one of dips, data_parallel"),
+        ({"rows": {"x": {"fleet": "three"}}}, "fleet: no 'three'; the study has two"),
+        ({"rows": {"x": {"fleet": [{"step_s": -1}]}}}, "clusters: step_s: expected a number above 0"),
+        ({"rows": {"x": {"fleet": [{"speed": 1}]}}}, "speed: unknown key"),
+        ({"rows": {"x": {"fleet": [{"fault": "odd"}]}}}, "fault: expected one of nan"),
+        ({"rows": {"x": {"inner.optimizer": "sgd"}}}, "inner.optimizer: expected adamw or muon"),
+        ({"rows": {"x": {"pace": "seconds"}}}, "pace: expected steps or aligned"),
+        ({"rows": {"x": {"steps": 4}}}, "are not one push of each: expected at least 10"),
+        ({"rows": {"x": {"fleet": [1.0], "penalty.gates": ["edit"]}}}, "edit compares clusters with each other"),
+        ({"rows": {"x": {"method": "naive", "fleet": [{"fault": "nan"}, 1]}}}, "naive knows no faults"),
+        ({"rows": {}}, "rows: expected one at least"),
+        ({"compare": "nobody"}, "compare: no row 'nobody'"),
+        ({"seeds": [1, 1]}, "seeds: expected different whole numbers"),
+        ({"grid": {"outer.lr": [0.1 * i + 0.1 for i in range(100)], "seeds": [1]}}, "seeds: unknown key of a run"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(keys: dict[str, Any], said: str) -> None:
+    """Before the first run, with row and key."""
+    assert said in refused(**keys)
+
+
+def test_a_study_is_computed_once(in_place: type[InPlace], tmp_path: Path) -> None:
+    """Killed after some runs and begun again, it computes the others only, with the same numbers."""
+    study = study_of()
+    whole = run(study, tmp_path)
+    assert in_place.computed == 4 and not whole.failed
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4 and all(set(json.loads(f.read_text())) >= {"settings", "seed", "numbers"} for f in files)
+    files[0].unlink()
+    files[1].write_text("{ torn")
+    again = run(study, tmp_path)
+    assert in_place.computed == 6
+    spent = {"took_s"}
+    for row, runs in whole.runs.items():
+        for seed, numbers in runs.items():
+            assert {k: v for k, v in again.runs[row][seed].items() if k not in spent} == {
+                k: v for k, v in numbers.items() if k not in spent
+            }
+
+
+def test_rows_of_equal_settings_are_computed_once(in_place: type[InPlace], tmp_path: Path) -> None:
+    result = run(study_of(rows={"a": {}, "b": {}}, seeds=[1], compare="a"), tmp_path)
+    assert in_place.computed == 1 and result.runs["a"] == result.runs["b"]
+
+
+def test_each_row_takes_its_own_best_value(in_place: type[InPlace], tmp_path: Path) -> None:
+    """All values with the first seed, the best one with the others."""
+    result = run(study_of(tune={"inner.lr": [1e-5, 0.02]}), tmp_path)
+    assert in_place.computed == 6
+    assert result.best == dict.fromkeys(("synchronous", "ours"), (("inner.lr", 0.02),))
+    write_csv(result, tmp_path / "results.csv")
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    assert len(lines) == 7 and sum(",inner.lr=0.02,True," in line for line in lines) == 4
+
+
+def test_a_run_that_diverges_is_a_row(in_place: type[InPlace], tmp_path: Path) -> None:
+    """And is compared with nobody."""
+    result = run(study_of(rows={"synchronous": {"method": "synchronous"}, "wild": {"inner.lr": 1e6}}), tmp_path)
+    line = list_lines(result)[1]
+    assert line[0] == "wild" and line[2].startswith("diverged") and line[3] == ""
+    assert recommend(result) == ["No row of method dips ended well: nothing to recommend."]
+
+
+def test_a_factory_that_breaks_loses_its_row_only(in_place: type[InPlace], tmp_path: Path) -> None:
+    study = study_of(factory=FACTORY.replace("build", "breaks"))
+    result = run(study, tmp_path)
+    assert set(result.failed) == {"synchronous", "ours"} and "they ended; repeat the data" in result.failed["ours"]
+    assert all(line[2] == "failed" for line in list_lines(result))
+
+
+def test_paired_intervals() -> None:
+    """Against a table: t(0.975, 4) = 2.776; the mean of +1 %, +2 %, +3 %, +4 %, +5 % is known to 1.96 points."""
+    ones = dict.fromkeys(range(5), 1.0)
+    held = compare_paired({i: 1.01 + 0.01 * i for i in range(5)}, ones)
+    assert held is not None and held.mean == pytest.approx(0.03) and held.seeds == 5
+    assert held.high - held.mean == pytest.approx(2.776 * 0.015811 / 5**0.5, rel=1e-3)
+    assert held.verdict == "worse"
+    better = compare_paired({0: 0.98, 1: 0.981, 2: 0.979}, ones)
+    assert better is not None and better.verdict == "better"
+    unsure = compare_paired({0: 0.99, 1: 1.005}, ones)
+    assert unsure is not None and unsure.verdict.startswith("no worse by ")
+    single = compare_paired({0: 0.9}, ones)
+    assert single is not None and single.verdict == "one seed: no interval"
+    assert compare_paired({7: 1.0}, ones) is None
+    assert student_quantile(13) == student_quantile(12) and student_quantile(10_000) == 1.98
+
+
+def test_a_blind_gate_is_called_blind() -> None:
+    counts = {"bad": 20, "bad_gated": 1, "healthy": 100, "healthy_gated": 1, "recovered_after": 0}
+    assert describe_gating(counts).startswith("blind; 1.0% of 100 healthy")
+    assert describe_gating({**counts, "bad_gated": 19, "recovered_after": None}).startswith("95% of 20 bad")
+    assert describe_gating({"bad": 0}) == "no bad push"
+
+
+def test_the_table_leaves_empty_columns_out() -> None:
+    assert spell_table([("a", "b", "c"), ("1", "", "22"), ("333", "", "4")]) == ["a    c", "1    22", "333  4"]
+
+
+def test_the_template_is_a_study(tmp_path: Path) -> None:
+    """As it stands, and with every commented key put in."""
+    path = tmp_path / "study.yaml"
+    path.write_text(read_template("study.yaml"))
+    assert read_study(path).run_count == 12
+    text = COMMENTED.sub(r"\1\2", read_template("study.yaml")).replace("grid: {}", "grid:").replace("tune: {}", "tune:")
+    keys = StudyFile.model_validate(yaml.safe_load(text))
+    assert set(keys.model_fields_set) == set(StudyFile.model_fields)
+    assert make_study(keys).run_count > 12
+
+
+def test_the_benchmark_s_rows_can_be_read() -> None:
+    """But for those that need an option which is not there: they are named by it."""
+    missing, rows_of = set(), convergence_rows
+    groups = (rows_of.QUICK, rows_of.METHOD_ROWS, rows_of.FACTOR_ROWS, rows_of.bad_rows())
+    fleets = {**rows_of.FLEETS, **rows_of.bad_fleets()}
+    content = {"study": "s", "fleets": fleets, "base": {**rows_of.BASE, "steps": 6000}}
+    for name, keys in (row for rows in groups for row in rows.items()):
+        try:
+            make_study(StudyFile.model_validate({**content, "rows": {name: keys}}))
+        except ConfigError as error:
+            missing.add(str(error))
+    assert all("unknown key" in why or ("outer.lr" in why and "auto" in why) for why in missing), missing
+    seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in rows_of.QUICK.values()]
+    assert sum(seeds) == 24
+
+
+def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("study.yaml").write_text(yaml.safe_dump(CONTENT))
+    said = CliRunner().invoke(cli, ["study", "study.yaml", "--dry-run"])
+    assert said.exit_code == 0, said.output
+    assert "4 runs; an inner step takes" in said.stdout and "synchronous, seed 1: 48 steps, to do" in said.stdout
+    assert CliRunner().invoke(cli, ["study"]).exit_code == 2
+    template = CliRunner().invoke(cli, ["study", "--template", "new.yaml"])
+    assert template.exit_code == 0 and Path("new.yaml").exists()
+    twice = CliRunner().invoke(cli, ["study", "--template", "new.yaml"])
+    assert isinstance(twice.exception, ConfigError) and "exists already" in str(twice.exception)
+
+
+@pytest.mark.parametrize(
+    ("factory", "task", "said"),
+    [
+        ("nowhere:build", {}, "nowhere:build: No module named 'nowhere'"),
+        ("dips.study.text:nothing", {}, "has no attribute 'nothing'"),
+        ("dips.study.text", {}, "expected MODULE:FUNCTION"),
+        (FACTORY.replace("build", "not_a_task"), {}, "expected a dips.study.task.Task, got int"),
+        (FACTORY, {"wide": 3}, "it takes scale"),
+    ],
+)
+def test_a_wrong_factory_is_a_sentence(
+    factory: str, task: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {**CONTENT, "factory": factory, "base": {**BASE, "task": task}}
+    Path("study.yaml").write_text(yaml.safe_dump(content))
+    error = CliRunner().invoke(cli, ["study", "study.yaml"]).exception
+    assert isinstance(error, ConfigError) and said in str(error)
