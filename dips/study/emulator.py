@@ -18,7 +18,7 @@ from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.world import World
 from dips.slave.ports import F32
 from dips.study.account import Emulated, GateCount, RunAccount
-from dips.study.fleet import LINK_S, Fleet, Member
+from dips.study.fleet import LINK_S, Fleet, FleetCluster
 from dips.study.learner import LearnedModel, Recipe
 from dips.study.task import Task
 
@@ -69,7 +69,7 @@ class _Comings(Observer):
             _, what, action = self._plan.pop()
             self._world.call_later(0.0, what, action)
 
-    def _plan_member(self, name: str, member: Member) -> list[tuple[float, str, Callable[[], None]]]:
+    def _plan_member(self, name: str, member: FleetCluster) -> list[tuple[float, str, Callable[[], None]]]:
         cluster = self._world.clusters[name]
 
         def fail() -> None:
@@ -95,7 +95,7 @@ def _make_scenario(fleet: Fleet, options: Options, tokens: int, lasts_s: float, 
     )  # fmt: skip
 
 
-def _make_shape(fleet: Fleet, member: Member) -> ClusterShape:
+def _make_shape(fleet: Fleet, member: FleetCluster) -> ClusterShape:
     return ClusterShape(
         1, member.step_s, member.link_s / LINK_S, fleet.inner_steps if fleet.pace == "aligned" else 0, fleet.overlap,
         fleet.fragments, member.jitter, member.straggles, late=member.joins > 0,

@@ -20,7 +20,7 @@ def _require(holds: bool, key: str, expected: str, got: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FleetCluster:
     """One cluster; seconds are of virtual time, shares of the run's tokens."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
@@ -48,7 +48,7 @@ class Fleet:
     """The clusters of a run, and what their cluster files say."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    members: tuple[Member, ...] = (Member(),) * 4
+    members: tuple[FleetCluster, ...] = (FleetCluster(),) * 4
     inner_steps: int = 32
     pace: str = "steps"
     overlap: bool = False

@@ -16,7 +16,7 @@ from dips.config.reading import explain_invalid
 from dips.errors import ConfigError
 from dips.protocol.enums import PullCodec
 from dips.protocol.options import Options
-from dips.study.fleet import Fleet, Member
+from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import Recipe
 
 SECTIONS = ("outer", "penalty", "timing")  # of dips.yaml
@@ -94,12 +94,12 @@ def _find_members(fleet: Any, fleets: Mapping[str, tuple[Any, ...]]) -> tuple[An
     return tuple(_read_member(member) for member in fleet)
 
 
-def _read_member(raw: Any) -> Member:
+def _read_member(raw: Any) -> FleetCluster:
     if isinstance(raw, int | float):
-        return Member(float(raw))
+        return FleetCluster(float(raw))
     if isinstance(raw, Mapping) and isinstance(raw.get("fault"), str):
         raw = {**raw, "fault": {"kind": raw["fault"]}}
-    member: Member = _checked(Member, raw, "fleet")
+    member: FleetCluster = _checked(FleetCluster, raw, "fleet")
     return member
 
 

@@ -15,12 +15,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import dips
 from dips.errors import ConfigError
 from dips.study.execute import Numbers
 from dips.study.study_file import RunPlan
 
-PACKAGE = Path(dips.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 COMPUTING = ("protocol", "outer", "sim", "client/agent", "slave", "wire", "demo/data.py", "demo/model.py", "study")
 REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings", "bad_data"})
 

@@ -39,7 +39,7 @@ class StudyFile(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StudyRow:
     """A line of the study's table: settings, but for what is tuned and the seed."""
 
     name: str
@@ -75,11 +75,11 @@ class Study:
 
     name: str
     factory: str
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
     compare: str
     fleets: Mapping[str, tuple[Any, ...]]
 
-    def plan_run(self, row: Row, seed: int, tuned: tuple[tuple[str, Any], ...]) -> RunPlan:
+    def plan_run(self, row: StudyRow, seed: int, tuned: tuple[tuple[str, Any], ...]) -> RunPlan:
         nested = nest_keys({**row.flat, **dict(tuned)})
         return RunPlan(row.name, seed, tuned, self.factory, make_settings(nested, self.fleets))
 
@@ -97,7 +97,7 @@ class Study:
             if row.name in best and i < len(row.seeds)
         ]
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> StudyRow:
         return next(row for row in self.rows if row.name == name)
 
     @property
@@ -105,7 +105,7 @@ class Study:
         return sum(len(list(list_tunings(row))) + len(row.seeds) - 1 for row in self.rows)
 
 
-def list_tunings(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
+def list_tunings(row: StudyRow) -> Iterator[tuple[tuple[str, Any], ...]]:
     for values in product(*row.tune.values()):
         yield tuple(zip(row.tune, values, strict=True))
 
@@ -142,21 +142,21 @@ def make_study(file: StudyFile) -> Study:
     return study
 
 
-def _unfold_rows(file: StudyFile) -> Iterator[Row]:
+def _unfold_rows(file: StudyFile) -> Iterator[StudyRow]:
     for name, flat in file.rows.items():
         own = dict(flat)
         tune, seeds = own.pop("tune", file.tune), tuple(own.pop("seeds", file.seeds))
         if not isinstance(tune, dict) or not all(isinstance(v, list | tuple) and v for v in tune.values()):
             raise ConfigError(f"rows.{name}.tune: expected keys with lists of values, got {tune!r}")
         _require_seeds(f"rows.{name}.seeds", seeds)
-        yield Row(name, {**file.base, **own}, {k: tuple(v) for k, v in tune.items() if k not in own}, seeds)
+        yield StudyRow(name, {**file.base, **own}, {k: tuple(v) for k, v in tune.items() if k not in own}, seeds)
     _require_seeds("seeds", file.seeds)
     if file.grid:
         for values in product(*file.grid.values()):
             chosen = dict(zip(file.grid, values, strict=True))
             tune = {key: v for key, v in file.tune.items() if key not in chosen}
             name = ", ".join(f"{k} {_spell(v)}" for k, v in chosen.items())
-            yield Row(name, {**file.base, **chosen}, tune, file.seeds)
+            yield StudyRow(name, {**file.base, **chosen}, tune, file.seeds)
 
 
 def _require_seeds(key: str, seeds: tuple[Any, ...]) -> None:

@@ -87,7 +87,7 @@ MAY: dict[str, set[str]] = {
     "dips.study": LOW
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
-    | {"dips.demo.data", "dips.demo.model", "dips.__init__"},
+    | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }

@@ -13,7 +13,7 @@ from dips.study.account import Emulated, GateCount
 from dips.study.baselines import train_data_parallel, train_naive, train_synchronous
 from dips.study.emulator import emulate
 from dips.study.faults import KINDS, Fault
-from dips.study.fleet import Fleet, Member
+from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import LearnedModel, Recipe
 from dips.study.optimizers import make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, build, fleet
@@ -75,7 +75,7 @@ def test_a_cluster_s_parameters_are_what_its_rank_holds() -> None:
 
 
 def test_clusters_join_leave_and_fail_by_the_run_s_tokens() -> None:
-    members = (Member(), Member(joins=0.3), Member(leaves=0.4), Member(fails=0.5, down_s=5.0))
+    members = (FleetCluster(), FleetCluster(joins=0.3), FleetCluster(leaves=0.4), FleetCluster(fails=0.5, down_s=5.0))
     made = emulated(Fleet(members, 4), steps=240)[0]
     assert made.finished and set(made.shares) == {"a", "b", "c", "d"}
     assert made.shares["a"] > max(made.shares["b"], made.shares["c"]) > 0
@@ -103,7 +103,7 @@ def test_bad_data_is_pushed_and_counted(kind: str) -> None:
 
 
 def _with_fault(kind: str) -> Fleet:
-    return Fleet((Member(1.0, fault=Fault(kind)), Member(1.2), Member(1.5)), 4)
+    return Fleet((FleetCluster(1.0, fault=Fault(kind)), FleetCluster(1.2), FleetCluster(1.5)), 4)
 
 
 def test_what_is_spoilt() -> None:

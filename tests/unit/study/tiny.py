@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dips.study.fleet import Fleet, Member
+from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import Recipe
 from dips.study.task import Batch, BatchDraw, Task
 
@@ -55,7 +55,7 @@ def breaks() -> Task:
 
 def fleet(*times: float, pace: str = "steps", inner_steps: int = 4, **keys: Any) -> Fleet:
     """Clusters whose inner steps take so long; `keys` of each."""
-    return Fleet(tuple(Member(t, **keys) for t in times), inner_steps, pace)
+    return Fleet(tuple(FleetCluster(t, **keys) for t in times), inner_steps, pace)
 
 
 def _with_targets(words: Tensor) -> Batch:
