@@ -262,7 +262,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 8"
+    older = "format 4 was written by an older Di-PS, this one reads 9"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")
@@ -391,10 +391,10 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
 
-    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int) -> Any:
+    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int, *more: Any) -> Any:
         monkeypatch.undo()
         ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_history._read_pushes(db, first, last)
+        return ledger_history._read_pushes(db, first, last, *more)
 
     monkeypatch.setattr(ledger_history, "_read_pushes", commits_meanwhile)
     (seen,) = reader.read_history()

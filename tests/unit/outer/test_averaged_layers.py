@@ -54,7 +54,7 @@ def test_no_norm_contains_them_and_what_is_not_finite_is_seen() -> None:
     versions = made(reference)
     assert versions.measure_push(stage(versions, 1, 1.0, 100.0)) == (0.0, 0.0)
     assert not all(map(np.isfinite, versions.measure_push(stage(versions, 2, 1.0, float("nan")))))
-    assert versions.fold_push(PushId("a", 1, 1), 1.0) == 0.0
+    assert versions.fold_push(PushId("a", 1, 1), 1.0) == (0.0, 0.0)
 
 
 def test_an_aborted_round_leaves_no_weight() -> None:

@@ -239,7 +239,7 @@ def test_abort_keeps_what_was_not_folded() -> None:
     with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
         slave.order(Fold(2, P2, 1.0))
     slave.order(Measure(2, P2, GENESIS))
-    assert slave.order(Fold(2, P2, 1.0)) == Folded((7 * 0.75**2,))
+    assert slave.order(Fold(2, P2, 1.0)) == Folded((6 * 0.75**2, 0.75**2))
 
 
 def test_a_later_round_presumes_the_earlier_aborted() -> None:
