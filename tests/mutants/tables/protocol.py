@@ -84,16 +84,16 @@ MUTANTS = (
         STORIES,
     ),
     # ---- the outer step's numbers
-    Mutant("relative clip is off", ROOM, "if clip.relative is not None:", "if False:", ROUND),
+    Mutant("relative clip is off", ROOM, "    if relative is not None:\n", "    if False:\n", ROUND),
     Mutant(
         "relative clip takes the largest norm",
         ROOM,
-        "clip.relative * median(norms)",
-        "clip.relative * max(norms)",
+        "relative * median(history)",
+        "relative * max(history)",
         ROUND,
     ),
-    Mutant("clip of what is short", ROOM, "r.delta_norm > limit", "r.delta_norm < limit", ROUND),
-    Mutant("clip the wrong way", ROOM, "c * (limit / r.delta_norm)", "c * (r.delta_norm / limit)", ROUND),
+    Mutant("clip of what is short", ROOM, "limit is None or not norm > limit", "limit is None or norm > limit", ROUND),
+    Mutant("clip the wrong way", ROOM, "tuple(s * (limit / norm) for s", "tuple(s * (norm / limit) for s", ROUND),
     Mutant(
         "mean over pushes, not tokens",
         ROOM,

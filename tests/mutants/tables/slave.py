@@ -377,7 +377,7 @@ MUTANTS = (
         "made is None or",
         VERSIONS,
     ),
-    Mutant("a first push of any weight", OUTER, "if weight != 1.0:", "if False:", VERSIONS),
+    Mutant("a first push of any weight", OUTER, "if weight != 1.0 or not", "if False and not", VERSIONS),
     Mutant("a load over open slots", OUTER, "        if self._open:\n", "        if False:\n", VERSIONS),
     Mutant(
         "an unread version keeps its bank",
