@@ -142,7 +142,7 @@ def test_no_norm_makes_a_weight_that_is_not_a_number(merge: MergeRule, norms: tu
 def test_directions_that_cancel_leave_no_step() -> None:
     """Two opposite vectors have no mean direction: rounding is not blown up to their length."""
     run = ruled(merge="rda")
-    run.staged["b"] = [-d for d in run.staged["a"]]
+    run.staged["b"] = [np.float32(-3) * d for d in run.staged["a"]]
     run.push_all({"a": 100, "b": 100})
     for layer in BLOCKS:
         assert run.theta[layer] == pytest.approx([START] * 8, abs=1e-6)
