@@ -223,10 +223,11 @@ def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
 
 
 def _score_history(db: sqlite3.Connection) -> ScoreHistory:
-    row = db.execute("SELECT scores, delta_norms FROM score_history").fetchone()
+    row = db.execute("SELECT scores, delta_norms, layer_norms FROM score_history").fetchone()
     if row is None:
         return ScoreHistory((), ())
-    return ScoreHistory(tuple(json.loads(row[0])), tuple(json.loads(row[1])))
+    scores, norms, layer_norms = map(json.loads, row)
+    return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)))
 
 
 def _settled_ranges(db: sqlite3.Connection) -> set[int]:

@@ -29,7 +29,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any, cast
 
-from dips import ids
+from dips import ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
@@ -54,9 +54,10 @@ from dips.protocol import (
     transfer_book,
 )
 
-FORMAT = 6  # 5 had nothing that was tuned
+FORMAT = 7  # 6 knew Nesterov's step only
 MODULES: tuple[ModuleType, ...] = (
     ids,
+    outer_step,
     admission,
     audit_budget,
     claims,

@@ -36,6 +36,7 @@ class Verdict:
     inner_steps: int = 1  # as claimed
     finite: bool = True  # its parameters
     held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
+    flagged: frozenset[int] = frozenset()  # layers in which an accepted push does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Penalty:
         kept = self.history.scores
         if any(s.verdict.accepted for s in verdicts):
             kept = (*kept, max(scores, default=0.0))[-self._options.history :]
-        return changed, ScoreHistory(kept, self.history.delta_norms)
+        return changed, replace(self.history, scores=kept)
 
     def keep_statistics(self, changed: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
         """The round is in the ledger: what it changed is ours."""

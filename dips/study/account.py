@@ -139,7 +139,7 @@ class RunAccount(Observer):
                 self._result.gated += not accepted
 
     def _note_cosine(self, record: VersionCommitted) -> None:
-        """Of g = m′ − μ·m to m, over all slaves; both are there until the flip, which follows the row."""
+        """Of b·g = m′ − a·m to m, over all slaves; both are there until the flip, which follows the row."""
         dot = g_sq = m_sq = 0.0
         for machine in self._world.machines.values():
             if machine.process is None or machine.process.versions.prepared != record.version:
@@ -147,7 +147,7 @@ class RunAccount(Observer):
             before = machine.process.versions.momentum(record.parent)
             after = machine.process.versions.momentum(record.version)
             for layer, m in before.items():
-                g = after[layer] - np.float32(record.momentum) * m
+                g = after[layer] - np.float32(record.step.a) * m
                 dot, g_sq, m_sq = dot + float(g @ m), g_sq + float(g @ g), m_sq + float(m @ m)
         if g_sq > 0 and m_sq > 0:  # the first step has no momentum before it
             self._result.cosines.append(dot / (g_sq * m_sq) ** 0.5)

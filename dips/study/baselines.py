@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dips.outer import reference
+from dips.outer_step import nesterov_numbers
 from dips.slave.ports import F32
 from dips.study.fleet import Fleet
 from dips.study.learner import Inner, Recipe, fill, flatten
@@ -120,7 +121,7 @@ class _Outer:
         if norms > 0:
             self._cosines.append(float(total @ self._m) / norms)
         after = np.empty_like(self.theta)
-        reference.apply(self.theta, total, self._m, scale, self._lr, self._momentum, after)
+        reference.apply(self.theta, total, self._m, scale, self._lr, nesterov_numbers(self._momentum), after)
         self.theta, self._m = after, total
 
 
