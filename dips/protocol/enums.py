@@ -140,6 +140,13 @@ class AskOrder(StrEnum):
     RANDOM = "random"  # there to be compared with
 
 
+class ScoreScale(StrEnum):
+    """Of what the penalty's statistics are."""
+
+    LINEAR = "linear"  # norms, as §4.1 has it
+    LOG = "log"  # their logarithms: for norms that scatter by factors
+
+
 class PenaltyRule(StrEnum):
     DIPS = "dips"
     NONE = "none"  # finite check only

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from math import inf, nan, sqrt
+from collections.abc import Sequence
+from math import exp, inf, nan, sqrt
 
 import pytest
 
@@ -20,11 +21,11 @@ class PenaltyStory:
     def __init__(self, options: PenaltyOptions = OPTIONS, genesis_norm: float = 1e3) -> None:
         self.penalty = Penalty(options, genesis_norm=genesis_norm)
 
-    def round(self, **norms: float) -> dict[str, Verdict]:
-        """One round; each cluster's G, in one layer and one inner step. Return the verdicts."""
+    def round(self, live: Sequence[str] = (), **norms: float) -> dict[str, Verdict]:
+        """One round; each cluster's G, in one layer and one inner step; `live` if others live, too. Return verdicts."""
         said = {c: self.penalty.judge_push(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
         self.penalty.keep_statistics(
-            *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(norms))
+            *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(live or norms))
         )
         return said
 
@@ -190,6 +191,119 @@ def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted
     assert story.round(a=99.0)["a"].accepted
+
+
+# ---- warm-ups --------------------------------------------------------------------------------------------------------
+
+
+def test_false_gates_after_ten_pushes_are_those_of_a_normal_at_three_sigma() -> None:
+    """1.35 healthy pushes in 1,000 from the eleventh on, not 13, by the residuals to a mean that contains them."""
+    rng, options, seen, gated = random.Random(11), PenaltyOptions(e_cap=1.0), 0, 0
+    for _ in range(600):
+        story = PenaltyStory(options)
+        for number in range(20):
+            said = story.round(a=quiet(rng))["a"]
+            seen, gated = seen + (number >= 10), gated + (not said.accepted)
+    assert seen == 6_000
+    assert 3 <= gated <= 15, gated  # 8.1 are expected; 76 before
+
+
+@pytest.mark.parametrize("clusters", ["bc", "b", "bcdefgh"])
+def test_a_joiner_is_held_against_the_others_from_its_first_push(clusters: str) -> None:
+    """9 × as far as those who have warmed up: none of 14 pushes is accepted, and it is shown as quarantined."""
+    rng, story = random.Random(12), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(**{c: quiet(rng) for c in clusters})
+    for _ in range(14):
+        said = story.round(a=quiet(rng, 9.0), **{c: quiet(rng) for c in clusters})
+        assert not said["a"].accepted and "others' median" in said["a"].reason
+    assert story.penalty.penalty_row("a").quarantined
+
+
+def test_a_joiner_whose_pace_makes_its_norms_longer_is_let_in() -> None:
+    """3 × as far, as with ten times the pace: not one gate."""
+    rng, story = random.Random(13), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(b=quiet(rng), c=quiet(rng))
+    for _ in range(60):
+        assert story.round(a=quiet(rng, 3.0), b=quiet(rng), c=quiet(rng))["a"].accepted
+
+
+def test_a_joiner_whose_first_pushes_are_short_is_not_held_to_them() -> None:
+    """Its own learning rate warms up, from a thousandth: its cap is the others', not ten times its first norm."""
+    rng, story = random.Random(14), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(b=quiet(rng), c=quiet(rng))
+    for norm in (1e-3, 0.5, *[1.0] * 30):
+        assert story.round(a=quiet(rng, norm), b=quiet(rng), c=quiet(rng))["a"].accepted
+
+
+SHAPES = {
+    "one tiny push": lambda i: 1e-4 if i < 1 else 1.0,
+    "linear from a thousandth": lambda i: max(1e-3, min(1.0, i / 10)),
+    "exponential": lambda i: min(1.0, 1e-4 * 10 ** (0.4 * i)),
+    "two tiny, then all": lambda i: 1e-6 if i < 2 else 1.0,
+}
+
+
+@pytest.mark.parametrize("clusters", ["a", "ab", "abcd", "abcdefghi"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_warm_up_of_the_learning_rate_locks_a_run(shape: str, clusters: str) -> None:
+    """Norms that begin near 0 and reach their level in ten rounds, everybody's at its own times: gated for some rounds
+    at most, never for ever.
+    """
+    for seed in range(20):
+        rng, story, pushes = random.Random(seed), PenaltyStory(), dict.fromkeys(clusters, 0)
+        gated = dict.fromkeys(clusters, 0)
+        for _ in range(60):
+            here = [c for c in clusters if rng.random() < 0.7] or [clusters[0]]
+            said = story.round(live=clusters, **{c: quiet(rng, SHAPES[shape](pushes[c])) for c in here})
+            for c in here:
+                pushes[c] += 1
+                gated[c] += not said[c].accepted
+        assert max(gated.values()) <= 4 * OPTIONS.gate_patience, f"seed {seed}: {gated}"
+        assert not any(story.penalty.penalty_row(c).quarantined for c in clusters)
+        assert all(story.round(**dict.fromkeys(clusters, 1.0))[c].accepted for c in clusters)
+
+
+def test_a_run_whose_norms_were_formed_does_not_believe_a_world_of_hundredfold_norms() -> None:
+    """All clusters at once, hundred times too far, after 20 healthy rounds: gated as long as it lasts."""
+    rng, story = random.Random(15), PenaltyStory()
+    for _ in range(20):
+        story.round(**{c: quiet(rng) for c in "abcd"})
+    for _ in range(20):
+        assert not any(v.accepted for v in story.round(**{c: quiet(rng, 100.0) for c in "abcd"}).values())
+    assert all(v.accepted for v in story.round(**{c: quiet(rng) for c in "abcd"}).values())
+
+
+def test_a_young_run_believes_no_norm_beyond_its_initial_model() -> None:
+    """Alone, one accepted push: three pushes of 1e6 × ‖θ₀‖ leave a reference within ‖θ₀‖."""
+    story = PenaltyStory(genesis_norm=100.0)
+    story.round(a=1.0)
+    for _ in range(3 * OPTIONS.gate_patience):
+        assert not story.round(a=1e8)["a"].accepted
+    assert story.penalty.penalty_row("a").reference == 100.0
+
+
+def test_who_is_left_alone_is_not_held_against_those_that_have_gone() -> None:
+    """Two clusters began with a tiny push; one left: the other is not gated for ever by the norm that stayed behind."""
+    story = PenaltyStory()
+    story.round(a=1e-4, b=1e-4)
+    said = [story.round(a=1.0)["a"].accepted for _ in range(20)]
+    assert said[: OPTIONS.gate_patience] == [False] * OPTIONS.gate_patience
+    assert all(said[OPTIONS.gate_patience :])
+
+
+@pytest.mark.parametrize("factor", [5.0, 100.0])
+def test_a_score_of_logarithms_gates_what_is_far_off(factor: float) -> None:
+    """`score: log`, norms that scatter by 30 %: one cluster far off for good is out, the others are in."""
+    rng, story = random.Random(16), PenaltyStory(PenaltyOptions(score="log"))
+    for _ in range(60):
+        story.round(**{c: exp(0.3 * rng.gauss(0, 1)) for c in "abcd"})
+    for _ in range(30):
+        said = story.round(**{c: exp(0.3 * rng.gauss(0, 1)) * (factor if c == "a" else 1.0) for c in "abcd"})
+        assert [c for c in "abcd" if not said[c].accepted] == ["a"] or factor == 5.0
+    assert all(story.penalty.penalty_row(c).mu == pytest.approx(0.0, abs=0.3) for c in "bcd")
 
 
 # ---- what a cluster claims -------------------------------------------------------------------------------------------
