@@ -16,10 +16,14 @@ TINIEST = np.float32(2.0**-119)  # a block of smaller changes is zeros: its step
 _SPAN = 64 * BLOCK  # elements done at once: what one pass writes the next reads in the cache
 
 
-def measure(theta: F32, theta_j: F32) -> float:
-    """Return Σ(θ − θ_j)²; not finite if any element is not."""
+def measure(theta: F32, theta_j: F32, acc: F32 | None = None, first: int = 0) -> tuple[float, float, int]:
+    """Return Σd², not finite if any element is not, Σd·acc and Σ bits(θ_j[i])·(2i + 1) modulo 2⁶⁴, for d = θ − θ_j."""
     with np.errstate(all="ignore"):
-        return _sum_sq(theta - theta_j)
+        d = theta - theta_j
+        dot = 0.0 if acc is None else float(np.dot(d.astype(np.float64), acc.astype(np.float64)))
+        odd = 2 * np.arange(first, first + theta.size, dtype=np.uint64) + 1
+        digest = np.sum(theta_j.view(np.uint32) * odd, dtype=np.uint64)
+        return _sum_sq(d), dot, int(digest)
 
 
 def fold_first(theta: F32, theta_j: F32) -> float:

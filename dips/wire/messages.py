@@ -60,6 +60,7 @@ _REALS = {
     ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
     # A broken push has norms like these; the penalty gates it.
     ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
+    ("Measured", "layer_dot"): RealBounds(-inf, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
     ("ClusterHeartbeatAnswer", "push_in_s"): RealBounds(heartbeats.OWN_PACE),
