@@ -84,9 +84,7 @@ def _measure_loop(theta: F32, theta_j: F32, bits: U32, first: int) -> tuple[floa
 
 
 @_compile_nogil()
-def _measure_beside_loop(
-    theta: F32, theta_j: F32, acc: F32, bits: U32, first: int
-) -> tuple[float, float, np.uint64]:
+def _measure_beside_loop(theta: F32, theta_j: F32, acc: F32, bits: U32, first: int) -> tuple[float, float, np.uint64]:
     total, dot, digest = 0.0, 0.0, np.uint64(0)
     for begin in range(0, theta.size, BLOCK):
         end = min(begin + BLOCK, theta.size)

@@ -52,9 +52,10 @@ from dips.protocol import (
     run_state,
     timers,
     transfer_book,
+    verdicts,
 )
 
-FORMAT = 6  # 5 had nothing that was tuned
+FORMAT = 7  # 6 had no evidence in its verdicts
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,
@@ -77,6 +78,7 @@ MODULES: tuple[ModuleType, ...] = (
     run_state,
     timers,
     transfer_book,
+    verdicts,
 )
 PLAIN: tuple[type, ...] = (
     run_state.RunState,

@@ -19,8 +19,8 @@ from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.options import OuterOptions
-from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
+from dips.protocol.verdicts import Verdict
 
 PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
 
@@ -80,6 +80,7 @@ class Push:
     loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
     weight: float = 0.0
+    was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
 
     @property
     def held_ranges(self) -> tuple[int, ...]:
@@ -201,6 +202,7 @@ class Round:
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
+    held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
     outer: OuterOptions | None = None  # those that its Apply named; `dips tune` may change them meanwhile
     acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
     scale: float = 0.0
@@ -209,12 +211,12 @@ class Round:
 
     @property
     def pushes(self) -> list[Push]:
-        return [*self.folded, *self.gated, *([self.current] if self.current else ()), *self.queue]
+        return [*self.folded, *self.gated, *([self.current] if self.current else ()), *self.queue, *self.held]
 
     @property
     def count(self) -> int:
         """How many pushes it has."""
-        return len(self.folded) + len(self.gated) + len(self.queue) + (self.current is not None)
+        return len(self.folded) + len(self.gated) + len(self.queue) + len(self.held) + (self.current is not None)
 
 
 @dataclass

@@ -147,6 +147,12 @@ class ScoreScale(StrEnum):
     LOG = "log"  # their logarithms: for norms that scatter by factors
 
 
-class PenaltyRule(StrEnum):
+class GateName(StrEnum):
+    """What `penalty.gates` lists: see gates/."""
+
     DIPS = "dips"
-    NONE = "none"  # finite check only
+    DIPS_PAPER = "dips-paper"
+    EDIT = "edit"
+    DIRECTION = "direction"
+    LOSS = "loss"
+    REPLAY = "replay"

@@ -15,7 +15,7 @@ from dips.errors import ConfigError
 from dips.protocol.enums import (
     AskOrder,
     DurabilityMode,
-    PenaltyRule,
+    GateName,
     PersistFailurePolicy,
     PushCodec,
     RequeuePolicy,
@@ -70,7 +70,7 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    rule: PenaltyRule = PenaltyRule.DIPS
+    gates: tuple[GateName, ...] = (GateName.DIPS,)  # each may keep a push out; none: only what is not finite is
     score: ScoreScale = ScoreScale.LINEAR
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
@@ -80,10 +80,13 @@ class PenaltyOptions:
     joiner_cap: float = 5.0  # of the others' median, in a cluster's first warm-up; paces 10 × apart make norms 3 × so
     warmup_rounds: int = 10  # accepted pushes of a cluster before its scores count
     history: int = 50  # rounds whose scores set the threshold
-    gate_patience: int = 3  # gates in a row before a new warm-up or quarantine
+    gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        _coerce_word(self, "rule", PenaltyRule, "penalty.rule")
+        known = ", ".join(GateName)
+        _require_holds(set(self.gates) <= set(GateName), "penalty.gates", f"a list of {known}", self.gates)
+        _require_holds(len(set(self.gates)) == len(self.gates), "penalty.gates", "each gate once", self.gates)
+        object.__setattr__(self, "gates", tuple(map(GateName, self.gates)))  # frozen
         _coerce_word(self, "score", ScoreScale, "penalty.score")
         _require_holds(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
         _require_holds(self.beta > 0, "penalty.beta", "a number above 0", self.beta)

@@ -7,9 +7,10 @@ from math import exp, sqrt
 import pytest
 
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty, Settled, Verdict
+from dips.protocol.penalty import Penalty
 from dips.protocol.records import PenaltyRow, ScoreHistory
 from dips.protocol.spread import spread_factor, student_quantile
+from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()
 
@@ -21,7 +22,7 @@ def row(cluster: str, *, n: int = 40, mu: float = 1.0, sigma: float = 0.1, **oth
 
 
 def judged(penalty: Penalty, norm: float, cluster: str = "a", steps: int = 1) -> Verdict:
-    return penalty.judge_push(cluster, [norm**2], True, steps)
+    return penalty.judge_push(PushEvidence(cluster, (norm**2,), steps))
 
 
 def after(penalty: Penalty, verdict: Verdict, cluster: str = "a", live: str = "a") -> tuple[PenaltyRow, ScoreHistory]:
@@ -92,7 +93,7 @@ def test_before_that_it_is_the_plain_mean() -> None:
 def test_an_outlier_that_enters_moves_the_mean_by_the_limit_only() -> None:
     """G counts as at most μ + limit·σ."""
     penalty = Penalty(PenaltyOptions(hard_cap=1e6), [row("a", n=1000)])
-    known, _ = after(penalty, Verdict(True, 50.0, 2.0, "let in"))
+    known, _ = after(penalty, Verdict(True, 50.0, 2.0, "let in", PushEvidence("a", (2500.0,), 1)))
     sigma = 0.1 * spread_factor(1000, OPTIONS.alpha)
     assert known.mu == pytest.approx(1.0 + OPTIONS.alpha * OPTIONS.beta * sigma, rel=1e-9)
 
@@ -153,7 +154,7 @@ def test_the_scores_of_many_rounds_are_kept() -> None:
 def gated_again(*others: PenaltyRow, norm: float = 100.0, before: int = OPTIONS.gate_patience - 1) -> PenaltyRow:
     """`a` is gated for one time more, with a norm; the others live, too."""
     penalty = Penalty(OPTIONS, [row("a", gated_in_a_row=before), *others])
-    verdict = Verdict(False, norm, 9.0, "gated")
+    verdict = Verdict(False, norm, 9.0, "gated", PushEvidence("a", (norm**2,), 1))
     return after(penalty, verdict, live="a" + "".join(o.cluster for o in others))[0]
 
 

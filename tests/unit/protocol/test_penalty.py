@@ -8,11 +8,17 @@ from math import exp, inf, nan, sqrt
 
 import pytest
 
-from dips.protocol.enums import PenaltyRule
+from dips.protocol.enums import GateName
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty, Settled, Verdict
+from dips.protocol.penalty import Penalty
+from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()
+
+
+def pushed(cluster: str, square: float, steps: int = 1, exempt: bool = False) -> PushEvidence:
+    """A push of one layer."""
+    return PushEvidence(cluster, (square,), steps, square == square and square != inf, exempt)
 
 
 class PenaltyStory:
@@ -23,7 +29,7 @@ class PenaltyStory:
 
     def round(self, live: Sequence[str] = (), **norms: float) -> dict[str, Verdict]:
         """One round; each cluster's G, in one layer and one inner step; `live` if others live, too. Return verdicts."""
-        said = {c: self.penalty.judge_push(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
+        said = {c: self.penalty.judge_push(pushed(c, g * g)) for c, g in norms.items()}
         self.penalty.keep_statistics(
             *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(live or norms))
         )
@@ -139,7 +145,7 @@ def test_asking_changes_nothing() -> None:
     for _ in range(15):
         story.round(a=1.0)
     before = (story.penalty.penalty_row("a"), story.penalty.history)
-    story.penalty.judge_push("a", [9.0], True, 1)
+    story.penalty.judge_push(pushed("a", 9.0, 1))
     assert (story.penalty.penalty_row("a"), story.penalty.history) == before
 
 
@@ -148,15 +154,15 @@ def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
     story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0)
-    far = story.penalty.judge_push("a", [25.0], True, 1, exempt=True)
+    far = story.penalty.judge_push(pushed("a", 25.0, 1, exempt=True))
     assert far.accepted
     assert not far.tracked
-    assert not story.penalty.judge_push("a", [11.0**2], True, 1, exempt=True).accepted
+    assert not story.penalty.judge_push(pushed("a", 11.0**2, 1, exempt=True)).accepted
 
 
-def test_rule_none_asks_only_for_finite_numbers() -> None:
-    """`penalty.rule: none` accepts whatever is finite."""
-    story = PenaltyStory(PenaltyOptions(rule="none"))
+def test_no_gates_ask_only_for_finite_numbers() -> None:
+    """`penalty.gates: []` accepts whatever is finite."""
+    story = PenaltyStory(PenaltyOptions(gates=()))
     assert story.round(a=1e9)["a"].accepted
     assert not story.round(a=nan)["a"].accepted
 
@@ -187,7 +193,7 @@ def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
 def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     """Its one accepted push had a base that is no ancestor and left no statistics: ‖θ₀‖ still bounds the next."""
     story = PenaltyStory(genesis_norm=100.0)
-    exempt = story.penalty.judge_push("a", [1.0], True, 1, exempt=True)
+    exempt = story.penalty.judge_push(pushed("a", 1.0, 1, exempt=True))
     story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted
     assert story.round(a=99.0)["a"].accepted
@@ -316,7 +322,7 @@ def grow(story: PenaltyStory, rounds: int, cluster: str = "a", **others: float) 
         low, high = 0.0, 1e20
         while high > low * 1.001 + 1e-9:
             middle = sqrt(low * high) if low else min(1.0, high / 2)
-            said = story.penalty.judge_push(cluster, [middle**2], True, 1)
+            said = story.penalty.judge_push(pushed(cluster, middle**2, 1))
             low, high = (middle, high) if said.accepted else (low, middle)
         assert story.round(**{cluster: low}, **others)[cluster].accepted
         accepted.append(low)
@@ -368,12 +374,12 @@ def test_inner_steps_do_not_talk_a_norm_down() -> None:
     """A push 50 times too long that claims 10⁸ inner steps is gated; 16 times the usual steps are believed."""
     story = PenaltyStory()
     for _ in range(20):
-        said = story.penalty.judge_push("a", [100.0], True, 100)
+        said = story.penalty.judge_push(pushed("a", 100.0, 100))
         story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", said)], ["a"]))
     assert story.penalty.penalty_row("a").steps == 100.0
-    assert not story.penalty.judge_push("a", [500.0**2], True, 10**8).accepted
-    assert story.penalty.judge_push("a", [40.0**2], True, 1_600).accepted
-    assert story.penalty.judge_push("a", [10.0**2 * 100], True, 10_000).accepted  # 100 times the steps, honestly
+    assert not story.penalty.judge_push(pushed("a", 500.0**2, 10**8)).accepted
+    assert story.penalty.judge_push(pushed("a", 40.0**2, 1_600)).accepted
+    assert story.penalty.judge_push(pushed("a", 10.0**2 * 100, 10_000)).accepted  # 100 times the steps, honestly
 
 
 # ---- quarantine ------------------------------------------------------------------------------------------------------
@@ -418,13 +424,13 @@ def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
     assert not story.penalty.penalty_row("a").quarantined
 
 
-@pytest.mark.parametrize("rule", list(PenaltyRule))
-def test_a_model_that_did_not_move_is_refused(rule: PenaltyRule) -> None:
+@pytest.mark.parametrize("gates", [(), *[(gate,) for gate in GateName]])
+def test_a_model_that_did_not_move_is_refused(gates: tuple[GateName, ...]) -> None:
     """Norm 0 after inner steps: the optimizer trains other tensors. Without steps there was nothing to move."""
-    penalty = Penalty(PenaltyOptions(rule=rule))
-    verdict = penalty.judge_push("a", [0.0, 0.0], True, 8)
+    penalty = Penalty(PenaltyOptions(gates=gates))
+    verdict = penalty.judge_push(PushEvidence("a", (0.0, 0.0), 8))
     assert not verdict.accepted and "norm 0 after 8 inner steps" in verdict.reason and "fully_shard" in verdict.reason
-    assert penalty.judge_push("a", [0.0, 0.0], True, 0).accepted
+    assert penalty.judge_push(PushEvidence("a", (0.0, 0.0), 0)).accepted
 
 
 def test_pushes_that_were_kept_back_count_as_gated() -> None:
