@@ -25,7 +25,8 @@ from benchmarks.wire_bytes import bytes_of_round
 from dips.demo import data
 from dips.demo.model import Decoder, Shape, loss_of
 from dips.outer import kernels
-from dips.outer.updates import BLOCK, Update, returned_share
+from dips.outer.updates import BLOCK, Update
+from dips.outer_step import nesterov_numbers, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.update_chunks import cut_updates
 from dips.wire.chunks import LayerLayout, Range, split_chunks
@@ -116,13 +117,20 @@ class PulledVersions:
     def step(self, difference: F32) -> None:
         """Take the outer step, and pull it."""
         acc, after = -difference, np.empty_like(self.theta)
-        kernels.apply(self.theta, acc, self._momentum, 1.0, OUTER_LR, MOMENTUM, after)
+        kernels.apply(self.theta, acc, self._momentum, 1.0, OUTER_LR, nesterov_numbers(MOMENTUM), after)
         if self._codec == "fp32":
             self.theta = after
         else:
             kernel = kernels.round_int8 if self._codec == "int8" else kernels.round_bf16
             steps = self._update.steps.get(0, np.zeros(0, np.float32))
-            kernel(self.theta, after, acc, returned_share(OUTER_LR, MOMENTUM), self._update.codes[0], steps)
+            kernel(
+                self.theta,
+                after,
+                acc,
+                returned_share(OUTER_LR, nesterov_numbers(MOMENTUM)),
+                self._update.codes[0],
+                steps,
+            )
             self._pull()
             assert self.theta.tobytes() == after.tobytes(), "a pull is not the version"
         self._momentum = acc

@@ -22,12 +22,14 @@ from benchmarks.harness import Bench, main
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import BYTES, Arrays, Pool
+from dips.outer_step import Numbers, nesterov_step
 
 F32 = npt.NDArray[np.float32]
 LAYERS = 16
 CONTRIBUTIONS = (1, 2, 4, 8)
 LEAST = 0.8
-SCALE, LR, MU = 0.5, 0.7, 0.8
+ALIKE = dict.fromkeys(range(LAYERS), 1.0)
+STEPS = dict.fromkeys(range(LAYERS), nesterov_step(0.5, 0.7, 0.8))
 
 
 @numba.njit(nogil=True)
@@ -51,7 +53,9 @@ class Yardsticks:
         _triad(acc, theta, theta_j)
         return 0.0
 
-    def apply(self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
+    def apply(
+        self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32
+    ) -> None:
         _triad(theta_next, theta, momentum)
 
 
@@ -79,7 +83,7 @@ def measure(bench: Bench) -> None:
         bench.row(f"{name} against memcpy", rate, "B/s", against="memcpy", of=memcpy, least=LEAST)
     bench.note("bytes as STREAM counts them: 4 for each element read or written, no write-allocate")
     bench.note(
-        "banks moved: memcpy 2, triad 3, measure 2, beside acc 3, fold of the first 3, fold 4, apply 5; fold k: k in turn"
+        "banks moved: memcpy 2, triad 3, measure 2 or 3, fold of the first 3, fold 4, apply 5; fold k: k in turn"
     )
 
 
@@ -93,7 +97,7 @@ def triad_rate(numel: int = 1 << 25, runs: int = 7) -> float:
         kernel_pool = KernelPool(Yardsticks(), threads, workers)
         for _ in range(runs):
             begun = time.perf_counter()
-            kernel_pool.fold(a, b, c, 1.0)
+            kernel_pool.fold(a, b, c, ALIKE)
             times.append(time.perf_counter() - begun)
     return 3 * BYTES * numel / statistics.median(times)
 
@@ -103,21 +107,21 @@ def _works(kernel_pool: KernelPool, plain: KernelPool, pool: Pool) -> dict[str, 
     theta, pushed, acc, momentum, theta_next = (bank.arrays for bank in pool.banks)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "memcpy": (partial(plain.measure, theta, theta_next), 2),
-        "triad": (partial(plain.fold, theta_next, theta, momentum, 1.0), 3),
+        "triad": (partial(plain.fold, theta_next, theta, momentum, ALIKE), 3),
         "measure": (partial(kernel_pool.measure, theta, pushed), 2),
         "measure beside acc": (partial(kernel_pool.measure, theta, pushed, acc), 3),
     }
     for count in CONTRIBUTIONS:
         works[f"fold {count}"] = (partial(_folds, kernel_pool, acc, theta, pushed, count), 3 + 4 * (count - 1))
-    works["apply"] = (partial(kernel_pool.apply, theta, acc, momentum, SCALE, LR, MU, theta_next), 5)
+    works["apply"] = (partial(kernel_pool.apply, theta, acc, momentum, STEPS, theta_next), 5)
     return works
 
 
 def _folds(kernel_pool: KernelPool, acc: Arrays, theta: Arrays, pushed: Arrays, count: int) -> None:
     """What a round of `count` contributions folds: the first in its own buffer, the others one after another."""
-    kernel_pool.fold_first(theta, acc)
+    kernel_pool.fold_first(theta, acc, ALIKE)
     for _ in range(count - 1):
-        kernel_pool.fold(acc, theta, pushed, 1.0)
+        kernel_pool.fold(acc, theta, pushed, ALIKE)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import LoneSlave, equal_layers
 from benchmarks.rank import BenchRank
 from dips.ids import GENESIS, VersionId
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import Apply, ClosePull, Commit, Fold, Measure, Persist, Retire
 
 LAYERS = 16
@@ -72,7 +73,7 @@ def outer_step(
         for push in some:
             slave.order(Measure(made.round, push, version))
             slave.order(Fold(made.round, push, 1.0))
-    slave.order(Apply(made.round, made, 1 / contributions, 0.7, 0.8))
+    slave.order(Apply(made.round, made, nesterov_step(1 / contributions, 0.7, 0.8)))
     slave.order(Persist(made))
     slave.order(Commit(made, ()))
     if pinned:

@@ -19,6 +19,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
@@ -121,7 +122,7 @@ class CountedRounds:
         assert self._events.staged.wait(WAIT_S), "the push was not staged"
         self._flow.drop_push(push)
         self.versions.fold_push(push, 1.0)
-        self.versions.prepare_version(version, 1.0, 0.7, 0.8)
+        self.versions.prepare_version(version, nesterov_step(1.0, 0.7, 0.8))
         self.versions.flip_version(version)
         return self._door.nbytes - before
 

@@ -36,9 +36,10 @@ class Shared(Section):
 
     @model_validator(mode="after")
     def _require_momentum(self) -> Self:
-        if self.pull_codec is not PullCodec.FP32 and not self.outer.momentum:
+        if self.pull_codec is not PullCodec.FP32 and not self.outer.has_momentum:
             raise ValueError(
-                "a lossy pull_codec needs outer.momentum above 0: by it comes back what rounding leaves over"
+                "a lossy pull_codec needs outer.momentum above 0, and a step other than sgd: by momentum comes back "
+                "what rounding leaves over"
             )
         return self
 

@@ -27,6 +27,7 @@ from dips.master.ledger_history import (
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
+from dips.master.ledger_upgrade import copy_to_memory, is_upgradable, upgrade_ledger
 from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
@@ -68,7 +69,8 @@ class Ledger:
     def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False) -> Ledger:
         """Open a run's ledger, and hold it against a second master unless `readonly`.
 
-        Raise ConfigError if there is none, it is in use, or another version of Di-PS wrote it; Corrupt if it is none.
+        One of an older Di-PS is brought to today's format. Raise ConfigError if there is none, it is in use, or its
+        format is not known; Corrupt if it is none.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
@@ -76,6 +78,7 @@ class Ledger:
         try:
             db = _connect_file(path, "ro" if readonly else "rw")
             _check_is_ours(db, path)
+            db = _upgraded(db, readonly)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -212,7 +215,7 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         problem: Exception | None = None
         if application != APPLICATION_ID:
             problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
-        elif schema != SCHEMA_VERSION:
+        elif not is_upgradable(schema):
             writer = "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS"
             problem = ConfigError(
                 f"{path}: ledger format {schema} was written by {writer}, "
@@ -223,6 +226,17 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
     if problem is not None:
         db.close()
         raise problem
+
+
+def _upgraded(db: sqlite3.Connection, readonly: bool) -> sqlite3.Connection:
+    """The ledger in today's format; what may only be read is brought there in memory."""
+    (schema,) = db.execute("PRAGMA user_version").fetchone()
+    if schema == SCHEMA_VERSION:
+        return db
+    made = copy_to_memory(db) if readonly else db
+    with _in_transaction(made):
+        upgrade_ledger(made)
+    return made
 
 
 def _run_all(db: sqlite3.Connection, statements: str) -> None:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 from dips.dataclass import dataclass
 from dips.ids import VersionId
-from dips.master.ledger_rows import OUTCOME_COLUMNS, read_fold, read_outcome, read_real
+from dips.master.ledger_rows import (
+    OUTCOME_COLUMNS,
+    STEP_COLUMNS,
+    THE_STEP,
+    read_factors,
+    read_fold,
+    read_outcome,
+    read_real,
+    read_step,
+)
+from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.records import FoldRow, OutcomeRow
+
+STEP_NUMBERS = STEP_COLUMNS.count(",") + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +50,8 @@ class RoundHistory:
     version: VersionId | None  # applied: what it made
     parent: VersionId | None
     tokens: int  # accepted
-    scale: float
-    delta_norm: float  # ‖c·acc‖ before clipping
+    step: OuterStep  # by which it was made
+    delta_norm: float  # of the merged pseudo-gradient, before clipping
     clipped: bool
     folds: tuple[FoldRow, ...]
     outcomes: tuple[OutcomeRow, ...]
@@ -58,9 +71,9 @@ def read_rounds_after(db: sqlite3.Connection, number: int, limit: int) -> list[R
     return _read_rounds(db, f"{_ROUNDS} WHERE r.round > ? ORDER BY r.round LIMIT ?", (number, limit))
 
 
-_ROUNDS = """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers,
-                  p.ok, p.reason, p.numbers, p.seconds, p.wall
+_ROUNDS = f"""SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
+                  {STEP_COLUMNS}, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source,
+                  c.layers, p.ok, p.reason, p.numbers, p.seconds, p.wall
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
            LEFT JOIN durable d USING (round) LEFT JOIN recoveries c USING (round)
            LEFT JOIN version_results p USING (round)
@@ -71,17 +84,18 @@ def _read_rounds(db: sqlite3.Connection, query: str, values: tuple[int, ...]) ->
     rows = sorted(db.execute(query, values).fetchall(), key=itemgetter(0))
     if not rows:
         return []
-    folds, outcomes = _read_pushes(db, rows[0][0], rows[-1][0])
-    return [_read_round(row, folds[row[0]], outcomes[row[0]]) for row in rows]
+    factors = read_factors(db, rows[0][0], rows[-1][0])
+    folds, outcomes = _read_pushes(db, rows[0][0], rows[-1][0], factors)
+    return [_read_round(row, folds[row[0]], outcomes[row[0]], factors.get((row[0], THE_STEP), ())) for row in rows]
 
 
 def _read_pushes(
-    db: sqlite3.Connection, first: int, last: int
+    db: sqlite3.Connection, first: int, last: int, factors: Mapping[tuple[int, int], Factors]
 ) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
     """Folds and outcomes by their rounds; each table is walked once, a query for every round would do so as often."""
     folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
     for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
-        folds[row[0]].append(read_fold(row))
+        folds[row[0]].append(read_fold(row, factors.get((row[0], row[1]), ())))
     query = f"SELECT o.round, {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
     for number, *outcome in db.execute(query, (first, last)):
         outcomes[number].append(read_outcome(outcome))
@@ -107,15 +121,17 @@ def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
     return VersionId(*row) if row else None
 
 
-def _read_round(row: tuple[Any, ...], folds: list[FoldRow], outcomes: list[OutcomeRow]) -> RoundHistory:
-    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
-    scale, delta, clipped, durable, undone, source, lost, *result = step
+def _read_round(
+    row: tuple[Any, ...], folds: list[FoldRow], outcomes: list[OutcomeRow], scales: Factors
+) -> RoundHistory:
+    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *rest = row
+    step, (delta, clipped, durable, undone, source, lost, *result) = rest[:STEP_NUMBERS], rest[STEP_NUMBERS:]
     made = version is not None
     return RoundHistory(
         number, kind or "unfinished", reason or "", opened, ended,
         VersionId(version, number) if made else None,
         VersionId(parent_version, parent_round) if made else None,
-        tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
+        tokens or 0, read_step(step, scales) if made else NO_STEP, read_real(delta) if made else 0.0, bool(clipped),
         tuple(folds), tuple(outcomes), bool(durable), undone,
         _describe_recovery(source, lost) if source is not None else None,
         _read_result(*result) if result[0] is not None else None,

@@ -14,6 +14,7 @@ from math import nan
 from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
+from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets
@@ -53,7 +54,7 @@ def write_run(db: sqlite3.Connection, row: RunRow, wall: Callable[[], float]) ->
         _insert_row(db, "placement", (place, slave, json.dumps(layers)))
     for layer, (digest, norm) in enumerate(zip(row.genesis, row.genesis_norms, strict=True)):
         _insert_row(db, "genesis", (layer, digest, norm))
-    _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, 0.0, 0.0, 0.0, 0.0, False))
+    _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, *_spell_step(NO_STEP, 0.0, False)))
     if row.targets is not None:
         _write_targets(db, row.targets, "", 0.0, wall())
 
@@ -75,8 +76,9 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
     """The commit point of an outer step, with everything that it settles."""
     number, tokens = r.version.round, sum(fold.tokens for fold in r.folds)
     parent = (r.parent.version, r.parent.round)
-    step = (r.scale, r.lr, r.momentum, r.delta_norm, r.clipped)
+    step = _spell_step(r.step, r.delta_norm, r.clipped)
     _insert_row(db, "versions", (number, r.version.version, *parent, r.durable, tokens, *step))
+    _write_factors(db, number, THE_STEP, r.step.scales if len(r.step.scales) > 1 else ())
     _insert_row(db, "round_ends", (number, "applied", "", r.at, wall))
     for place, f in enumerate(r.folds):
         name = (number, place, f.push.cluster, f.push.inc, f.push.seq, f.base.version, f.base.round)
@@ -85,12 +87,24 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
             "folds",
             (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges)),
         )
+        _write_factors(db, number, place, f.layer_weights)
     for slave, digest in r.digests:
         _insert_row(db, "digests", (number, slave, digest))
     _write_outcomes(db, number, r.outcomes)
     _write_penalty(db, number, r.penalty)
-    scores, norms = json.dumps(r.history.scores), json.dumps(r.history.delta_norms)
-    db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?)", (scores, norms))
+    h = r.history
+    told = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms, h.digests))
+    db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?, ?, ?)", told)
+
+
+def _spell_step(s: OuterStep, delta_norm: float, clipped: bool) -> tuple[Any, ...]:
+    scale = s.scales[0] if len(s.scales) == 1 else None
+    return (scale, s.lr, s.a, delta_norm, clipped, s.b, s.c, s.e, s.returned)
+
+
+def _write_factors(db: sqlite3.Connection, number: int, place: int, factors: Factors) -> None:
+    if factors:
+        _insert_row(db, "layer_factors", (number, place, json.dumps(factors)))
 
 
 def _version_durable(db: sqlite3.Connection, r: VersionDurable, wall: float) -> None:
@@ -224,7 +238,9 @@ def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeR
 def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
     for p in rows:
         norms, counts = (p.mu, p.sigma, p.last_norm), (p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
-        _insert_row(db, "penalty", (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken))
+        others = (p.loss, p.loss_shift, p.suspicion, json.dumps([astuple(layer) for layer in p.layers]))
+        first = (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken)
+        _insert_row(db, "penalty", (*first, *others))
 
 
 def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
@@ -243,11 +259,27 @@ OUTCOME_COLUMNS = (
 )
 
 
-def read_fold(row: Any) -> FoldRow:
+STEP_COLUMNS = "v.scale, v.lr, v.a, v.b, v.c, v.e, v.returned"
+THE_STEP = -1  # its place in layer_factors
+
+
+def read_step(row: Sequence[float | None], scales: Factors) -> OuterStep:
+    """Of STEP_COLUMNS, and what layer_factors has of it."""
+    scale, *numbers = map(read_real, row)
+    return OuterStep(scales or (scale,), *numbers)
+
+
+def read_factors(db: sqlite3.Connection, first: int, last: int) -> dict[tuple[int, int], Factors]:
+    """What layers have of their own in these rounds, by round and place."""
+    rows = db.execute("SELECT round, place, factors FROM layer_factors WHERE round BETWEEN ? AND ?", (first, last))
+    return {(number, place): tuple(json.loads(factors)) for number, place, factors in rows}
+
+
+def read_fold(row: Any, layer_weights: Factors = ()) -> FoldRow:
     _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
     reals = (read_real(weight), read_real(norm), read_real(score))
     push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
-    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges))
+    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges), layer_weights)
 
 
 def read_outcome(row: Any) -> OutcomeRow:

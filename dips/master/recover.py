@@ -22,6 +22,7 @@ from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_rebuild import SPARE
 from dips.master.local_audit import make_local_row
+from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
@@ -101,8 +102,8 @@ class RecoveryPlan:
         assert self.adopted is not None
         s = self.state
         row = VersionCommitted(
-            self.adopted, s.versions[-1].version, True, (), (), 0.0, 0.0, 0.0, 0.0, False, self.digests, s.penalty,
-            s.history, 0.0,
+            self.adopted, s.versions[-1].version, True, (), (), NO_STEP, 0.0, False, self.digests, s.penalty, s.history,
+            0.0,
         )  # fmt: skip
         return [RoundReserved(self.adopted.round, 0.0), row]
 
@@ -168,7 +169,7 @@ def version_of_file(
 ) -> list[Record]:
     """The rows of a version that an operator made of a file; `lost` names the layers without momentum."""
     row = VersionCommitted(
-        version, state.versions[-1].version, True, (), (), 0.0, 0.0, 0.0, 0.0, False, digests, (), state.history, 0.0
+        version, state.versions[-1].version, True, (), (), NO_STEP, 0.0, False, digests, (), state.history, 0.0
     )
     return [RoundReserved(version.round, 0.0), row, VersionRecovered(version, source, lost)]
 

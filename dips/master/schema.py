@@ -9,7 +9,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 8  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 9  # in user_version; raised by every change: ledger_upgrade.py brings older ones here
 
 SCHEMA = """
 CREATE TABLE run (
@@ -40,7 +40,13 @@ CREATE TABLE versions (
     round INTEGER PRIMARY KEY, version INTEGER NOT NULL,
     parent_version INTEGER NOT NULL, parent_round INTEGER NOT NULL,
     durable INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    scale REAL, lr REAL, momentum REAL, delta_norm REAL, clipped INTEGER NOT NULL
+    scale REAL, lr REAL, a REAL, delta_norm REAL, clipped INTEGER NOT NULL, b REAL, c REAL, e REAL, returned REAL
+) STRICT;
+-- where layers differ, in manifest order: the weights of the fold in this place, or with place −1 the scales of the
+-- step; elsewhere `folds.weight` and `versions.scale` hold for all layers. One number: of all of them
+CREATE TABLE layer_factors (
+    round INTEGER NOT NULL REFERENCES versions, place INTEGER NOT NULL, factors TEXT NOT NULL,
+    PRIMARY KEY (round, place)
 ) STRICT;
 CREATE TABLE digests (
     round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
@@ -70,11 +76,14 @@ CREATE TABLE penalty (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL,
     cluster TEXT NOT NULL, n INTEGER NOT NULL, mu REAL, sigma REAL, last_norm REAL,
     warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL,
-    accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL
+    accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL,
+    loss REAL, loss_shift REAL, suspicion REAL NOT NULL DEFAULT 0,
+    layers TEXT NOT NULL DEFAULT '[]'  -- [n, mu, sigma, left out in a row] of each
 ) STRICT;
 CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
 CREATE TABLE score_history (
-    only INTEGER PRIMARY KEY CHECK (only = 1), scores TEXT NOT NULL, delta_norms TEXT NOT NULL
+    only INTEGER PRIMARY KEY CHECK (only = 1), scores TEXT NOT NULL, delta_norms TEXT NOT NULL,
+    layer_norms TEXT NOT NULL DEFAULT '[]', digests TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 
 CREATE TABLE leases (

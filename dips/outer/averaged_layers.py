@@ -1,8 +1,8 @@
 """The layers of a slave that hold buffers: averaged by tokens, not stepped.
 
-Learning rate, momentum and clipping are for what gradients move. A buffer (a router's bias that balances experts, a
-running mean) becomes Σ T_j·b_j / ΣT_j of the accepted pushes: the outer step with learning rate 1 and momentum 0, and
-with c = 1/Σw for its scale, w being the weights of the folds, T_j / T_first. No norm contains them. What a lossy
+Learning rate, momentum, clipping and the rules that weigh pushes are for what gradients move. A buffer (a router's bias
+that balances experts, a running mean) becomes Σ T_j·b_j / ΣT_j of the accepted pushes: the outer step with learning
+rate 1 and no momentum, and with 1/Σw for its scale, w being T_j / T_first. No norm contains them. What a lossy
 pull_codec rounds away of them does not come back: there is no momentum to bring it.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from math import isfinite
 
 from dips.outer.pool import Arrays
-
-LR, MOMENTUM, RETURNED = 1.0, 0.0, 0.0  # of their outer step; how much of what is rounded away goes into m′
+from dips.outer_step import Factors, OuterStep, factor_at
 
 
 class AveragedLayers:
@@ -23,19 +22,19 @@ class AveragedLayers:
         self.layers: frozenset[int] = frozenset()
         self._weights = 0.0
 
-    def split(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        """Those that are stepped, those that are averaged."""
-        if not self.layers:
-            return arrays, {}
-        return (
-            {i: array for i, array in arrays.items() if i not in self.layers},
-            {i: array for i, array in arrays.items() if i in self.layers},
-        )
-
     def leave_out(self, arrays: Arrays, squares: Iterable[float]) -> tuple[float, ...]:
         """The norms of all layers, 0 for a buffer's unless it is not finite: that must be seen."""
         pairs = zip(arrays, squares, strict=True)
         return tuple(0.0 if layer in self.layers and isfinite(square) else square for layer, square in pairs)
+
+    def weigh_layers(self, arrays: Arrays, weight: float, layer_weights: Factors) -> dict[int, float]:
+        """What a push weighs in each layer: `layer_weights`, where there are any, do not hold for buffers."""
+        if not layer_weights:
+            return dict.fromkeys(arrays, weight)
+        return {
+            layer: weight if layer in self.layers else factor_at(layer_weights, place)
+            for place, layer in enumerate(arrays)
+        }
 
     def begin_weights(self) -> None:
         """A round's first push is folded."""
@@ -45,7 +44,7 @@ class AveragedLayers:
         """Another one is."""
         self._weights += weight
 
-    @property
-    def scale(self) -> float:
-        """What makes a mean of the sum that was folded."""
-        return 1.0 / self._weights
+    def step_layers(self, arrays: Arrays, step: OuterStep) -> dict[int, OuterStep]:
+        """The step of each layer: a buffer's makes a mean of the sum that was folded."""
+        mean = OuterStep((1.0 / self._weights,), lr=1.0, a=0.0, b=1.0, c=1.0, e=0.0)
+        return {layer: mean if layer in self.layers else step.of_layer(place) for place, layer in enumerate(arrays)}

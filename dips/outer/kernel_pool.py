@@ -6,7 +6,7 @@ number of threads: the same ledger replays to the same θ and the same norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dips.outer.pool import BYTES, Arrays
 from dips.outer.updates import Fields, Update, cut_parameters
 from dips.outer.work_meter import WorkMeter
+from dips.outer_step import Numbers, OuterStep
 
 F32 = npt.NDArray[np.float32]
 
@@ -54,7 +55,7 @@ class Kernels(Protocol):
     def fold(self, acc: F32, theta: F32, theta_j: F32, weight: float) -> float: ...
 
     def apply(
-        self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32
+        self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32
     ) -> None: ...
 
     def round_int8(
@@ -89,34 +90,56 @@ class KernelPool:
         products = tuple(_ordered_sum([product for _, product, _ in layer]) for layer in slices)
         return Measures(squares, products, tuple(sum(digest for _, _, digest in layer) % DIGESTS for layer in slices))
 
-    def fold_first(self, theta: Arrays, theta_j: Arrays) -> float:
-        """Turn θ_j into acc = θ − θ_j; return Σ acc² over all layers."""
+    def fold_first(self, theta: Arrays, theta_j: Arrays, weights: Mapping[int, float]) -> tuple[float, ...]:
+        """Turn θ_j into acc = θ − θ_j, or 0 in a layer that weighs 0; return Σ acc² of each layer."""
         kernel = self._kernels.fold_first
-        return _sum_layers(self._map_slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut])))
 
-    def fold(self, acc: Arrays, theta: Arrays, theta_j: Arrays, weight: float) -> float:
-        """Add w·(θ − θ_j) to acc; return Σ acc² over all layers."""
+        def fold_slice(i: int, cut: slice) -> float:
+            if weights[i] == 0.0:
+                theta_j[i][cut] = 0.0
+                return 0.0
+            return kernel(theta[i][cut], theta_j[i][cut])
+
+        return tuple(map(_ordered_sum, self._map_slices(theta, fold_slice)))
+
+    def fold(self, acc: Arrays, theta: Arrays, theta_j: Arrays, weights: Mapping[int, float]) -> tuple[float, ...]:
+        """Add w·(θ − θ_j) to acc, with each layer's weight; return Σ acc² of each layer."""
         kernel = self._kernels.fold
-        return _sum_layers(
-            self._map_slices(theta, lambda i, cut: kernel(acc[i][cut], theta[i][cut], theta_j[i][cut], weight))
-        )
+
+        def fold_slice(i: int, cut: slice) -> float:
+            return kernel(acc[i][cut], theta[i][cut], theta_j[i][cut], weights[i])
+
+        return tuple(map(_ordered_sum, self._map_slices(theta, fold_slice)))
 
     def apply(
-        self, theta: Arrays, acc: Arrays, momentum: Arrays, scale: float, lr: float, mu: float, theta_next: Arrays
+        self,
+        theta: Arrays,
+        acc: Arrays,
+        momentum: Arrays,
+        steps: Mapping[int, OuterStep],
+        theta_next: Arrays,
     ) -> None:
-        """Take the outer step: θ′ into `theta_next`, m′ into `acc`."""
+        """Take each layer's outer step, whose scale is one number: θ′ into `theta_next`, m′ into `acc`."""
         kernel = self._kernels.apply
 
         def apply_slice(i: int, cut: slice) -> float:
-            kernel(theta[i][cut], acc[i][cut], momentum[i][cut], scale, lr, mu, theta_next[i][cut])
+            step, m = steps[i], momentum[i][cut]
+            kernel(theta[i][cut], acc[i][cut], m, step.scales[0], step.lr, step.numbers, theta_next[i][cut])
             return 0.0
 
         self._map_slices(theta, apply_slice)
 
     def round_update(
-        self, codec: str, theta: Arrays, theta_next: Arrays, momentum: Arrays, back: float, update: Update, at: Fields
+        self,
+        codec: str,
+        theta: Arrays,
+        theta_next: Arrays,
+        momentum: Arrays,
+        back: Mapping[int, float],
+        update: Update,
+        at: Fields,
     ) -> None:
-        """Make θ′ of what `codec` brings of it, and write that; what it leaves over goes into m′."""
+        """Make θ′ of what `codec` brings of it, and write that; of what is left over `back` of it goes into m′."""
         kernel = self._kernels.round_int8 if codec == "int8" else self._kernels.round_bf16
         blocks: dict[tuple[int, int], slice] = {}
         tasks = []
@@ -126,7 +149,7 @@ class KernelPool:
 
         def round_slice(i: int, cut: slice) -> float:
             steps = update.steps[i][blocks[i, cut.start]] if update.steps else _NO_STEPS
-            kernel(theta[i][cut], theta_next[i][cut], momentum[i][cut], back, update.codes[i][cut], steps)
+            kernel(theta[i][cut], theta_next[i][cut], momentum[i][cut], back[i], update.codes[i][cut], steps)
             return 0.0
 
         self._run_tasks(tasks, round_slice)
@@ -168,7 +191,3 @@ def _ordered_sum(values: Sequence[float]) -> float:
     for value in values:
         total += value
     return total
-
-
-def _sum_layers(sums: Sequence[Sequence[float]]) -> float:
-    return _ordered_sum([_ordered_sum(layer) for layer in sums])

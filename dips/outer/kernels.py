@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dips.outer import reference
 from dips.outer.reference import BLOCK as UPDATE_BLOCK
 from dips.outer.reference import SUMMED, TINIEST
+from dips.outer_step import Numbers, nesterov_numbers
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
@@ -131,13 +132,13 @@ def _fold_loop(acc: F32, theta: F32, theta_j: F32, weight: np.float32) -> float:
 
 @_compile_nogil()
 def _apply_loop(
-    theta: F32, acc: F32, momentum: F32, scale: np.float32, lr: np.float32, mu: np.float32, theta_next: F32
+    theta: F32, acc: F32, momentum: F32, scale: Any, lr: Any, a: Any, b: Any, c: Any, e: Any, theta_next: F32
 ) -> None:
     for i in range(theta.size):
         g = scale * acc[i]
-        m = mu * momentum[i] + g
+        m = a * momentum[i] + b * g
         acc[i] = m
-        theta_next[i] = theta[i] - lr * (g + mu * m)
+        theta_next[i] = theta[i] - lr * (c * g + e * m)
 
 
 @_compile_nogil(fastmath={"nnan", "nsz"})
@@ -228,7 +229,7 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
     acc      f32[n]  in/out  Σ w·(θ − θ_j) of the pushes folded so far
     theta    f32[n]  in      global parameters at the version being left
     theta_j  f32[n]  in      the cluster's parameters, as staged and measured
-    weight   > 0             its tokens over those of the first push of the round
+    weight   ≥ 0             over that of the first push that counts in this layer
 
     Cost    reads 3n floats, writes n, allocates nothing.
     Errors  none; equal lengths and finite values are the caller's promise.
@@ -237,20 +238,22 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
     return _fold_loop(acc, theta, theta_j, np.float32(weight))
 
 
-def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
-    """Take the outer step: g = scale·acc; m′ = μ·m + g; θ′ = θ − lr·(g + μ·m′), as torch.optim.SGD(nesterov=True).
+def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32) -> None:
+    """Take the outer step of any rule: g = scale·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′).
 
     theta       f32[n]  in      θ of the version being left
     acc         f32[n]  in/out  Σ w·(θ − θ_j); afterwards m′
     momentum    f32[n]  in      m of the version being left
-    scale       > 0             averages and clips: c·min(1, φ/‖c·acc‖)
+    scale       ≥ 0             averages and clips
+    numbers     a, b, c and e   Nesterov's are μ, 1, 1, μ: to multiply by 1 rounds nothing
     theta_next  f32[n]  out     θ′
 
     Cost    reads 3n floats, writes 2n, allocates nothing.
     Errors  none; equal lengths are the caller's promise.
     Source  Di-PS §4.1, steps 4 and 5; Algorithm 1, line 14.
     """
-    _apply_loop(theta, acc, momentum, np.float32(scale), np.float32(lr), np.float32(mu), theta_next)
+    a, b, c, e = map(np.float32, numbers)
+    _apply_loop(theta, acc, momentum, np.float32(scale), np.float32(lr), a, b, c, e, theta_next)
 
 
 def round_int8(
@@ -261,7 +264,7 @@ def round_int8(
     theta          f32[n]  in      θ of the version being left, one parameter of it or a slice from a block's begin
     theta_next     f32[n]  in/out  θ′ of `apply`; afterwards θ + codes·steps, in one fp32 addition
     momentum_next  f32[n]  in/out  m′ −= back·(θ′ of `apply` − θ′)
-    back           > 0             updates.returned_share
+    back           ≥ 0             outer_step.returned_share
     codes          i8[n]   out     whole steps, −127 to 127
     steps          f32[n/256]  out   of each block, its largest |change| / 127; NaN if one is not finite
 
@@ -281,5 +284,5 @@ def warm_up() -> None:
     measure(a, b, c)
     fold_first(a, b)
     fold(b, a, c, 1.0)
-    apply(a, b, c, 1.0, 0.7, 0.8, d)
+    apply(a, b, c, 1.0, 0.7, nesterov_numbers(0.8), d)
     round_int8(a, d, b, 1.0, np.zeros(8, np.int8), c[:1])

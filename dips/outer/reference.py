@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from dips.outer_step import Numbers
+
 F32 = npt.NDArray[np.float32]
 
 BLOCK = 256  # elements of an update that share one fp32 step
@@ -45,12 +47,13 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
         return _sum_sq(acc)
 
 
-def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
-    """Take the Nesterov step: θ′ into `theta_next`, m′ into `acc`."""
+def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32) -> None:
+    """Take the outer step: θ′ into `theta_next`, m′ into `acc`."""
+    a, b, c, e = map(np.float32, numbers)
     with np.errstate(all="ignore"):
         g = np.float32(scale) * acc
-        acc[:] = np.float32(mu) * momentum + g
-        theta_next[:] = theta - np.float32(lr) * (g + np.float32(mu) * acc)
+        acc[:] = a * momentum + b * g
+        theta_next[:] = theta - np.float32(lr) * (c * g + e * acc)
 
 
 def round_int8(

@@ -133,11 +133,3 @@ def cut_parameters(fields: Fields, most: int) -> list[tuple[int, slice, slice]]:
                 cuts.append((layer, slice(start + begin, start + end), blocks))
             block += count_blocks(numel)
     return cuts
-
-
-def returned_share(lr: float, mu: float) -> float:
-    """How much of what rounding left over is put into m′, so that all of it comes back in later steps.
-
-    A change δ of m′ moves θ by −lr·μ²·δ in the next step, by μ times that in the one after it, and so on.
-    """
-    return (1 - mu) / (lr * mu * mu)

@@ -19,11 +19,11 @@ from dataclasses import field
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
-from dips.outer import averaged_layers
 from dips.outer.averaged_layers import AveragedLayers
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
-from dips.outer.updates import Fields, Update, Updates, returned_share
+from dips.outer.updates import Fields, Update, Updates
+from dips.outer_step import Factors, OuterStep
 
 
 @dataclass(slots=True)
@@ -208,42 +208,40 @@ class Versions:
         squares = self._averaged.leave_out(theta, found.squares)
         return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
 
-    def fold_push(self, push: PushId, weight: float) -> float:
-        """Take the push into acc and free its slot, the first by becoming acc; return Σ acc²."""
+    def fold_push(self, push: PushId, weight: float, layer_weights: Factors = ()) -> tuple[float, ...]:
+        """Take the push into acc and free its slot, the first by becoming acc; return Σ acc² of each layer.
+
+        weight         its tokens over those of the round's first, by which buffers are averaged
+        layer_weights  of what is stepped, if they are not that: of each layer, or one number of all
+        """
         theta, bank = self._current_theta().bank.arrays, self._slot_of(push)
+        weights = self._averaged.weigh_layers(theta, weight, layer_weights)
         if self._next is not None:
             raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
         if self._acc is None:
-            if weight != 1.0:
-                raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0, got {weight!r}")
+            if weight != 1.0 or not set(weights.values()) <= {0.0, 1.0}:
+                got = (weight, *layer_weights)
+                raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0 or 0.0, got {got}")
             self._averaged.begin_weights()
-            stepped, buffers = self._averaged.split(theta)
-            acc_sq = self._kernel_pool.fold_first(stepped, bank.arrays)
-            self._kernel_pool.fold_first(buffers, bank.arrays)
+            squares = self._kernel_pool.fold_first(theta, bank.arrays, weights)
             del self._open[push]
             self._acc, bank.holder = bank, "acc"
-            return acc_sq
+            return self._averaged.leave_out(theta, squares)
         self._averaged.add_weight(weight)
-        stepped, buffers = self._averaged.split(theta)
-        acc_sq = self._kernel_pool.fold(self._acc.arrays, stepped, bank.arrays, weight)
-        self._kernel_pool.fold(self._acc.arrays, buffers, bank.arrays, weight)
+        squares = self._kernel_pool.fold(self._acc.arrays, theta, bank.arrays, weights)
         self.free_slot(push)
-        return acc_sq
+        return self._averaged.leave_out(theta, squares)
 
-    def prepare_version(self, version: VersionId, scale: float, lr: float, mu: float) -> None:
+    def prepare_version(self, version: VersionId, step: OuterStep) -> None:
         """Make θ′ and m′ of `version` beside θ and m; raise Busy, with nothing changed, if readers hold every bank."""
         head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
-            stepped, buffers = self._averaged.split(head.bank.arrays)
-            self._kernel_pool.apply(stepped, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
-            self._kernel_pool.apply(
-                buffers, acc.arrays, momentum.arrays, self._averaged.scale, averaged_layers.LR,
-                averaged_layers.MOMENTUM, theta_next.arrays,
-            )  # fmt: skip
-            self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, lr, mu)
+            steps = self._averaged.step_layers(head.bank.arrays, step)
+            self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
+            self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
         except BaseException:
             self._pool.give_back(theta_next)
             self._updates.drop_update()
@@ -363,15 +361,14 @@ class Versions:
 
     # ---- leaves --------------------------------------------------------------------------------
 
-    def _round_update(self, theta: Arrays, theta_next: Arrays, momentum: Arrays, lr: float, mu: float) -> None:
+    def _round_update(
+        self, theta: Arrays, theta_next: Arrays, momentum: Arrays, steps: Mapping[int, OuterStep]
+    ) -> None:
         """Make θ′ of what clusters will pull of it (docs/protocol.md#updates)."""
-        updates = self._updates
-        if updates.codec != "fp32":
-            update, layers = updates.begin_update(), self._averaged.layers
-            parts = (returned_share(lr, mu), self._fields.keys() - layers), (averaged_layers.RETURNED, layers)
-            for back, among in parts:
-                fields = {layer: at for layer, at in self._fields.items() if layer in among}
-                self._kernel_pool.round_update(updates.codec, theta, theta_next, momentum, back, update, fields)
+        codec = self._updates.codec
+        if codec != "fp32":
+            back, update = {layer: step.returned for layer, step in steps.items()}, self._updates.begin_update()
+            self._kernel_pool.round_update(codec, theta, theta_next, momentum, back, update, self._fields)
 
     def _free_unread(self) -> None:
         for theta in [t for t in self._older if not t.pulls]:

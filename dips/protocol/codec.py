@@ -29,7 +29,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any, cast
 
-from dips import ids
+from dips import ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
@@ -55,9 +55,10 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 7  # 6 had no evidence in its verdicts
+FORMAT = 7  # 6 knew Nesterov's step only, and no evidence in its verdicts
 MODULES: tuple[ModuleType, ...] = (
     ids,
+    outer_step,
     admission,
     audit_budget,
     claims,

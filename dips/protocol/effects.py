@@ -8,6 +8,7 @@ from __future__ import annotations
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
+from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
 from dips.protocol.options import Targets, TunedOption
@@ -66,15 +67,14 @@ class Fold:
     round: int
     push: PushId
     weight: float  # T_j / T_first; 1.0 for the first, whose buffer becomes acc
+    layer_weights: Factors = ()  # of the slave's layers, buffers excepted, if not that; one number: of all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
     round: int
     version: VersionId
-    scale: float
-    lr: float
-    momentum: float
+    step: OuterStep  # with the scales of the slave's layers, or one of all of them
     reserve: bool = True  # the snapshot's room on the disk, before anything is computed
 
 

@@ -12,13 +12,13 @@ from statistics import median
 
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
+from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
-from dips.protocol.options import OuterOptions
 from dips.protocol.records import OutcomeRow
 from dips.protocol.verdicts import Verdict
 
@@ -79,8 +79,16 @@ class Push:
     begun: BegunRange | None = None
     loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
-    weight: float = 0.0
+    weight: float = 0.0  # as in Fold
+    layer_weights: Factors = ()
+    merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
+    freshness: float = 1.0  # e^(−α·staleness)
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
+
+    @property
+    def layer_sq(self) -> tuple[float, ...]:
+        """Σ(θ − θ_j)² of each layer, as measured."""
+        return self.verdict.evidence.layer_sq if self.verdict is not None else ()
 
     @property
     def held_ranges(self) -> tuple[int, ...]:
@@ -141,6 +149,7 @@ class Cluster:
     claims_refused: int = 0  # since this master started
     works_since: float | None = None  # what is not settled was done since then; None: before this master's start
     settled: int = 0  # tokens of this incarnation that were accepted or gated
+    last_tokens: int = 0  # of its last accepted push; 0: it had none that is known
     settled_steps: int = 0  # inner steps likewise, under this master
     accounted: int = 0  # tokens of the newest incarnation that is over: settled, lost, or with its last push
     in_window: int = 0  # pushes of all its incarnations that are committed, and not settled
@@ -203,10 +212,10 @@ class Round:
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
     held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
-    outer: OuterOptions | None = None  # those that its Apply named; `dips tune` may change them meanwhile
-    acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
-    scale: float = 0.0
+    acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
+    step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
     delta_norm: float = 0.0
+    layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False
 
     @property

@@ -140,6 +140,32 @@ class AskOrder(StrEnum):
     RANDOM = "random"  # there to be compared with
 
 
+class MergeRule(StrEnum):
+    """How the pushes of a round become one pseudo-gradient."""
+
+    MEAN = "mean"
+    RDA = "rda"  # directions and lengths averaged apart
+    EDIT = "edit"  # softmax(−G/√steps)
+    EDIT_PAPER = "edit-paper"  # softmax(−G)
+
+
+class WeightRule(StrEnum):
+    """What a push weighs among those of its round."""
+
+    TOKENS = "tokens"
+    TOKENS_PER_STEP = "tokens_per_step"
+    UNIFORM = "uniform"
+
+
+class StepRule(StrEnum):
+    """The numbers by which a round steps."""
+
+    NESTEROV = "nesterov"
+    SGD = "sgd"
+    SHARE = "share"
+    DELAYED_NESTEROV = "delayed_nesterov"
+
+
 class ScoreScale(StrEnum):
     """Of what the penalty's statistics are."""
 

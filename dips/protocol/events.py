@@ -16,7 +16,7 @@ from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 6
+PROTOCOL = 7
 LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -416,9 +416,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Σ acc² over the slave's layers, after the fold."""
+    """Σ acc² of each of the slave's layers in manifest order, after the fold; 0 of buffers."""
 
-    acc_sq: float
+    acc_sq: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

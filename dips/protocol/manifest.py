@@ -79,6 +79,11 @@ class Manifest:
         return sum(layer.numel for layer in self.layers)
 
     @cached_property
+    def blocks(self) -> frozenset[int]:
+        """The layers of numbered blocks; the others are embeddings, the last norm, the output, shared buffers."""
+        return frozenset(i for i, l in enumerate(self.layers) if any(part.isdigit() for part in l.name.split(".")))
+
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
@@ -16,13 +16,18 @@ from dips.protocol.enums import (
     AskOrder,
     DurabilityMode,
     GateName,
+    MergeRule,
     PersistFailurePolicy,
     PushCodec,
     RequeuePolicy,
     ScoreScale,
+    StepRule,
+    WeightRule,
 )
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
+AUTO = "auto"  # the word for an outer learning rate that follows the number of clusters
+MOST_DELAY = 1_000_000  # contributions
 
 
 def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
@@ -39,11 +44,12 @@ def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: st
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip of the averaged pseudo-gradient over the whole model; at most one of the two, none means no clip."""
+    """Clip of the merged pseudo-gradient; at most one of the two numbers, none means no clip."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     norm: float | None = None  # φ of the paper, absolute
     relative: float | None = None  # times the running median of accepted ‖δ‖
+    per_layer: bool = False  # each layer by its own norm (EDiT: with φ = 10)
 
     def __post_init__(self) -> None:
         _require_holds(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
@@ -53,16 +59,33 @@ class Clip:
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """The outer step (§4.1): Nesterov as torch.optim.SGD(nesterov=True)."""
+    """The outer step and its rules (docs/guides/rules.md); the defaults are Di-PS's own (§4.1, §5.1)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    lr: float = 0.7  # §5.1
-    momentum: float = 0.8  # §5.1
+    lr: float | Literal["auto"] = 0.7  # auto: by the number of live clusters
+    momentum: float = 0.8
     clip: Clip = field(default_factory=lambda: Clip(norm=1.0))  # φ = 1, the paper's
+    merge: MergeRule = MergeRule.MEAN
+    step: StepRule = StepRule.NESTEROV
+    delay: int = 0  # contributions from one use of momentum to the next (delayed_nesterov); 0: as many as live clusters
+    weights: WeightRule = WeightRule.TOKENS
+    staleness_alpha: float = 0.0  # weights times e^(−α·staleness)
 
     def __post_init__(self) -> None:
-        _require_holds(self.lr > 0, "outer.lr", "a number above 0", self.lr)
+        for key, words in (("merge", MergeRule), ("step", StepRule), ("weights", WeightRule)):
+            _coerce_word(self, key, words, f"outer.{key}")
+        is_rate = self.lr == AUTO or (not isinstance(self.lr, str) and self.lr > 0)
+        _require_holds(is_rate, "outer.lr", "a number above 0 or auto", self.lr)
         _require_holds(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
+        gathers = self.step is not StepRule.DELAYED_NESTEROV or self.momentum > 0
+        _require_holds(gathers, "outer.momentum", "a number above 0, beside delayed_nesterov", self.momentum)
+        _require_holds(0 <= self.delay <= MOST_DELAY, "outer.delay", f"0 to {MOST_DELAY}", self.delay)
+        _require_holds(self.staleness_alpha >= 0, "outer.staleness_alpha", "0 or more", self.staleness_alpha)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether what is put into m moves θ in later steps."""
+        return self.momentum > 0 and self.step is not StepRule.SGD
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def _accept(push: PushEvidence, norm: float, opinions: Sequence[Opinion]) -> Ver
         push,
         tracked=not push.exempt,
         scored=any(o.scored for o in opinions),
-        left_out=tuple(sorted({place for o in opinions for place in o.left_out})),
+        flagged=frozenset().union(*(o.flagged for o in opinions)),
         flags=tuple(o.sentence for o in opinions if o.finding is Finding.FLAGGED),
     )
 

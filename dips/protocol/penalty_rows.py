@@ -82,10 +82,10 @@ def _move_layers(verdict: Verdict, past: Past) -> tuple[LayerStatistics, ...]:
     """A layer that is left out moves nothing but its count; `gate_patience` times in a row, and it begins anew."""
     norms = layer_norms(verdict.evidence)
     layers = past.row.layers if len(past.row.layers) == len(norms) else (LayerStatistics(),) * len(norms)
-    left_out, patience = set(verdict.left_out), past.options.gate_patience
+    flagged, patience = verdict.flagged, past.options.gate_patience
     moved = []
     for place, (norm, layer) in enumerate(zip(norms, layers, strict=True)):
-        if place not in left_out:
+        if place not in flagged:
             mu, sigma = _move_average(norm, layer.mu, layer.sigma, layer.n + 1, past.options.alpha)
             moved.append(LayerStatistics(layer.n + 1, mu, sigma) if norm > 0.0 else replace(layer, left_out_in_a_row=0))
         elif layer.left_out_in_a_row + 1 >= patience:

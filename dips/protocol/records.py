@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
+from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.options import Targets, TunedOption
@@ -35,11 +36,12 @@ class FoldRow:
     base: VersionId
     tokens: int
     inner_steps: int
-    weight: float  # T_j / T_first, as folded
+    weight: float  # T_j / T_first, by which buffers are averaged
     norm: float  # G_j
     score: float  # E_j; 0 in a warm-up or when exempt
     loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
+    layer_weights: Factors = ()  # of each layer, as folded, if not `weight`; one number: of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class ScoreHistory:
 
     scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
+    layer_norms: tuple[tuple[float, ...], ...] = ()  # ‖δ‖ of each layer, for a relative clip per layer; else nothing
     digests: tuple[int, ...] = ()  # of the last accepted pushes, while the gate `replay` is on
 
 
@@ -105,10 +108,8 @@ class VersionCommitted:
     durable: bool
     folds: tuple[FoldRow, ...]
     outcomes: tuple[OutcomeRow, ...]
-    scale: float
-    lr: float
-    momentum: float
-    delta_norm: float  # ‖c·acc‖ before clipping
+    step: OuterStep  # as applied
+    delta_norm: float  # of the merged pseudo-gradient, before clipping
     clipped: bool
     digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest)
     penalty: tuple[PenaltyRow, ...]

@@ -7,14 +7,13 @@ round's end means for its clusters in settlement.py: a commit, or a skip by what
 
 from __future__ import annotations
 
-from math import isfinite, sqrt
-from statistics import median
+from math import nan
 
 from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
-from dips.protocol import durability, held_pushes, pushes, settlement, window
-from dips.protocol.effects import Apply, DropPush, Fold, Measure, Persist
+from dips.protocol import durability, held_pushes, pushes, settlement, stepping, window
+from dips.protocol.effects import Apply, DropPush, Measure, Persist
 from dips.protocol.entities import Fanout, Push, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
@@ -81,8 +80,9 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     if push.verdict.accepted:
         for flag in push.verdict.flags:
             run.emit_note("push_flagged", push=push.id, reason=flag)
-        push.weight = push.tokens / r.folded[0].tokens if r.folded else 1.0
-        run.order_all(FanoutKind.FOLD, push.id, Fold(r.number, push.id, push.weight), run.options.timing.compute_s)
+        stepping.weigh_push(run, r, push)
+        orders = {slave.name: stepping.fold_order(r, push, slave.layers) for slave in run.ready_slaves()}
+        run.fan_out(FanoutKind.FOLD, push.id, dict(orders), run.options.timing.compute_s)
         return
     r.gated.append(push)
     r.current = None
@@ -102,14 +102,15 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         squares.update(zip(slave.layers, answer.layer_sq, strict=False))
         products.update(zip(slave.layers, answer.layer_dot, strict=False))
         digest = (digest + answer.digest) % PUSH_DIGESTS
+    layers = range(len(run.manifest.layers))
     return PushEvidence(
         push.id.cluster,
-        tuple(squares[layer] for layer in sorted(squares)),
+        tuple(squares.get(layer, nan) for layer in layers),
         push.inner_steps,
         finite,
         exempt=not run.is_ancestor(push.base),
-        dot=sum(products[layer] for layer in sorted(products)),
-        acc_sq=r.acc_sq,
+        dot=sum(products.get(layer, 0.0) for layer in layers),
+        acc_sq=sum(r.acc_sq),
         others=len(r.folded),
         split=any(is_against(p.verdict.evidence) for p in r.folded if p.verdict is not None),
         digest=digest,
@@ -121,11 +122,12 @@ def on_push_folded(run: RunState, fanout: Fanout) -> None:
     """The push is in the running mean on every slave; its slot is free."""
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
-    r.acc_sq = 0.0
-    for name in run.slaves:
-        answer = fanout.answers[name]
+    by_layer = dict[int, float]()
+    for slave in run.slaves.values():
+        answer = fanout.answers[slave.name]
         assert isinstance(answer, Folded)
-        r.acc_sq += answer.acc_sq
+        by_layer.update(zip(slave.layers, answer.acc_sq, strict=False))
+    r.acc_sq = tuple(by_layer.get(layer, nan) for layer in range(len(run.manifest.layers)))  # in any number of slaves
     r.folded.append(r.current)
     run.transfers.close_push(r.current)
     r.current = None
@@ -141,15 +143,17 @@ def _close_window(run: RunState, r: Round) -> None:
     if run.durability.late is not None:
         return  # θ and m, which are being written, would be given away by the next flip (docs/protocol.md#memory)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
-    if not _set_scale(run, r):
-        settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {r.delta_norm}")
+    made = stepping.make_step(run, r)
+    if not made.finite:
+        settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {made.norm}")
         return
+    r.delta_norm, r.layer_norms, r.clipped = made.norm, made.layer_norms, made.clipped
     r.reason = f"applying {len(r.folded)} contributions"
     run.closed_at = run.now
     version = VersionId(run.head.version + 1, r.number)
-    o = r.outer = run.options.outer
-    order = Apply(r.number, version, r.scale, o.lr, o.momentum, durability.reserves_disk(run))
-    run.order_all(FanoutKind.APPLY, version, order, run.options.timing.compute_s)
+    reserve = durability.reserves_disk(run)
+    orders = {s.name: Apply(r.number, version, r.step.of_layers(s.layers), reserve) for s in run.ready_slaves()}
+    run.fan_out(FanoutKind.APPLY, version, dict(orders), run.options.timing.compute_s)
     run.emit_note(
         "round_applying",
         round=r.number,
@@ -157,24 +161,6 @@ def _close_window(run: RunState, r: Round) -> None:
         delta_norm=f"{r.delta_norm:.6g}",
         clipped=r.clipped,
     )
-
-
-def _set_scale(run: RunState, r: Round) -> bool:
-    """scale = c·min(1, φ/‖c·acc‖) with c = T_first/ΣT; False if the norm is not finite."""
-    c = r.folded[0].tokens / sum(p.tokens for p in r.folded)
-    r.delta_norm = c * sqrt(r.acc_sq) if r.acc_sq >= 0 else float("nan")
-    limit = _clip_limit(run)
-    r.clipped = limit is not None and r.delta_norm > limit
-    r.scale = c * (limit / r.delta_norm) if r.clipped and limit is not None else c
-    return isfinite(r.delta_norm)
-
-
-def _clip_limit(run: RunState) -> float | None:
-    clip = run.options.outer.clip
-    if clip.relative is not None:
-        norms = run.penalty.history.delta_norms
-        return clip.relative * median(norms) if norms else None
-    return clip.norm
 
 
 def on_version_applied(run: RunState, fanout: Fanout) -> None:

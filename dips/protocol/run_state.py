@@ -29,7 +29,7 @@ from dips.protocol.entities import (
     Slave,
     Subject,
 )
-from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
+from dips.protocol.enums import ClusterStanding, FanoutKind, OutcomeKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
@@ -123,6 +123,7 @@ class RunState:
             cluster = self.clusters.get(outcome.push.cluster)
             if cluster and cluster.inc == outcome.push.inc:
                 cluster.outcome, cluster.outcome_version = outcome, version
+                cluster.last_tokens = outcome.tokens if outcome.kind is OutcomeKind.ACCEPTED else 0
                 cluster.seq_high = outcome.push.seq
 
     def _restore_totals(self, state: LedgerState) -> None:

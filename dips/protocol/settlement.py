@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.protocol import durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
@@ -30,6 +29,7 @@ from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import Settled
 
 DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
+LAYER_NORMS_KEPT = 10  # likewise of each layer: what each row holds must not be long
 ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
 
 
@@ -66,8 +66,16 @@ def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], Sc
     live = [c.name for c in run.clusters.values() if c.live]
     rows, history = run.penalty.compute_statistics(verdicts, live)
     if r.folded and r.state is not RoundState.COLLECTING:
-        history = replace(history, delta_norms=(*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])
+        history = _with_norms(run, r, history)
     return rows, history
+
+
+def _with_norms(run: RunState, r: Round, history: ScoreHistory) -> ScoreHistory:
+    """The norms of this step beside those before it; those of layers only where a clip looks at them."""
+    clip, norms = run.options.outer.clip, (*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:]
+    by_layer = clip.per_layer and clip.relative is not None
+    layer_norms = (*history.layer_norms, r.layer_norms)[-LAYER_NORMS_KEPT:] if by_layer else ()
+    return ScoreHistory(history.scores, norms, layer_norms)
 
 
 def _version_row(
@@ -80,15 +88,17 @@ def _version_row(
     history: ScoreHistory,
 ) -> VersionCommitted:
     folds = tuple(
-        FoldRow(p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges)
+        FoldRow(
+            p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
+            p.layer_weights,
+        )
         for p in r.folded
         if p.verdict is not None
-    )
+    )  # fmt: skip
     outcomes = tuple(_outcome_row(p, _kind_of(p), version) for p in r.pushes)
-    o = r.outer or run.options.outer
     return VersionCommitted(
-        version, run.head, durable, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
-        tuple(rows.values()), history, run.now,
+        version, run.head, durable, folds, outcomes, r.step, r.delta_norm, r.clipped, digests, tuple(rows.values()),
+        history, run.now,
     )  # fmt: skip
 
 
@@ -187,6 +197,8 @@ def _settle_push(
     if kind is not OutcomeKind.SKIPPED:
         run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
         cluster.tokens[kind] += push.tokens
+        if kind is OutcomeKind.ACCEPTED:
+            cluster.last_tokens = push.tokens
         if same_incarnation:
             cluster.settled += push.tokens
             cluster.settled_steps += push.inner_steps

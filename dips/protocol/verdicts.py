@@ -55,7 +55,7 @@ class Opinion:
     sentence: str
     score: float = 0.0
     scored: bool = False  # the score is one of those that set the threshold
-    left_out: tuple[int, ...] = ()  # layers that it keeps out of the sum, by their places
+    flagged: frozenset[int] = frozenset()  # layers that it keeps out of the sum, by their places in the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Verdict:
     evidence: PushEvidence
     tracked: bool = True  # False: it must leave the statistics alone
     scored: bool = False
-    left_out: tuple[int, ...] = ()  # layers that have weight 0 in the sum, by their places
+    flagged: frozenset[int] = frozenset()  # layers in which an accepted push does not count
     gate: GateName | None = None  # that gated it; None: none did, or it was no matter of opinion
     flags: tuple[str, ...] = ()  # what speaks against it, though it is accepted
     held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience

@@ -61,7 +61,7 @@ class ShardRound:
         with self._poison_on_error(f"Fold of {order.push}"):
             self._flow.drop_push(order.push)
             try:
-                return Folded(self.versions.fold_push(order.push, order.weight))
+                return Folded(self.versions.fold_push(order.push, order.weight, order.layer_weights))
             finally:
                 self._transfers.forget_push(order.push)
 
@@ -81,7 +81,7 @@ class ShardRound:
             self._snapshots.reserve_room(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
         self._transfers.move_old_readers()
         with self._poison_on_error(f"Apply of {order.version}"):
-            self.versions.prepare_version(order.version, order.scale, order.lr, order.momentum)
+            self.versions.prepare_version(order.version, order.step)
         self._transfers.forget_measures()
         return Prepared(order.version)
 

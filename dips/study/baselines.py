@@ -13,6 +13,7 @@ import torch
 from dips.demo.data import load_corpus
 from dips.demo.model import Decoder
 from dips.outer import reference
+from dips.outer_step import nesterov_numbers
 from dips.sim.scenario import NAMES
 from dips.slave.ports import F32
 from dips.study.learner import BatchDraws, Inner, Recipe, validation_loss
@@ -58,7 +59,7 @@ def train_synchronous(
                 worker.take_step((number + step / inner_steps) / rounds)
             total += theta - _flatten(worker)
         after = np.empty_like(theta)
-        reference.apply(theta, total, velocity, 1.0 / clusters, lr, momentum, after)
+        reference.apply(theta, total, velocity, 1.0 / clusters, lr, nesterov_numbers(momentum), after)
         theta, velocity = after, total
     _fill(workers[0], theta)
     steps = rounds * inner_steps

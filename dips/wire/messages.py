@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 
 from dips import ids
 from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from dips.outer_step import MAX_FACTOR
 from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
@@ -63,6 +64,9 @@ _REALS = {
     ("Measured", "layer_dot"): RealBounds(-inf, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
+    ("Fold", "layer_weights"): RealBounds(0.0, MAX_FACTOR),
+    ("OuterStep", "scales"): RealBounds(0.0, MAX_FACTOR),
+    ("OuterStep", "returned"): RealBounds(0.0, MAX_FACTOR),
     ("ClusterHeartbeatAnswer", "push_in_s"): RealBounds(heartbeats.OWN_PACE),
 }
 

@@ -26,7 +26,7 @@ class _Watched(ToyRun):
                 {
                     "version": str(body.version),
                     "folds": [[str(f.push), *map(rounded, (f.weight, f.norm, f.score))] for f in row.folds],
-                    "scale": rounded(row.scale),
+                    "scale": rounded(row.step.scales[0]),
                     "delta_norm": rounded(row.delta_norm),
                     "clipped": row.clipped,
                     "theta": self.digest(theta),

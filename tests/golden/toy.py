@@ -57,9 +57,9 @@ class ToyRun(ScriptedRun):
             case Measure():
                 return ev.Measured(self.memory.measure_push(body.push).layer_sq, True)
             case Fold():
-                return ev.Folded(self.memory.fold_push(body.push, body.weight))
+                return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
             case Apply():
-                self.memory.prepare_version(body.version, body.scale, body.lr, body.momentum)
+                self.memory.prepare_version(body.version, body.step)
             case Commit():
                 self.memory.flip_version(body.version)
         return super()._answer(body)

@@ -130,7 +130,8 @@ class MessageMaker:
             ("Slave", "Refused", slave_pb2.PushRefused(slave=slave, sinc=1, push=push)),
             ("Order", "Execute", slave_pb2.Order(
                 slave=slave, sinc=1, term=1, number=1, deadline_s=1.0,
-                apply=slave_pb2.Apply(round=1, version=names_pb2.VersionId(version=1, round=1), scale=1.0))),
+                apply=slave_pb2.Apply(
+                    round=1, version=names_pb2.VersionId(version=1, round=1), step=slave_pb2.OuterStep(scales=[1.0])))),
         ]  # fmt: skip
         return self.rng.choice(choices)
 

@@ -25,6 +25,7 @@ from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
     Apply,
     Commit,
@@ -157,7 +158,7 @@ class SlaveSet:
         c = first / sum(tokens for _, _, tokens in pushes)
         norm = c * sqrt(acc_sq)
         scale = c * (1.0 if clip is None else min(1.0, clip / norm))
-        self.order(Apply(version.round, version, scale, LR, MU))
+        self.order(Apply(version.round, version, nesterov_step(scale, LR, MU)))
         self.order(Persist(version))
         self.order(Commit(version, ()))
         return norm

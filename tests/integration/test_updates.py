@@ -12,6 +12,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from dips.wire.frame import BadFrame
 from dips.wire.streams import Welcome
 from tests.integration.test_flow import (
@@ -58,7 +59,7 @@ def two_steps(codec: str, open_at: FlowUnderTest) -> dict[VersionId, Model]:
         for i, slot in versions.open_slot(push).items():
             slot[:] = before[i] + np.float32(1e-3) * change[i]
         versions.fold_push(push, 1.0)
-        versions.prepare_version(version, 1.0, 0.7, 0.8)
+        versions.prepare_version(version, nesterov_step(1.0, 0.7, 0.8))
         versions.flip_version(version)
         thetas[version] = {i: a.copy() for i, a in versions.theta(version).items()}
     open_at.flow.open_pull(PULL, V, versions.pin_version(PULL, V), versions.pin_updates(PULL, V))

@@ -55,7 +55,7 @@ def refold_on_retry() -> list[Patch]:
         theta = self.versions.theta(memory)
         for layer, theta_j in kept[key].items():
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
-        return Folded(1.0)
+        return Folded(tuple(1.0 for _ in theta))
 
     return [(OrderFences, "admit_order", admit), (ShardRound, "fold", fold)]
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
+from dips.protocol.enums import (
+    DurabilityMode,
+    MergeRule,
+    PersistFailurePolicy,
+    PushCodec,
+    RequeuePolicy,
+    StepRule,
+    WeightRule,
+)
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
@@ -35,7 +43,7 @@ def scenario_of(seed: int) -> Scenario:
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
-        options=_options(chance.generator_for("options")),
+        options=_rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
         seeded=chance.generator_for("seeded").random() < 0.8,
@@ -70,6 +78,23 @@ def _way(rng: Random, shape: ClusterShape, aligns: bool, overlaps: bool) -> Clus
     step_s = shape.step_s * (OVERLAP_SLOWNESS if overlap else 1.0)
     restarts = rng.choice((0, 3, 3, 3, 3, 3))
     return replace(shape, step_s=step_s, aligned_steps=aligned_steps, overlap=overlap, restarts=restarts)
+
+
+def _rules(rng: Random, options: Options) -> Options:
+    """Half of the seeds step by the paper's rules, the others by any that may stand beside a lossy pull codec."""
+    if rng.random() < 0.5:
+        return options
+    clip = rng.choice((options.outer.clip, Clip(), replace(options.outer.clip, per_layer=True)))
+    outer = OuterOptions(
+        lr=rng.choice((0.7, 0.7, "auto")),
+        clip=clip,
+        merge=rng.choice(tuple(MergeRule)),
+        step=rng.choice((StepRule.NESTEROV, StepRule.SHARE, StepRule.DELAYED_NESTEROV)),
+        delay=rng.choice((0, 1, 3)),
+        weights=rng.choice(tuple(WeightRule)),
+        staleness_alpha=rng.choice((0.0, 0.0, 0.1, 1.0)),
+    )
+    return replace(options, outer=outer)
 
 
 def _options(rng: Random) -> Options:

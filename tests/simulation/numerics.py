@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from math import isfinite, sqrt
 
 from dips.ids import GENESIS
 from dips.protocol.options import Options
 from dips.protocol.records import (
+    FoldRow,
     LedgerState,
     OptionsTuned,
     OutcomeRow,
@@ -18,9 +20,10 @@ from dips.protocol.records import (
 )
 from dips.protocol.tunable import tune_options
 from dips.sim.world import World
+from tests import rules_reference
 from tests.simulation.checks import Invariant
 from tests.simulation.operators import QUARANTINED
-from tests.simulation.reference import LineageReference, PenaltyReference, same_statistics
+from tests.simulation.reference import LineageReference, PenaltyReference, same_statistics, unpack, weight_in
 
 
 class FiniteInvariant(Invariant):
@@ -38,7 +41,7 @@ class FiniteInvariant(Invariant):
         if isinstance(record, OptionsTuned):
             self.statistics.o = tune_options(Options(penalty=self.statistics.o), record.changes).penalty
         if isinstance(record, VersionCommitted):
-            self._weights(record)
+            self._merged(record)
             self._norms(record)
             self.statistics.accepted(record.folds, self.lineage)
             self.lineage.add(record.version)
@@ -53,21 +56,38 @@ class FiniteInvariant(Invariant):
     def master_restored(self, state: LedgerState) -> None:
         self._same(state.penalty, "the ledger")
 
-    def _weights(self, record: VersionCommitted) -> None:
-        total = sum(f.tokens for f in record.folds)
+    def _merged(self, record: VersionCommitted) -> None:
+        """What a row's weights and scales make of its pushes is what the rule makes of them, all known at once."""
         for fold in record.folds:
             expected = fold.tokens / record.folds[0].tokens
             self.require(
                 abs(fold.weight - expected) <= 1e-12 * expected, f"{fold.push} weighs {fold.weight}, not {expected}"
             )
-        shares = sum(f.weight * record.folds[0].tokens / total for f in record.folds)
-        self.require(abs(shares - 1.0) < 1e-9, f"the weights of {record.version} sum to {shares}")
-        delta = max(record.delta_norm, 1e-30)
-        clip = self.world.options.outer.clip.norm
-        scale = record.folds[0].tokens / total * (1.0 if clip is None else min(1.0, clip / delta))
+        o, theta = self.world.options.outer, self.models.versions[record.parent].theta
+        pushes = [self._pushed(record, fold, theta) for fold in record.folds]
+        merged = [rules_reference.merge_layer(o, pushes, layer) for layer in sorted(theta)]
+        norm = sqrt(sum(rules_reference.norm_of(g or []) ** 2 for g in merged))
         self.require(
-            abs(record.scale - scale) <= 1e-9 * scale, f"{record.version} was scaled by {record.scale}, not {scale}"
+            abs(record.delta_norm - norm) <= 1e-4 * norm, f"{record.version}: ‖δ‖ {record.delta_norm}, not {norm}"
         )
+        for layer, expected in enumerate(rules_reference.clip_all(o.clip, merged)):
+            made = self._made(record, pushes, layer)
+            off = rules_reference.norm_of([x - y for x, y in zip(made, expected or [], strict=True)])
+            self.require(off <= 1e-4 * norm, f"{record.version}, layer {layer}: {made}, the rule says {expected}")
+
+    def _pushed(
+        self, record: VersionCommitted, fold: FoldRow, theta: Mapping[int, Sequence[float]]
+    ) -> rules_reference.Pushed:
+        content = self.world.books.frozen[fold.push].content
+        layers = [[t - p for t, p in zip(theta[i], unpack(content[i]), strict=True)] for i in sorted(theta)]
+        staleness = record.parent.version - fold.base.version
+        return rules_reference.Pushed(fold.tokens, fold.inner_steps, staleness, layers)
+
+    @staticmethod
+    def _made(record: VersionCommitted, pushes: Sequence[rules_reference.Pushed], layer: int) -> list[float]:
+        scales, weights = record.step.scales, [weight_in(fold, layer) for fold in record.folds]
+        summed = rules_reference.combine([p.layers[layer] for p in pushes], weights)
+        return [scales[layer if len(scales) > 1 else 0] * x for x in summed]
 
     def _norms(self, record: VersionCommitted) -> None:
         for numbers in self.models.versions[record.version].theta.values():

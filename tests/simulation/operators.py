@@ -13,7 +13,7 @@ from dips.protocol.events import (
     QuarantineAsked,
     TuningAsked,
 )
-from dips.protocol.options import TunedOption
+from dips.protocol.options import AUTO, TunedOption
 from dips.protocol.records import (
     ClusterEnded,
     ClusterQuarantined,
@@ -27,9 +27,11 @@ from dips.protocol.records import (
 )
 from dips.sim.observer import Observer
 from dips.sim.world import World
+from tests import rules_reference
 from tests.simulation.checks import Invariant
 from tests.simulation.coverage import EXPELLED
 
+AUTO_RATES = [rules_reference.rate_of(n) for n in range(1, 17)]
 QUARANTINED = "quarantined by an operator"  # so begins the reason of a push that was gated for it
 TRIES = 4  # in one seed of two
 CALLER = "alice.operator"
@@ -144,8 +146,13 @@ class OperatorInvariant(Invariant):
             self.world.monitor.rare_event_occurred("operator_quarantine")
 
     def _check_version(self, version: VersionId, record: VersionCommitted) -> None:
-        self.require(record.lr in self.held["outer.lr"], f"{version} names lr {record.lr}, {self.held} held")
-        self.require(record.momentum in self.held["outer.momentum"], f"{version} names {record.momentum}")
+        lr, numbers = record.step.lr, record.step.numbers
+        rates = [rate for held in self.held["outer.lr"] for rate in (AUTO_RATES if held == AUTO else (held,))]
+        self.require(any(abs(lr - rate) < 1e-12 for rate in rates), f"{version} names lr {lr}, {self.held} held")
+        rule = rules_reference.STEPS[self.world.options.outer.step]
+        share = record.step.c  # of a round that steps by its share; Nesterov's is 1
+        possible = [rule(mu, share, nth) for mu in self.held["outer.momentum"] for nth in (True, False)]
+        self.require(numbers in possible and 0 < share <= 1, f"{version} names {numbers}, the rule makes {possible}")
         folded = {fold.push.cluster for fold in record.folds}
         self.require(not folded & self.out, f"{version} folded {folded & self.out}, who were quarantined")
 

@@ -42,6 +42,12 @@ def _round_bf16(x: float) -> float:
     return ldexp(round(ldexp(mantissa, 8)), exponent - 8)
 
 
+def weight_in(fold: FoldRow, layer: int) -> float:
+    """What a push weighs in one layer."""
+    weights = fold.layer_weights or (fold.weight,)
+    return weights[layer if len(weights) > 1 else 0]
+
+
 @dataclass(frozen=True)
 class Content:
     """One version as the reference has it; `bytes_of` what a slave must hold, by layer: (θ, m)."""
@@ -73,7 +79,7 @@ class LineageReference:
         pushed = [{layer: unpack(a) for layer, a in content.items()} for content in contents]
         for layer, numbers in old.theta.items():
             acc = self._sum(layer, numbers, row.folds, pushed)
-            theta[layer], momentum[layer] = self._step(row, numbers, acc, old.momentum[layer])
+            theta[layer], momentum[layer] = self._step(row, layer, numbers, acc, old.momentum[layer])
             if self._codec != "fp32":
                 self._round(row, numbers, theta[layer], momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
@@ -81,26 +87,32 @@ class LineageReference:
 
     @staticmethod
     def _sum(layer: int, theta: Numbers, folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]) -> Numbers:
-        acc = [f32(t - p) for t, p in zip(theta, pushed[0][layer], strict=True)]
+        counts = weight_in(folds[0], layer) > 0
+        acc = [f32(t - p) if counts else 0.0 for t, p in zip(theta, pushed[0][layer], strict=True)]
         for fold, content in zip(folds[1:], pushed[1:], strict=True):
-            w = f32(fold.weight)
+            w = f32(weight_in(fold, layer))
             acc = [f32(a + f32(w * f32(t - p))) for a, t, p in zip(acc, theta, content[layer], strict=True)]
         return acc
 
     @staticmethod
-    def _step(row: VersionCommitted, theta: Numbers, acc: Numbers, momentum: Numbers) -> tuple[Numbers, Numbers]:
-        scale, lr, mu = f32(row.scale), f32(row.lr), f32(row.momentum)
+    def _step(
+        row: VersionCommitted, layer: int, theta: Numbers, acc: Numbers, momentum: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """g = s·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′); where s is 0 nothing moves."""
+        s, scales = row.step, row.step.scales
+        scale, lr = f32(scales[layer if len(scales) > 1 else 0]), f32(s.lr)
+        a, b, c, e = map(f32, (s.a, s.b, s.c, s.e) if scale else (1.0, 0.0, 0.0, 0.0))
         next_theta, next_momentum = [], []
-        for t, a, m in zip(theta, acc, momentum, strict=True):
-            g = f32(scale * a)
-            m_next = f32(f32(mu * m) + g)
+        for t, summed, m in zip(theta, acc, momentum, strict=True):
+            g = f32(scale * summed)
+            m_next = f32(f32(a * m) + f32(b * g))
             next_momentum.append(m_next)
-            next_theta.append(f32(t - f32(lr * f32(g + f32(mu * m_next)))))
+            next_theta.append(f32(t - f32(lr * f32(f32(c * g) + f32(e * m_next)))))
         return next_theta, next_momentum
 
     def _round(self, row: VersionCommitted, old: Numbers, theta: Numbers, momentum: Numbers) -> None:
         """θ′ becomes θ and what travels of the change; m′ takes the rest, so that it comes back."""
-        back = f32((1 - row.momentum) / (row.lr * row.momentum * row.momentum))
+        back = f32(row.step.returned)
         begin = 0
         for numel in self._parameters:
             block = range(begin, begin + numel)

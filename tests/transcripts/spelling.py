@@ -43,8 +43,8 @@ def spell_order(body: e.OrderBody) -> str:
         case e.Fold():
             return f"Fold {body.push} × {body.weight:.4g} in round {body.round}"
         case e.Apply():
-            tuned = "" if body.lr == OuterOptions().lr else f", lr {body.lr:g}"
-            return f"Apply {body.version}, scale {body.scale:.4g}{tuned}" + (
+            tuned = "" if body.step.lr == OuterOptions().lr else f", lr {body.step.lr:g}"
+            return f"Apply {body.version}, scale {body.step.scales[0]:.4g}{tuned}" + (
                 "" if body.reserve else ", reserving nothing"
             )
         case e.Persist():
@@ -117,7 +117,7 @@ def spell_record(record: r.Record) -> str:
         case r.VersionCommitted():
             folds = ", ".join(f"{f.push} × {f.weight:.4g} ({f.tokens} tokens)" for f in record.folds)
             durable = "" if record.durable else ", not durable"
-            durable += "" if record.lr in (OuterOptions().lr, 0.0) else f", lr {record.lr:g}"
+            durable += "" if record.step.lr in (OuterOptions().lr, 0.0) else f", lr {record.step.lr:g}"
             told = f"{folds}; {_outcomes(record.outcomes)}"
             return f"VersionCommitted {record.version} of {record.parent}{durable}: {told}"
         case r.VersionDurable():

@@ -113,7 +113,7 @@ class Teller:
                 finite = "nan" not in words
                 return ev.Measured((float(words.get("norm", "0.1")) ** 2 if finite else float("nan"),), finite)
             case Fold():
-                return ev.Folded(BASE_NORM_SQ)
+                return ev.Folded((BASE_NORM_SQ,))
             case Apply():
                 return ev.Prepared(body.version)
             case Persist():

@@ -14,7 +14,7 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.printable"}
+LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.outer_step", "dips.printable"}
 CONFIG = {
     "dips.cgroup",
     "dips.config",
@@ -40,6 +40,7 @@ MAY: dict[str, set[str]] = {
     "dips.printable": set(),
     "dips.private_files": LOW,
     "dips.ids": {"dips.errors", "dips.dataclass"},
+    "dips.outer_step": {"dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
     "dips.cgroup": LOW,

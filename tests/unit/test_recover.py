@@ -23,6 +23,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.ledger_rebuild import SPARE
+from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
 from dips.slave.snapshots import Snapshots
@@ -56,7 +57,7 @@ def config(tmp_path: Path) -> RunFile:
     with closing(Ledger.open(genesis.ledger_path(config), wall=time.time)) as ledger:
         ledger.start_term()
         made = VersionCommitted(
-            V1, GENESIS, True, (), (), 1.0, 0.7, 0.8, 1.0, False, (), (), ScoreHistory((), (1.0,)), 0.0
+            V1, GENESIS, True, (), (), nesterov_step(1.0, 0.7, 0.8), 1.0, False, (), (), ScoreHistory((), (1.0,)), 0.0
         )
         ledger.write_records([RoundReserved(1, 0.0), made])
     save_file(tensors(2.0), tmp_path / "saved.safetensors")

@@ -25,13 +25,13 @@ def judge_layers(push: PushEvidence, past: Past) -> Opinion:
             moving += 1
             scores[place] = score_layer(norm, layer, past.options)
     worst = max(scores.values(), default=0.0)
-    left_out = tuple(place for place, score in scores.items() if score > past.options.beta)
-    if not left_out:
+    flagged = frozenset(place for place, score in scores.items() if score > past.options.beta)
+    if not flagged:
         return Opinion(Finding.PASSED, f"largest score of a layer {worst:.3g}, at most {past.options.beta:g}", worst)
-    said = f"{len(left_out)} of {moving} layers above {past.options.beta:g} σ of their norms, the largest {worst:.3g}"
-    if len(left_out) == moving:
+    said = f"{len(flagged)} of {moving} layers above {past.options.beta:g} σ of their norms, the largest {worst:.3g}"
+    if len(flagged) == moving:
         return Opinion(Finding.GATED, said, worst)
-    return Opinion(Finding.FLAGGED, f"{said}: left out", worst, left_out=left_out)
+    return Opinion(Finding.FLAGGED, f"{said}: left out", worst, flagged=flagged)
 
 
 def layer_norms(push: PushEvidence) -> list[float]:

@@ -774,24 +774,73 @@ class Fold(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    LAYER_WEIGHTS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     weight: _builtins.float
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
+    @_builtins.property
+    def layer_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of the slave's layers, if not `weight`; one number: of all of them"""
+
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         push: _names_pb2.PushId | None = ...,
         weight: _builtins.float = ...,
+        layer_weights: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_weights", b"layer_weights", "push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fold: _TypeAlias = Fold  # noqa: Y015
+
+@_typing.final
+class OuterStep(_message.Message):
+    """g = s·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′)"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCALES_FIELD_NUMBER: _builtins.int
+    LR_FIELD_NUMBER: _builtins.int
+    A_FIELD_NUMBER: _builtins.int
+    B_FIELD_NUMBER: _builtins.int
+    C_FIELD_NUMBER: _builtins.int
+    E_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
+    lr: _builtins.float
+    a: _builtins.float
+    b: _builtins.float
+    c: _builtins.float
+    e: _builtins.float
+    returned: _builtins.float
+    """of what a lossy pull codec rounds away: how much goes into m′"""
+    @_builtins.property
+    def scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """s of the slave's layers; one number: of all of them"""
+
+    def __init__(
+        self,
+        *,
+        scales: _abc.Iterable[_builtins.float] | None = ...,
+        lr: _builtins.float = ...,
+        a: _builtins.float = ...,
+        b: _builtins.float = ...,
+        c: _builtins.float = ...,
+        e: _builtins.float = ...,
+        returned: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "c", b"c", "e", b"e", "lr", b"lr", "returned", b"returned", "scales", b"scales"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OuterStep: _TypeAlias = OuterStep  # noqa: Y015
 
 @_typing.final
 class Apply(_message.Message):
@@ -799,31 +848,26 @@ class Apply(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    SCALE_FIELD_NUMBER: _builtins.int
-    LR_FIELD_NUMBER: _builtins.int
-    MOMENTUM_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    scale: _builtins.float
-    lr: _builtins.float
-    momentum: _builtins.float
     reserve: _builtins.bool
     """the snapshot's room on the disk, before anything is computed"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def step(self) -> Global___OuterStep: ...
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         version: _names_pb2.VersionId | None = ...,
-        scale: _builtins.float = ...,
-        lr: _builtins.float = ...,
-        momentum: _builtins.float = ...,
+        step: Global___OuterStep | None = ...,
         reserve: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "reserve", b"reserve", "round", b"round", "scale", b"scale", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve", "round", b"round", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1123,11 +1167,14 @@ class Folded(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACC_SQ_FIELD_NUMBER: _builtins.int
-    acc_sq: _builtins.float
+    @_builtins.property
+    def acc_sq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of each of the slave's layers"""
+
     def __init__(
         self,
         *,
-        acc_sq: _builtins.float = ...,
+        acc_sq: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

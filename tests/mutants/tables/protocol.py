@@ -97,14 +97,20 @@ MUTANTS = (
     Mutant(
         "mean over pushes, not tokens",
         ROOM,
-        "tokens / sum(p.tokens for p in r.folded)",
-        "tokens / sum(100 for p in r.folded)",
+        "shares[0].weight / sum(share.weight for share in shares)",
+        "shares[0].weight / sum(100 for share in shares)",
         ROUND,
     ),
     Mutant("weight upside down", ROOM, "push.tokens / r.folded[0].tokens", "r.folded[0].tokens / push.tokens", ROUND),
-    Mutant("squares of all folds are added", ROOM, "r.acc_sq = 0.0", "r.acc_sq += 0.0", ROUND),
-    Mutant("norm of the sum unscaled", ROOM, "c * sqrt(r.acc_sq)", "sqrt(r.acc_sq)", ROUND),
-    Mutant("a mean that is not finite is applied", ROOM, "return isfinite(r.delta_norm)", "return True", ROUND),
+    Mutant("the norm is that of the first fold", ROOM, "r.acc_sq = tuple(", "r.acc_sq = r.acc_sq or tuple(", ROUND),
+    Mutant(
+        "norm of the sum unscaled",
+        ROOM,
+        "scales[0] * _root(sum_in_order(acc_sq))",
+        "_root(sum_in_order(acc_sq))",
+        ROUND,
+    ),
+    Mutant("a mean that is not finite is applied", ROOM, "return isfinite(self.norm)", "return True", ROUND),
     Mutant("few norms are kept for the clip", ROOM, "DELTA_NORMS_KEPT = 50", "DELTA_NORMS_KEPT = 2", ROUND),
     # ---- the window
     Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
@@ -359,7 +365,6 @@ MUTANTS = (
         "tests/unit/protocol/test_archive.py",
     ),
     # ---- operators
-    Mutant("a version's row has what was tuned after its Apply", ROOM, "o = r.outer or run.", "o = run.", STORIES),
     Mutant(
         "a question that is asked again has another row", ROOM, "Pending) and not changed", "Failed) and False", STORIES
     ),

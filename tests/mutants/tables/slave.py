@@ -14,6 +14,7 @@ SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 MIRROR = "tests/unit/slave/test_mirror.py"
+STEP = "dips/outer_step.py"
 AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
@@ -26,12 +27,12 @@ MUTANTS = (
     Mutant("a copied directory proves who held it", ROOM, "inode == self._lock.stat().st_ino", "inode != 0", LAST),
     Mutant("a name of any length is told", ROOM, "len(nonce) <= NONCE_CHARS", "len(nonce) <= 1 << 20", LAST),
     # ---- updates
-    Mutant("what rounding leaves over is lost", OUTER, "return (1 - mu) / (lr * mu * mu)", "return 0.0", UPDATES),
+    Mutant("what rounding leaves over is lost", STEP, "return (1 - a) / (lr * e * a)", "return 0.0", UPDATES),
     Mutant(
         "what rounding leaves over comes twice",
-        OUTER,
-        "return (1 - mu) / (lr * mu",
-        "return 2 * (1 - mu) / (lr * mu",
+        STEP,
+        "return (1 - a) / (lr * e",
+        "return 2 * (1 - a) / (lr * e",
         UPDATES,
     ),
     Mutant("a read update is written over", OUTER, "if not update.pulls]", "]", UPDATES),
@@ -339,8 +340,8 @@ MUTANTS = (
     ),
     Mutant("a pull stalls for ever", ROOM, "now - pull.moved_at >= ", "now - pull.moved_at >= 9 * ", SENDER),
     # ---- kernels
-    Mutant("plain momentum for Nesterov's", OUTER, "(g + mu * m)", "m", KERNELS),
-    Mutant("momentum subtracts", OUTER, "mu * momentum[i] + g", "mu * momentum[i] - g", KERNELS),
+    Mutant("plain momentum for Nesterov's", OUTER, "(c * g + e * m)", "m", KERNELS),
+    Mutant("momentum subtracts", OUTER, "a * momentum[i] + b * g", "a * momentum[i] - b * g", KERNELS),
     Mutant("a step uphill", OUTER, "theta[i] - lr", "theta[i] + lr", KERNELS),
     Mutant("a fold without its weight", OUTER, "weight * (a[i] - b[i])", "(a[i] - b[i])", KERNELS),
     Mutant("squares in fp32", OUTER, "x = np.float64(a[i])", "x = np.float32(a[i])", KERNELS),

@@ -15,6 +15,7 @@ from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history
 from dips.master.ledger import MEMORY, Ledger
+from dips.outer_step import nesterov_step
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.records import (
@@ -56,7 +57,7 @@ def committed(version: VersionId, parent: VersionId, *pushes: PushId, ranges: tu
         version, parent, True,
         tuple(FoldRow(p, parent, 10, 4, 1.0, 1.25, 0.5, 2.5, ranges) for p in pushes),
         tuple(outcome(p, "accepted", ranges) for p in pushes),
-        0.5, 0.7, 0.8, 3.0, True, (("s0", "d0"), ("s1", "d1")),
+        nesterov_step(0.5, 0.7, 0.8), 3.0, True, (("s0", "d0"), ("s1", "d1")),
         tuple(penalty(p.cluster, version.version) for p in pushes),
         ScoreHistory((0.5,) * version.version, (3.0,) * version.version), 12.5,
     )  # fmt: skip
@@ -261,7 +262,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 8"
+    older = "format 4 was written by an older Di-PS, this one reads 9"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")
@@ -291,7 +292,9 @@ def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
     """A gated push's infinite norm and a score of NaN survive as what they were; a missing loss is null, never 0."""
     fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, None, ())
     version = committed(V1, GENESIS)
-    row = VersionCommitted(V1, GENESIS, True, (fold,), (), 1.0, 0.7, 0.8, inf, False, (), (), version.history, 0.0)
+    row = VersionCommitted(
+        V1, GENESIS, True, (fold,), (), nesterov_step(1.0, 0.7, 0.8), inf, False, (), (), version.history, 0.0
+    )
     ledger.write_records([RoundReserved(1, 0.0), row])
     (found,) = ledger.read_history()
     assert (found.folds[0].norm, found.delta_norm) == (inf, inf)
@@ -388,10 +391,10 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
 
-    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int) -> Any:
+    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int, *more: Any) -> Any:
         monkeypatch.undo()
         ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_history._read_pushes(db, first, last)
+        return ledger_history._read_pushes(db, first, last, *more)
 
     monkeypatch.setattr(ledger_history, "_read_pushes", commits_meanwhile)
     (seen,) = reader.read_history()

@@ -26,6 +26,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master.genesis import ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.on_version import VersionProcesses, read_numbers
+from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import (
     Record,
@@ -84,7 +85,7 @@ class Place:
     def commit(self, durable: bool = True, snapshot: bool = True) -> VersionId:
         """Make the next version, whose θ are its number."""
         version = VersionId(self.head.version + 1, self.head.round + 1)
-        row = VersionCommitted(version, self.head, durable, (), (), 1.0, 0.7, 0.8, 1.0, False, (), (),
+        row = VersionCommitted(version, self.head, durable, (), (), nesterov_step(1.0, 0.7, 0.8), 1.0, False, (), (),
                                ScoreHistory((), ()), 0.0)  # fmt: skip
         self.ledger.write_records([RoundReserved(version.round, 0.0), row])
         if snapshot:

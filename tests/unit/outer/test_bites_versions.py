@@ -10,6 +10,7 @@ from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import Pool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from tests.loading import load_version
 
 
@@ -30,7 +31,7 @@ def prepared(versions: Versions, number: int) -> VersionId:
     push, version = PushId("a", 1, number), VersionId(versions.served_version.version + 1, number)
     fill(versions.open_slot(push), 0.5)
     versions.fold_push(push, 1.0)
-    versions.prepare_version(version, 1.0, 1.0, 0.0)
+    versions.prepare_version(version, nesterov_step(1.0, 1.0, 0.0))
     return version
 
 

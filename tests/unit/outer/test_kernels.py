@@ -12,6 +12,7 @@ import dips.outer
 from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool, Kernels
+from dips.outer_step import nesterov_numbers, nesterov_step
 
 BOTH = pytest.mark.parametrize("k", [kernels, reference], ids=["compiled", "reference"])
 SIZES = (1, 3, 17, kernels.BLOCK, 3 * kernels.BLOCK + 5)
@@ -33,7 +34,7 @@ def test_elementwise_results_have_the_same_bits_as_the_twins(n: int) -> None:
         first = acc.copy()
         k.fold(acc, theta, theta_j, 0.3)
         folded = acc.copy()
-        k.apply(theta, acc, m, 0.123, 0.7, 0.8, theta_next)
+        k.apply(theta, acc, m, 0.123, 0.7, nesterov_numbers(0.8), theta_next)
         results.append((first, folded, acc, theta_next))
     for compiled, expected in zip(*results, strict=True):
         assert compiled.tobytes() == expected.tobytes()
@@ -60,7 +61,7 @@ def test_apply_is_nesterov(k: Kernels) -> None:
     """θ′ = θ − lr·(g + μ·m′) with g = scale·acc and m′ = μ·m + g; θ and m stay as they are."""
     theta, acc, m = (np.array(v, dtype=np.float32) for v in ([1.0, 2.0], [0.5, -1.0], [0.25, 0.0]))
     theta_next = np.empty_like(theta)
-    k.apply(theta, acc, m, 2.0, 0.5, 0.5, theta_next)
+    k.apply(theta, acc, m, 2.0, 0.5, nesterov_numbers(0.5), theta_next)
     np.testing.assert_array_equal(acc, [1.125, -2.0])
     np.testing.assert_array_equal(theta_next, [1.0 - 0.5 * (1.0 + 0.5625), 2.0 - 0.5 * (-2.0 - 1.0)])
     np.testing.assert_array_equal(theta, [1.0, 2.0])
@@ -110,10 +111,10 @@ def run_kernel_pool(pool: KernelPool, seed: int) -> tuple[bytes, ...]:
         *(found := pool.measure(theta, theta_j, m)).squares,
         *found.products,
         float(found.combine_digests(theta)),
-        pool.fold_first(theta, acc),
-        pool.fold(acc, theta, theta_j, 0.7),
+        *pool.fold_first(theta, acc, dict.fromkeys(sizes, 1.0)),
+        *pool.fold(acc, theta, theta_j, {i: 0.7 + i for i in sizes}),
     )
-    pool.apply(theta, acc, m, 0.01, 0.7, 0.8, theta_next)
+    pool.apply(theta, acc, m, dict.fromkeys(sizes, nesterov_step(0.01, 0.7, 0.8)), theta_next)
     arrays_out = [bank[i].tobytes() for bank in (acc, theta_next) for i in sizes]
     return (np.array(norms).tobytes(), *arrays_out)
 
@@ -162,6 +163,6 @@ def test_warm_up_compiles_every_kernel() -> None:
     kernels.measure(theta_view, theta_j[3:50], acc[3:50], 3)
     kernels.fold_first(theta, acc)
     kernels.fold(acc, theta, theta_j, 1)
-    kernels.apply(theta, acc, m, 0.5, 0.7, 0.8, np.empty_like(theta))
+    kernels.apply(theta, acc, m, 0.5, 0.7, nesterov_numbers(0.8), np.empty_like(theta))
     assert [len(f.signatures) for f in compiled] == before
     assert min(before) >= 1

@@ -16,9 +16,9 @@ from dips.outer.updates import (
     bytes_per_parameter,
     count_buffers,
     cut_parameters,
-    returned_share,
 )
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_numbers, nesterov_step, returned_share
 from dips.wire import frame
 from tests.loading import load_version
 
@@ -58,7 +58,7 @@ def prepare(versions: Versions, n: int) -> None:
     for layer, slot in versions.open_slot(push).items():
         slot[:] = theta[layer] + 1e-3 * rng.standard_normal(slot.size).astype(np.float32)
     versions.fold_push(push, 1.0)
-    versions.prepare_version(version(n), 1.0, LR, MU)
+    versions.prepare_version(version(n), nesterov_step(1.0, LR, MU))
 
 
 def step(versions: Versions, n: int) -> dict[int, np.ndarray]:
@@ -154,8 +154,8 @@ def test_what_rounding_leaves_over_comes_back(codec: str) -> None:
         exact = exact - LR * (g + MU * exact_m)
         for how in theta:
             acc, after = g.copy(), np.empty(n, np.float32)
-            reference.apply(theta[how], acc, momentum[how], 1.0, LR, MU, after)
-            target, back = after.copy(), returned_share(LR, MU) if how == "back" else 0.0
+            reference.apply(theta[how], acc, momentum[how], 1.0, LR, nesterov_numbers(MU), after)
+            target, back = after.copy(), returned_share(LR, nesterov_numbers(MU)) if how == "back" else 0.0
             kernel = reference.round_int8 if codec == "int8" else reference.round_bf16
             kernel(
                 theta[how], after, acc, back, np.zeros(n, np.int8 if codec == "int8" else np.uint16), np.zeros(3, "f4")

@@ -14,6 +14,7 @@ from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum, Pool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from tests.loading import load_version
 
 LAYERS = {0: 3, 4: 2}
@@ -45,7 +46,7 @@ def outer_step(versions: Versions, seq: int, value: float) -> VersionId:
     version = VersionId(versions.served_version.version + 1, seq)
     fill(versions.open_slot(push(seq)), value)
     versions.fold_push(push(seq), 1.0)
-    versions.prepare_version(version, 1.0, 1.0, 0.0)
+    versions.prepare_version(version, nesterov_step(1.0, 1.0, 0.0))
     versions.flip_version(version)
     return version
 
@@ -81,7 +82,7 @@ def test_a_round_moves_roles_not_bytes() -> None:
     buffers = versions.open_slot(push(1))
     fill(buffers, 0.5)
     versions.fold_push(push(1), 1.0)
-    versions.prepare_version(VersionId(1, 1), 1.0, 1.0, 0.5)
+    versions.prepare_version(VersionId(1, 1), nesterov_step(1.0, 1.0, 0.5))
     assert versions.momentum(VersionId(1, 1))[0] is buffers[0]
     np.testing.assert_array_equal(buffers[0], [0.5] * 3)
     np.testing.assert_array_equal(versions.theta(VersionId(1, 1))[4], [1 - (0.5 + 0.25)] * 2)
@@ -96,7 +97,7 @@ def test_abort_leaves_theta_and_momentum_bit_for_bit() -> None:
     before = versions.theta(GENESIS)[0].tobytes(), versions.momentum(GENESIS)[0].tobytes()
     fill(versions.open_slot(push(1)), 7.0)
     versions.fold_push(push(1), 1.0)
-    versions.prepare_version(VersionId(1, 1), 0.3, 0.7, 0.8)
+    versions.prepare_version(VersionId(1, 1), nesterov_step(0.3, 0.7, 0.8))
     versions.abort_round()
     assert (versions.theta(GENESIS)[0].tobytes(), versions.momentum(GENESIS)[0].tobytes()) == before
     assert versions.prepared is None
@@ -149,10 +150,10 @@ def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
     versions.fold_push(push(2), 1.0)
     versions.open_slot(push(3))
     with pytest.raises(Busy, match="older θ v0@r0"):
-        versions.prepare_version(VersionId(2, 2), 1.0, 1.0, 0.0)
+        versions.prepare_version(VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0))
     assert versions.folded
     versions.unpin_version(pull(1))
-    versions.prepare_version(VersionId(2, 2), 1.0, 1.0, 0.0)
+    versions.prepare_version(VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0))
 
 
 def test_a_bank_is_free_when_its_last_reader_has_moved() -> None:
@@ -208,7 +209,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
     ("what", "error"),
     [
         (lambda v: v.flip_version(VersionId(1, 1)), LocalProtocolError),
-        (lambda v: v.prepare_version(VersionId(1, 1), 1.0, 1.0, 0.0), LocalProtocolError),
+        (lambda v: v.prepare_version(VersionId(1, 1), nesterov_step(1.0, 1.0, 0.0)), LocalProtocolError),
         (lambda v: v.fold_push(push(5), 1.0), StalePush),
         (lambda v: v.free_slot(push(5)), StalePush),
         (lambda v: v.measure_push(push(5)), StalePush),
@@ -266,7 +267,9 @@ class Life(RuleBasedStateMachine):
         self.seq += 1
         older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
         try:
-            self.versions.prepare_version(VersionId(self.versions.served_version.version + 1, self.seq), 0.5, 0.7, 0.8)
+            self.versions.prepare_version(
+                VersionId(self.versions.served_version.version + 1, self.seq), nesterov_step(0.5, 0.7, 0.8)
+            )
         except Busy:
             assert len(older) > self.pinned
 

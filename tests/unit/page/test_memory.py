@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from dips.errors import DifferentModel, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
+from dips.outer_step import nesterov_step
 from dips.page import curves, memory, spans
 from dips.page.events import Gravity, describe_note
 from dips.page.memory import PageMemory
@@ -30,8 +31,8 @@ def version(n: int, tokens: int = 100, loss: float | None = 2.0) -> VersionCommi
     """Made by round n of one push."""
     fold = FoldRow(WEST, VersionId(n - 1, n - 1), tokens, 5, 1.0, 1.0, 0.5, loss, ())
     return VersionCommitted(
-        VersionId(n, n), VersionId(n - 1, n - 1), True, (fold,), (outcome(OutcomeKind.ACCEPTED),), 1.0, 0.7, 0.8, 1.0,
-        False, (), (), ScoreHistory((), ()), 0.0,
+        VersionId(n, n), VersionId(n - 1, n - 1), True, (fold,), (outcome(OutcomeKind.ACCEPTED),),
+        nesterov_step(1.0, 0.7, 0.8), 1.0, False, (), (), ScoreHistory((), ()), 0.0,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class ScriptedRun:
             case Measure():
                 return ev.Measured((self.norms.get(body.push.cluster, 1.0) ** 2,), self.finite)
             case Fold():
-                return ev.Folded(self.acc_norm**2)
+                return ev.Folded((self.acc_norm**2,))
             case Apply():
                 return ev.Prepared(body.version)
             case Persist():

@@ -33,7 +33,7 @@ def test_the_mean_weighs_by_tokens() -> None:
     run.acc_norm = 8.0
     pushed_by_two(run, (100, 300))
     assert [fold.weight for fold in run.all_of(Fold)] == [1.0, 3.0]
-    assert run.applied[-1].scale == pytest.approx(0.25)
+    assert run.applied[-1].step.scales == pytest.approx((0.25,))
     assert run.committed[-1].delta_norm == pytest.approx(2.0)
     assert not run.committed[-1].clipped
 
@@ -60,7 +60,7 @@ def test_an_absolute_clip_shortens_what_is_longer_and_leaves_what_is_shorter() -
     run.outcome(run.push("a"))
     run.acc_norm = 0.25
     run.outcome(run.push("a"))
-    assert [a.scale for a in run.applied] == [pytest.approx(0.25), pytest.approx(1.0)]
+    assert [a.step.scales for a in run.applied] == [pytest.approx((0.25,)), pytest.approx((1.0,))]
     assert [row.clipped for row in run.committed] == [True, False]
 
 
@@ -69,11 +69,11 @@ def test_a_relative_clip_is_a_multiple_of_the_median_norm() -> None:
     run = clipped_by(Clip(relative=2.0), norms=(1.0, 1.0, 100.0))
     run.acc_norm = 8.0
     run.outcome(run.push("a"))
-    assert run.applied[-1].scale == pytest.approx(2.0 / 8.0) and run.committed[-1].clipped
+    assert run.applied[-1].step.scales == pytest.approx((2.0 / 8.0,)) and run.committed[-1].clipped
     fresh = clipped_by(Clip(relative=2.0))
     fresh.acc_norm = 8.0
     fresh.outcome(fresh.push("a"))
-    assert fresh.applied[-1].scale == 1.0
+    assert fresh.applied[-1].step.scales == (1.0,)
 
 
 def test_the_norms_of_fifty_versions_are_kept() -> None:

@@ -91,7 +91,7 @@ def answer_to(body: effects.OrderBody) -> events.Answer:
         case effects.Measure():
             return events.Measured((0.01,), True)
         case effects.Fold():
-            return events.Folded(0.01)
+            return events.Folded((0.01,))
         case effects.Apply():
             return events.Prepared(body.version)
         case effects.Persist():

@@ -16,6 +16,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
     Apply,
     Fold,
@@ -222,7 +223,7 @@ class ShardRig:
         self.fold(push, 0.5, round_)
         assert self.shard.versions.served_version is not None
         version = VersionId(self.shard.versions.served_version.version + 1, round_)
-        self.order(Apply(round_, version, 1.0, 1.0, 0.0))
+        self.order(Apply(round_, version, nesterov_step(1.0, 1.0, 0.0)))
         if persist:
             self.order(Persist(version))
         return version

@@ -20,6 +20,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
     Acknowledged,
     Apply,
@@ -415,7 +416,9 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
         assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
-        assert await incarnation.order(Apply(1, VersionId(1, 1), 1.0, 0.7, 0.8)) == Prepared(VersionId(1, 1))
+        assert await incarnation.order(Apply(1, VersionId(1, 1), nesterov_step(1.0, 0.7, 0.8))) == Prepared(
+            VersionId(1, 1)
+        )
         await master.until(lambda: master.heartbeats[-1].apply_s > 0)
 
 
@@ -452,7 +455,7 @@ async def make_version(incarnation: RunningSlave, round_: int, push: PushId, hea
     incarnation.flow.events.on_push_staged(push, 12)
     await incarnation.order(Measure(round_, push, head))
     await incarnation.order(Fold(round_, push, 1.0))
-    return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
+    return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), nesterov_step(1.0, 0.7, 0.8)))
 
 
 async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from dips.errors import (
     UnavailableSlave,
 )
 from dips.ids import GENESIS, PullId, VersionId
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
     Apply,
     ClosePull,
@@ -52,12 +53,12 @@ def test_a_round_from_open_to_commit() -> None:
     first = slave.order(Measure(1, P1, GENESIS))
     assert first == Measured((6 * 0.25, 0.25), True, (0.0, 0.0), first.digest)
     assert slave.shard.staged_pushes == (P2,)
-    assert slave.order(Fold(1, P1, 1.0)) == Folded(7 * 0.25)
+    assert slave.order(Fold(1, P1, 1.0)) == Folded((6 * 0.25, 0.25))
     second = slave.order(Measure(1, P2, GENESIS))
     assert second == Measured((6.0, 1.0), True, (6 * 0.5, 0.5), second.digest)
     assert first.digest != second.digest
-    assert slave.order(Fold(1, P2, 2.0)) == Folded(7 * 2.5**2)
-    assert slave.order(Apply(1, V1, 0.5, 1.0, 0.0)) == Prepared(V1)
+    assert slave.order(Fold(1, P2, 2.0)) == Folded((6 * 2.5**2, 2.5**2))
+    assert slave.order(Apply(1, V1, nesterov_step(0.5, 1.0, 0.0))) == Prepared(V1)
     assert slave.shard.versions.served_version == GENESIS
     assert slave.order(Persist(V1)) == Persisted(V1, "digest of v1@r1")
     assert slave.order(Commit(V1, (PULL,))) == Done()
@@ -86,7 +87,7 @@ def test_every_order_repeated_gets_its_answer_and_changes_nothing() -> None:
     bodies: list[OrderBody] = [
         Measure(1, P1, GENESIS),
         Fold(1, P1, 1.0),
-        Apply(1, V1, 1.0, 1.0, 0.0),
+        Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)),
         Persist(V1),
         Commit(V1, (PULL,)),
         OpenPull(PullId("x", 1, 2), V1),
@@ -167,7 +168,11 @@ def test_orders_of_a_round_that_is_over_are_stale() -> None:
     slave.stage(P2, 0.5)
     state = slave.state()
     for round_ in (2, 3):
-        for body in (Measure(round_, P2, VersionId(1, 3)), Fold(round_, P2, 1.0), Apply(round_, V1, 1.0, 1.0, 0.0)):
+        for body in (
+            Measure(round_, P2, VersionId(1, 3)),
+            Fold(round_, P2, 1.0),
+            Apply(round_, V1, nesterov_step(1.0, 1.0, 0.0)),
+        ):
             with pytest.raises(Stale, match="is over"):
                 slave.order(body)
     assert slave.state() == state
@@ -192,8 +197,8 @@ def test_illegal_orders_are_our_bug_and_change_nothing() -> None:
         (Measure(1, P2, GENESIS), LocalProtocolError),  # still moving
         (Measure(1, P3, GENESIS), StalePush),
         (Fold(1, P2, 1.0), LocalProtocolError),
-        (Apply(1, V1, 1.0, 1.0, 0.0), LocalProtocolError),  # nothing folded
-        (Apply(1, VersionId(2, 1), 1.0, 1.0, 0.0), LocalProtocolError),
+        (Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)), LocalProtocolError),  # nothing folded
+        (Apply(1, VersionId(2, 1), nesterov_step(1.0, 1.0, 0.0)), LocalProtocolError),
         (Persist(V1), LocalProtocolError),
         (Commit(V1, ()), StaleVersion),
         (OpenPull(PULL, V1), StaleVersion),

@@ -13,6 +13,7 @@ from dips.errors import (
     StaleVersion,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
     Abort,
     Apply,
@@ -44,7 +45,7 @@ def test_failure_4_a_swallowed_error() -> None:
     del slave.shard.versions._acc.arrays[2]  # type: ignore[union-attr]  # the second layer fails, the first is folded
     with pytest.raises(LocalProtocolError, match="Fold of x/1#2 failed"):
         slave.order(Fold(1, P2, 1.0))
-    for body in (Fold(1, P2, 1.0), Apply(1, V1, 1.0, 1.0, 0.0), Measure(1, P1, GENESIS)):
+    for body in (Fold(1, P2, 1.0), Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)), Measure(1, P1, GENESIS)):
         with pytest.raises(LocalProtocolError, match="only Abort is legal"):
             slave.order(body)
     assert slave.shard.versions.open_pushes == ()
@@ -60,9 +61,9 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     slave.fold(P1, 0.5)
     before, slave.disk.full = slave.shard.versions.bank_holders(), True
     with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
-        slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
+        slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)))
     assert slave.shard.versions.bank_holders() == before
-    assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
+    assert slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0), reserve=False)) == Prepared(V1)
     slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
 
@@ -73,7 +74,7 @@ def test_the_layer_of_buffers_is_averaged() -> None:
     slave = ShardRig(manifest=Manifest.from_shapes(shapes, ["*.bias"])).ready()
     slave.fold(P1, 2.0)
     slave.fold(P2, 6.0, weight=3.0)
-    slave.order(Apply(1, V1, 0.25, 0.5, 0.0))
+    slave.order(Apply(1, V1, nesterov_step(0.25, 0.5, 0.0)))
     slave.order(Commit(V1, ()))
     theta = slave.shard.versions.theta(V1)
     assert theta[2].tolist() == [5.0] and theta[0].tolist() == [3.0] * 6
@@ -102,14 +103,14 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     slave.fold(P2, 0.25, round_=2)
     second = VersionId(2, 2)
     with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
-        slave.order(Apply(2, second, 1.0, 1.0, 0.0))
+        slave.order(Apply(2, second, nesterov_step(1.0, 1.0, 0.0)))
     assert isinstance(follow_load(slave.shard, GENESIS), Unfollowed)
     assert "Load of v0@r0 waits" in slave.shard.reason
     answer = write()
     assert answer == Persisted(first, "digest of v1@r1")
     slave.shard.end_disk_order(order, answer)
     assert (slave.shard.begin_disk_order(order), slave.disk.writes) == (answer, 1)
-    assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
+    assert slave.order(Apply(2, second, nesterov_step(1.0, 1.0, 0.0))) == Prepared(second)
 
 
 def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed() -> None:
@@ -123,12 +124,12 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
     assert slave.shard.versions.prepared is None
     slave.fold(P2, 0.25, round_=2)
     with pytest.raises(Busy, match="the snapshot of v1@r1 is being written"):
-        slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0))
+        slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))
     assert slave.shard.versions.used_bytes <= slave.shard.versions.limit_bytes
     with pytest.raises(Stale, match="wanted no more"):
         write()
     slave.shard.end_disk_order(order, None)
-    assert slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0)) == Prepared(VersionId(1, 2))
+    assert slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0))) == Prepared(VersionId(1, 2))
     assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
     assert version not in slave.disk.kept
 
@@ -199,7 +200,7 @@ def test_an_apply_waits_for_the_room_of_what_is_being_deleted() -> None:
     slave.fold(P1, 0.5)
     slave.disk.kept[VersionId(7, 7)] = ({}, {})
     slave.disk.full = True
-    retire, apply = slave.made(Retire((VersionId(7, 7),))), Apply(1, V1, 1.0, 1.0, 0.0)
+    retire, apply = slave.made(Retire((VersionId(7, 7),))), Apply(1, V1, nesterov_step(1.0, 1.0, 0.0))
     delete = slave.shard.begin_disk_order(retire)
     assert callable(delete)
     with pytest.raises(Busy, match="waits for the room of those that are being deleted"):
@@ -238,7 +239,7 @@ def test_abort_keeps_what_was_not_folded() -> None:
     with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
         slave.order(Fold(2, P2, 1.0))
     slave.order(Measure(2, P2, GENESIS))
-    assert slave.order(Fold(2, P2, 1.0)) == Folded(7 * 0.75**2)
+    assert slave.order(Fold(2, P2, 1.0)) == Folded((6 * 0.75**2, 0.75**2))
 
 
 def test_a_later_round_presumes_the_earlier_aborted() -> None:
@@ -246,7 +247,7 @@ def test_a_later_round_presumes_the_earlier_aborted() -> None:
     slave = ShardRig().ready()
     slave.fold(P1, 0.5, round_=1)
     slave.fold(P2, 0.25, round_=2)
-    slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0))
+    slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))
     np.testing.assert_array_equal(slave.shard.versions.theta(VersionId(1, 2))[2], [0.25])
 
 
@@ -288,7 +289,7 @@ def test_apply_waits_for_a_reader() -> None:
     slave.order(Commit(slave.prepare(P1, 1), ()))
     slave.fold(P2, 0.25, round_=2)
     slave.order(OpenPush(P3, 1, 60.0))
-    order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
+    order = slave.made(Apply(2, VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0)))
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
     assert slave.shard.poison is None
@@ -310,7 +311,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     assert slave.flow.moving == [PULL]
     assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
     slave.fold(P3, 0.25, round_=3)
-    order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
+    order = slave.made(Apply(3, VersionId(3, 3), nesterov_step(1.0, 1.0, 0.0)))
     slave.order(OpenPush(PushId("y", 1, 1), 1, 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import PullId, PushId, VersionId
+from dips.outer_step import OuterStep
 from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.protocol.data import BegunRange
@@ -39,7 +40,7 @@ UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFail
     "ClusterExpelled",
 }  # facts and orders inside the master's process; Failed leaves as a gRPC status
 
-PARTS = (VersionId, PushId, PullId, BegunRange, Targets, TunedOption)  # of messages, from other modules
+PARTS = (OuterStep, VersionId, PushId, PullId, BegunRange, Targets, TunedOption)  # of messages, from other modules
 ENDS = st.sampled_from("abcxyz019")
 PRINTABLE = st.text(max_size=40).map(make_printable)
 NAMES = st.builds(lambda a, b, c: a + b + c, ENDS, st.text("abcxyz019._-", max_size=20), ENDS) | ENDS

@@ -1,0 +1,62 @@
+"""How long a pseudo-gradient may be: `outer.clip`, of the whole model or of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite, sqrt
+
+from dips.dataclass import dataclass
+from dips.outer_step import Factors, join_factors
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """The scales of a step, shortened; and the norm before that."""
+
+    scales: Factors
+    norm: float  # ‖δ‖ of the whole model
+    layer_norms: tuple[float, ...]  # ‖δ‖ of each layer
+    clipped: bool
+
+    @property
+    def finite(self) -> bool:
+        return isfinite(self.norm)
+
+
+def clip_whole(scales: Factors, acc_sq: Sequence[float], limit: float | None) -> Clipped:
+    """Shorten all layers alike, if their norm together is above the limit; None: there is none."""
+    norms = _scale_norms(scales, acc_sq)
+    norm = scales[0] * _root(sum_in_order(acc_sq)) if len(scales) == 1 else _root(sum_in_order([n * n for n in norms]))
+    if limit is None or not norm > limit:
+        return Clipped(scales, norm, norms, False)
+    return Clipped(tuple(s * (limit / norm) for s in scales), norm, norms, True)
+
+
+def clip_layers(scales: Factors, acc_sq: Sequence[float], limits: Sequence[float | None]) -> Clipped:
+    """Shorten each layer whose norm is above its limit."""
+    whole = clip_whole(scales, acc_sq, None)
+    every = scales if len(scales) > 1 else scales * len(acc_sq)
+    cut = [
+        s * (limit / norm) if limit is not None and norm > limit else s
+        for s, norm, limit in zip(every, whole.layer_norms, limits, strict=True)
+    ]
+    clipped = any(made != s for made, s in zip(cut, every, strict=True))
+    return Clipped(join_factors(tuple(cut)), whole.norm, whole.layer_norms, clipped)
+
+
+def sum_in_order(numbers: Sequence[float]) -> float:
+    """From left to right; the built-in sum rounds otherwise from Python 3.12 on."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
+
+
+def _scale_norms(scales: Factors, acc_sq: Sequence[float]) -> tuple[float, ...]:
+    every = scales if len(scales) > 1 else scales * len(acc_sq)
+    return tuple(s * _root(sq) for s, sq in zip(every, acc_sq, strict=True))
+
+
+def _root(square: float) -> float:
+    """NaN of what is none."""
+    return sqrt(square) if square >= 0 else float("nan")

@@ -1,0 +1,64 @@
+"""The numbers by which a round steps: `outer.step`, as g = s·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′).
+
+σ, a round's share, is its tokens over those that all live clusters make in a cycle: 1 where all push together, about
+1/n where n clusters push one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dips.dataclass import dataclass
+from dips.outer_step import Numbers, nesterov_numbers
+from dips.protocol.enums import StepRule
+
+
+@dataclass(frozen=True, slots=True)
+class StepRound:
+    """What a step rule may look at."""
+
+    momentum: float  # μ
+    share: float  # σ, in (0, 1]
+    is_nth: bool = True  # it has an N-th contribution
+
+
+def step_nesterov(r: StepRound) -> Numbers:
+    """As torch.optim.SGD(nesterov=True), whatever the round brings."""
+    return nesterov_numbers(r.momentum)
+
+
+def step_sgd(r: StepRound) -> Numbers:
+    """No momentum: m is the last g, and moves nothing."""
+    return (0.0, 1.0, 1.0, 0.0)
+
+
+def step_share(r: StepRound) -> Numbers:
+    """Nesterov for a part of a cycle: a round of σ adds σ·g, and momentum decays by μ in a whole one."""
+    decay = r.momentum**r.share
+    return (decay, r.share, r.share, decay)
+
+
+def step_delayed(r: StepRound) -> Numbers:
+    """Delayed Nesterov (Liu et al. 2024): momentum acts with every N-th contribution, between them it only gathers."""
+    if r.is_nth:
+        return (r.momentum, r.share, r.share, r.momentum)
+    return (1.0, r.share / r.momentum, r.share, 0.0)
+
+
+STEPS: Mapping[StepRule, Callable[[StepRound], Numbers]] = {
+    StepRule.NESTEROV: step_nesterov,
+    StepRule.SGD: step_sgd,
+    StepRule.SHARE: step_share,
+    StepRule.DELAYED_NESTEROV: step_delayed,
+}
+
+
+def measure_share(round_tokens: Mapping[str, int], last_tokens: Mapping[str, int]) -> float:
+    """σ of a round.
+
+    round_tokens  of its contributions, by cluster
+    last_tokens   of the last accepted push of each live cluster; 0: it has none, and counts as the mean of the others
+    """
+    known = {**{name: tokens for name, tokens in last_tokens.items() if tokens}, **round_tokens}
+    cycle, clusters = sum(known.values()), len(last_tokens.keys() | round_tokens.keys())
+    return min(1.0, sum(round_tokens.values()) / (cycle * clusters / len(known)))

@@ -1,0 +1,113 @@
+"""What a push weighs and how a round steps: the run's options and state, put before the rules (rules/).
+
+What must stay true: a push's weights depend on it and on those folded before it, never on what comes later, since
+slaves fold each as it comes. In the common case, the mean of whole pushes, they are one number, whatever the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import median
+
+from dips.dataclass import replace
+from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
+from dips.protocol.effects import Fold
+from dips.protocol.entities import Push, Round
+from dips.protocol.rules.clips import Clipped, clip_layers, clip_whole
+from dips.protocol.rules.merges import MEAN, MERGES, LayerShare, LayerShares, Merge, scale_layer, weigh_last
+from dips.protocol.rules.rates import rate_of_clusters
+from dips.protocol.rules.steps import STEPS, StepRound, measure_share
+from dips.protocol.rules.weights import WEIGHTS, measure_freshness
+from dips.protocol.run_state import RunState
+
+# ---- a push ---------------------------------------------------------------------------------------------------------
+
+
+def weigh_push(run: RunState, r: Round, push: Push) -> None:
+    """Decide what an accepted push weighs, over the first that is folded."""
+    o = run.options.outer
+    push.freshness = measure_freshness(o.staleness_alpha, run.head.version - push.base.version)
+    push.merge_weight = WEIGHTS[o.weights](push.tokens, push.inner_steps) * push.freshness
+    push.weight = push.tokens / r.folded[0].tokens if r.folded else 1.0
+    pushes = [*r.folded, push]
+    weights = [weigh_last(_merge_of(run, i), _layer_shares(pushes, i)) for i in _layers_that_differ(run, pushes)]
+    push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
+
+
+def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
+    """The order of a slave that holds these layers."""
+    weights = push.layer_weights
+    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
+
+
+def _layers_that_differ(run: RunState, pushes: Sequence[Push]) -> Sequence[int]:
+    """The layers whose weights and scales may differ; the first stands for all that are not here."""
+    flagged = any(push.verdict is not None and push.verdict.flagged for push in pushes)
+    by_layer = MERGES[run.options.outer.merge].by_layer or flagged
+    return range(len(run.manifest.layers)) if by_layer else (0,)
+
+
+def _merge_of(run: RunState, layer: int) -> Merge:
+    merge = MERGES[run.options.outer.merge]
+    return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
+
+
+def _layer_shares(pushes: Sequence[Push], layer: int) -> LayerShares:
+    return [
+        None
+        if push.verdict is not None and layer in push.verdict.flagged
+        else LayerShare(push.merge_weight, push.freshness, sqrt(push.layer_sq[layer]), push.inner_steps)
+        for push in pushes
+    ]
+
+
+# ---- a round --------------------------------------------------------------------------------------------------------
+
+
+def make_step(run: RunState, r: Round) -> Clipped:
+    """Decide the numbers of the round's outer step; its norm may turn out not to be finite."""
+    o = run.options.outer
+    cut = _clip(run, r, _scale_layers(run, r))
+    live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
+    clusters = len(live.keys() | {push.id.cluster for push in r.folded})
+    lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
+    rule, of_round = STEPS[o.step], _describe_round(run, r, live)
+    returned = returned_share(lr, rule(replace(of_round, is_nth=True)))  # by those steps on which momentum acts
+    r.step = OuterStep(cut.scales, lr, *rule(of_round), returned)
+    return cut
+
+
+def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
+    scales = []
+    for layer in _layers_that_differ(run, r.folded):
+        weights = [factor_at(push.layer_weights or (push.weight,), layer) for push in r.folded]
+        shares, acc_sq = _layer_shares(r.folded, layer), r.acc_sq[layer]
+        scales.append(scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq))
+    return join_factors(tuple(scales))
+
+
+def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
+    clip, history = run.options.outer.clip, run.penalty.history
+    if not clip.per_layer:
+        return clip_whole(scales, r.acc_sq, _limit(clip.norm, clip.relative, history.delta_norms))
+    of_layer = list(zip(*history.layer_norms, strict=True)) or [()] * len(r.acc_sq)
+    return clip_layers(scales, r.acc_sq, [_limit(clip.norm, clip.relative, norms) for norms in of_layer])
+
+
+def _limit(norm: float | None, relative: float | None, history: Sequence[float]) -> float | None:
+    """None: no limit, as before the first norm that a relative one could be of."""
+    if relative is not None:
+        return relative * median(history) if history else None
+    return norm
+
+
+def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
+    """What the step rule may look at: the round's share of a cycle, and whether its N-th contribution is in it."""
+    tokens = dict[str, int]()
+    for push in r.folded:
+        tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.tokens
+    o, before = run.options.outer, sum(cluster.counts["accepted"] for cluster in run.clusters.values())
+    every = o.delay or max(1, len(live))
+    is_nth = (before + len(r.folded)) // every > before // every
+    return StepRound(o.momentum, measure_share(tokens, live), is_nth)
