@@ -35,8 +35,8 @@ class Past:
 
 
 def has_score(row: PenaltyRow) -> bool:
-    """Whether its norms are compared with their mean: not in a warm-up, and one norm has no spread."""
-    return row.warm_left == 0 and row.n >= 2
+    """Whether its norms are compared with their mean: not in a warm-up."""
+    return row.warm_left == 0 and row.n > 0
 
 
 def is_joiner(row: PenaltyRow, options: PenaltyOptions) -> bool:
@@ -55,8 +55,10 @@ def mean_norm(row: PenaltyRow, options: PenaltyOptions) -> float:
 
 
 def corrected_sigma(row: PenaltyRow, options: PenaltyOptions) -> float:
-    """σ without its bias, as wide as it is uncertain, and not too small."""
-    floor = options.sigma_floor * (1.0 if options.score is ScoreScale.LOG else row.mu)
+    """σ without its bias, as wide as it is uncertain, and not too small. One norm has no spread: its size stands for
+    that."""
+    share = options.sigma_floor if row.n > 1 else 1.0
+    floor = share * (1.0 if options.score is ScoreScale.LOG else row.mu)
     return max(row.sigma * spread_factor(row.n, options.alpha), floor, LEAST_SIGMA)
 
 
