@@ -89,7 +89,7 @@ def train(case: ExampleRun, seed: int, directory: Path) -> RunOutcome:
     """Train θ of `seed` until the run is over; measure its last version."""
     example, address = load_example(case.example), f"127.0.0.1:{free_port()}"
     shared = {
-        "run": "bench", "stop": {"tokens": case.tokens}, "outer": dict(case.outer), "penalty": {"rule": "none"},
+        "run": "bench", "stop": {"tokens": case.tokens}, "outer": dict(case.outer), "penalty": {"gates": []},
         **case.shared,
     }  # fmt: skip
     run = directory / "dips.yaml"

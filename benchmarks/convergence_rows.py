@@ -104,7 +104,7 @@ FACTOR_ROWS: Rows = {  # one factor at a time
     "steps with rda": {"pace": "steps", "outer.merge": "rda"},
     "aligned, the paper's clip": {"outer.clip": {"norm": 1.0}},
     "aligned, relative clip": {"outer.clip": {"relative": 2.0}},
-    "aligned, no penalty": {"penalty.rule": "none"},
+    "aligned, no gate": {"penalty.gates": []},
     "aligned, plain averaging": {"outer.lr": 1.0, "outer.momentum": 0.0},
     "aligned, momentum 0.9": {"outer.momentum": 0.9},
     "aligned, outer lr 0.5": {"outer.lr": 0.5},
@@ -120,7 +120,7 @@ FACTOR_ROWS: Rows = {  # one factor at a time
 }
 
 GATES: dict[str, dict[str, Any]] = {  # what is to see bad data
-    "none": {"penalty.rule": "none"},
+    "none": {"penalty.gates": []},
     "dips": {},
     "dips-paper": {"penalty.gates": ["dips-paper"]},
     "edit": {"penalty.gates": ["edit"]},

@@ -42,12 +42,12 @@ def _triad(a: F32, b: F32, c: F32) -> None:
 class Yardsticks:
     """Kernels of no meaning, so that the kernel_pool spreads memcpy and the triad as it spreads the real ones."""
 
-    def measure(self, theta: F32, theta_j: F32) -> float:
+    def measure(self, theta: F32, theta_j: F32, acc: F32 | None, first: int) -> tuple[float, float, int]:
         np.copyto(theta_j, theta)
-        return 0.0
+        return 0.0, 0.0, 0
 
     def fold_first(self, theta: F32, theta_j: F32) -> float:
-        return self.measure(theta, theta_j)
+        return self.measure(theta, theta_j, None, 0)[0]
 
     def fold(self, acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
         _triad(acc, theta, theta_j)
@@ -82,7 +82,9 @@ def measure(bench: Bench) -> None:
     for name, rate in rates.items():
         bench.row(f"{name} against memcpy", rate, "B/s", against="memcpy", of=memcpy, least=LEAST)
     bench.note("bytes as STREAM counts them: 4 for each element read or written, no write-allocate")
-    bench.note("banks moved: memcpy 2, triad 3, measure 2, fold of the first 3, fold 4, apply 5; fold k: k in turn")
+    bench.note(
+        "banks moved: memcpy 2, triad 3, measure 2 or 3, fold of the first 3, fold 4, apply 5; fold k: k in turn"
+    )
 
 
 def triad_rate(numel: int = 1 << 25, runs: int = 7) -> float:
@@ -107,6 +109,7 @@ def _works(kernel_pool: KernelPool, plain: KernelPool, pool: Pool) -> dict[str, 
         "memcpy": (partial(plain.measure, theta, theta_next), 2),
         "triad": (partial(plain.fold, theta_next, theta, momentum, ALIKE), 3),
         "measure": (partial(kernel_pool.measure, theta, pushed), 2),
+        "measure beside acc": (partial(kernel_pool.measure, theta, pushed, acc), 3),
     }
     for count in CONTRIBUTIONS:
         works[f"fold {count}"] = (partial(_folds, kernel_pool, acc, theta, pushed, count), 3 + 4 * (count - 1))

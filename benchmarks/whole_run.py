@@ -109,7 +109,7 @@ class WholeRun:
         self._shared = {
             "run": "bench",
             "stop": {"versions": versions},
-            "penalty": {"rule": "none"},
+            "penalty": {"gates": []},
         }
         self._processes = Processes(directory)
 

@@ -31,7 +31,8 @@ _FILES = "the files themselves are looked at each second, renew them in place; o
 # Why a key cannot change while the daemon runs; the first row that fits. What fits none is read at the start.
 REASONS: tuple[tuple[str, str], ...] = (
     ("shared.outer.*", _TUNE),
-    ("shared.penalty.rule", _AGREED),
+    ("shared.penalty.gates*", _AGREED),
+    ("shared.penalty.score", _AGREED),
     ("shared.penalty.*", _TUNE),
     ("shared.stop.*", _EXTEND),
     ("shared.data.epochs", _EXTEND),

@@ -93,8 +93,8 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
     _write_outcomes(db, number, r.outcomes)
     _write_penalty(db, number, r.penalty)
     h = r.history
-    told = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms))
-    db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?, ?)", told)
+    told = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms, h.digests))
+    db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?, ?, ?)", told)
 
 
 def _spell_step(s: OuterStep, delta_norm: float, clipped: bool) -> tuple[Any, ...]:
@@ -238,7 +238,9 @@ def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeR
 def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
     for p in rows:
         norms, counts = (p.mu, p.sigma, p.last_norm), (p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
-        _insert_row(db, "penalty", (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken))
+        others = (p.loss, p.loss_shift, p.suspicion, json.dumps([astuple(layer) for layer in p.layers]))
+        first = (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken)
+        _insert_row(db, "penalty", (*first, *others))
 
 
 def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:

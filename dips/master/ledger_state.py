@@ -18,6 +18,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterTotals,
+    LayerStatistics,
     LedgerState,
     OutcomeRow,
     PeerRow,
@@ -209,25 +210,27 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
 
 def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
     query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted,
-                      reference, steps, broken FROM penalty
+                      reference, steps, broken, loss, loss_shift, suspicion, layers FROM penalty
                WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
     return tuple(_read_penalty(row) for row in db.execute(query))
 
 
 def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
-    cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted, reference, steps, broken = row
+    cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted, reference, steps, broken, *others = row
+    loss, loss_shift, suspicion, layers = others
     return PenaltyRow(
         cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted,
-        read_real(reference), read_real(steps), bool(broken),
+        read_real(reference), read_real(steps), bool(broken), loss, loss_shift, suspicion,
+        tuple(LayerStatistics(*layer) for layer in json.loads(layers)),
     )  # fmt: skip
 
 
 def _score_history(db: sqlite3.Connection) -> ScoreHistory:
-    row = db.execute("SELECT scores, delta_norms, layer_norms FROM score_history").fetchone()
+    row = db.execute("SELECT scores, delta_norms, layer_norms, digests FROM score_history").fetchone()
     if row is None:
         return ScoreHistory((), ())
-    scores, norms, layer_norms = map(json.loads, row)
-    return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)))
+    scores, norms, layer_norms, digests = map(json.loads, row)
+    return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)), tuple(digests))
 
 
 def _settled_ranges(db: sqlite3.Connection) -> set[int]:

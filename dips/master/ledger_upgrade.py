@@ -25,6 +25,12 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
             PRIMARY KEY (round, place)
         ) STRICT""",
         "ALTER TABLE score_history ADD COLUMN layer_norms TEXT NOT NULL DEFAULT '[]'",
+        "ALTER TABLE score_history ADD COLUMN digests TEXT NOT NULL DEFAULT '[]'",
+        "ALTER TABLE penalty ADD COLUMN loss REAL",
+        "ALTER TABLE penalty ADD COLUMN loss_shift REAL",
+        "UPDATE penalty SET loss_shift = 0",
+        "ALTER TABLE penalty ADD COLUMN suspicion REAL NOT NULL DEFAULT 0",
+        "ALTER TABLE penalty ADD COLUMN layers TEXT NOT NULL DEFAULT '[]'",
     ),
 }
 

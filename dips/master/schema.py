@@ -76,12 +76,14 @@ CREATE TABLE penalty (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL,
     cluster TEXT NOT NULL, n INTEGER NOT NULL, mu REAL, sigma REAL, last_norm REAL,
     warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL,
-    accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL
+    accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL,
+    loss REAL, loss_shift REAL, suspicion REAL NOT NULL DEFAULT 0,
+    layers TEXT NOT NULL DEFAULT '[]'  -- [n, mu, sigma, left out in a row] of each
 ) STRICT;
 CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
 CREATE TABLE score_history (
     only INTEGER PRIMARY KEY CHECK (only = 1), scores TEXT NOT NULL, delta_norms TEXT NOT NULL,
-    layer_norms TEXT NOT NULL DEFAULT '[]'
+    layer_norms TEXT NOT NULL DEFAULT '[]', digests TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 
 CREATE TABLE leases (

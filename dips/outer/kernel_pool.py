@@ -6,9 +6,10 @@ number of threads: the same ledger replays to the same θ and the same norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,32 @@ F32 = npt.NDArray[np.float32]
 
 SLICE = 1 << 20  # elements, 4 MiB: some 100 µs of work for 3 µs of Python; part of what makes sums repeatable
 
+DIGESTS = 1 << 64  # of a layer: the sum of its slices' modulo this
+PUSH_DIGESTS = 1 << 53  # of a push: such an integer is exact in every message and file
+LAYER_FACTOR = 0x9E3779B97F4A7C15  # odd, and without a pattern: equal layers in other places are another push
+
 _NO_STEPS = np.zeros(0, np.float32)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What one pass over a push says of it, for each layer in the order of the layers."""
+
+    squares: tuple[float, ...]  # Σd²
+    products: tuple[float, ...]  # Σd·acc
+    digests: tuple[int, ...]  # of θ_j
+
+    def combine_digests(self, layers: Iterable[int]) -> int:
+        """The digest of all layers, by their numbers; those of several slaves add up modulo PUSH_DIGESTS."""
+        pairs = zip(layers, self.digests, strict=True)
+        return sum(digest * (LAYER_FACTOR * (2 * layer + 1)) for layer, digest in pairs) % PUSH_DIGESTS
 
 
 class Kernels(Protocol):
     """kernels.py or reference.py: each function takes flat arrays of one length."""
 
-    def measure(self, theta: F32, theta_j: F32) -> float: ...
+    def measure(self, theta: F32, theta_j: F32, acc: F32 | None, first: int) -> tuple[float, float, int]: ...
 
     def fold_first(self, theta: F32, theta_j: F32) -> float: ...
 
@@ -58,10 +78,17 @@ class KernelPool:
         self._threads = threads
         self._workers = workers if threads is not None else 1
 
-    def measure(self, theta: Arrays, theta_j: Arrays) -> tuple[float, ...]:
-        """Return Σ(θ − θ_j)² of each layer, in the order of the layers."""
+    def measure(self, theta: Arrays, theta_j: Arrays, acc: Arrays | None = None) -> Measures:
+        """Measure a push against θ, and beside what is folded so far; None: nothing is."""
         kernel = self._kernels.measure
-        return tuple(map(_ordered_sum, self._map_slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut]))))
+
+        def measure_slice(i: int, cut: slice) -> tuple[float, float, int]:
+            return kernel(theta[i][cut], theta_j[i][cut], None if acc is None else acc[i][cut], cut.start)
+
+        slices = self._map_slices(theta, measure_slice)
+        squares = tuple(_ordered_sum([square for square, _, _ in layer]) for layer in slices)
+        products = tuple(_ordered_sum([product for _, product, _ in layer]) for layer in slices)
+        return Measures(squares, products, tuple(sum(digest for _, _, digest in layer) % DIGESTS for layer in slices))
 
     def fold_first(self, theta: Arrays, theta_j: Arrays, weights: Mapping[int, float]) -> tuple[float, ...]:
         """Turn θ_j into acc = θ − θ_j, or 0 in a layer that weighs 0; return Σ acc² of each layer."""
@@ -136,17 +163,17 @@ class KernelPool:
 
         self._map_slices(source, copy_slice)
 
-    def _map_slices(self, arrays: Arrays, work: Callable[[int, slice], float]) -> list[list[float]]:
+    def _map_slices(self, arrays: Arrays, work: Callable[[int, slice], _Result]) -> list[list[_Result]]:
         """Do `work(layer, cut)` for every slice; return its results by layer and slice, in order."""
         tasks = [(i, slice(b, min(b + SLICE, a.size))) for i, a in arrays.items() for b in range(0, a.size, SLICE)]
         results = iter(self._run_tasks(tasks, work))
         return [[next(results) for _ in range(0, a.size, SLICE)] for a in arrays.values()]
 
-    def _run_tasks(self, tasks: Sequence[tuple[int, slice]], work: Callable[[int, slice], float]) -> list[float]:
-        def run_part(part: Sequence[tuple[int, slice]]) -> list[float]:
+    def _run_tasks(self, tasks: Sequence[tuple[int, slice]], work: Callable[[int, slice], _Result]) -> list[_Result]:
+        def run_part(part: Sequence[tuple[int, slice]]) -> list[_Result]:
             return [done(layer, cut) for layer, cut in part]
 
-        def done(layer: int, cut: slice) -> float:
+        def done(layer: int, cut: slice) -> _Result:
             result = work(layer, cut)
             self._meter.add(BYTES * (cut.stop - cut.start))
             return result

@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from dips.outer import reference
 from dips.outer.reference import BLOCK as UPDATE_BLOCK
-from dips.outer.reference import TINIEST
+from dips.outer.reference import SUMMED, TINIEST
 from dips.outer_step import Numbers, nesterov_numbers
 
 F32 = npt.NDArray[np.float32]
+U32 = npt.NDArray[np.uint32]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-BLOCK = 4096  # elements, 16 KiB: what fold has written is still in the L1 cache when its squares are summed
+BLOCK = SUMMED  # elements, 16 KiB: what fold has written is still in the L1 cache when its squares are summed
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
@@ -52,12 +53,49 @@ def _sum_sq(a: F32) -> float:
 
 
 @_compile_nogil(fastmath=_SUMS)
-def _sum_sq_difference(a: F32, b: F32) -> float:
-    total = 0.0
+def _measure_block(a: F32, b: F32, bits: U32) -> tuple[float, np.uint64]:
+    total, digest = 0.0, np.uint64(0)
     for i in range(a.size):
         x = np.float64(a[i] - b[i])
         total += x * x
-    return total
+        digest += np.uint64(bits[i])
+    return total, digest
+
+
+@_compile_nogil(fastmath=_SUMS)
+def _measure_block_beside(a: F32, b: F32, acc: F32, bits: U32) -> tuple[float, float, np.uint64]:
+    total, dot, digest = 0.0, 0.0, np.uint64(0)
+    for i in range(a.size):
+        x = np.float64(a[i] - b[i])
+        total += x * x
+        dot += x * np.float64(acc[i])
+        digest += np.uint64(bits[i])
+    return total, dot, digest
+
+
+@_compile_nogil()
+def _measure_loop(theta: F32, theta_j: F32, bits: U32, first: int) -> tuple[float, np.uint64]:
+    total, digest = 0.0, np.uint64(0)
+    for begin in range(0, theta.size, BLOCK):
+        end = min(begin + BLOCK, theta.size)
+        part, digits = _measure_block(theta[begin:end], theta_j[begin:end], bits[begin:end])
+        total += part
+        digest += digits * np.uint64(2 * (first + begin) + 1)
+    return total, digest
+
+
+@_compile_nogil()
+def _measure_beside_loop(theta: F32, theta_j: F32, acc: F32, bits: U32, first: int) -> tuple[float, float, np.uint64]:
+    total, dot, digest = 0.0, 0.0, np.uint64(0)
+    for begin in range(0, theta.size, BLOCK):
+        end = min(begin + BLOCK, theta.size)
+        part, product, digits = _measure_block_beside(
+            theta[begin:end], theta_j[begin:end], acc[begin:end], bits[begin:end]
+        )
+        total += part
+        dot += product
+        digest += digits * np.uint64(2 * (first + begin) + 1)
+    return total, dot, digest
 
 
 @_compile_nogil()
@@ -148,17 +186,28 @@ def _round_loop(
         _round_block(theta[begin:end], theta_next[begin:end], momentum[begin:end], back, codes[begin:end], steps[block])
 
 
-def measure(theta: F32, theta_j: F32) -> float:
-    """Return the squared norm of a push's pseudo-gradient in one layer (or slice): Σ(θ − θ_j)².
+def measure(theta: F32, theta_j: F32, acc: F32 | None = None, first: int = 0) -> tuple[float, float, int]:
+    """Return (Σd², Σd·acc, digest) of a push in one layer or slice: d = θ − θ_j, its product with the round's sum.
 
     theta    f32[n]  in  global parameters at the present version
     theta_j  f32[n]  in  the cluster's parameters, as staged
+    acc      f32[n]  in  Σ w·(θ − θ_j) of the pushes folded so far; None: none is, and the product is 0
+    first    ≥ 0         number of the slice's first element in its layer, a multiple of BLOCK: so digests of slices
+                         add up to the layer's
 
-    Cost    reads 2n floats, allocates nothing.
-    Errors  none: the sum is NaN or infinite exactly if a difference is; equal lengths are the caller's promise.
+    The digest is Σ bits(θ_j[i])·(2b + 1) modulo 2⁶⁴, b being the number of the first element of i's block. It tells
+    pushes that come twice, which needs no position within a block, and costs nothing; it stops no forger.
+
+    Cost    reads 2n floats, or 3n, allocates nothing.
+    Errors  none: Σd² is NaN or infinite exactly if a difference is; equal lengths are the caller's promise.
     Source  Di-PS §4.1, step 1.
     """
-    return _sum_sq_difference(theta, theta_j)
+    bits = theta_j.view(np.uint32)
+    if acc is None:
+        total, digest = _measure_loop(theta, theta_j, bits, first)
+        return total, 0.0, int(digest)
+    total, dot, digest = _measure_beside_loop(theta, theta_j, acc, bits, first)
+    return total, dot, int(digest)
 
 
 def fold_first(theta: F32, theta_j: F32) -> float:
@@ -232,6 +281,7 @@ def warm_up() -> None:
     """Compile every kernel now (seconds; milliseconds from the cache), so that no order pays for it."""
     a, b, c, d = (np.zeros(8, dtype=np.float32) for _ in range(4))
     measure(a, b)
+    measure(a, b, c)
     fold_first(a, b)
     fold(b, a, c, 1.0)
     apply(a, b, c, 1.0, 0.7, nesterov_numbers(0.8), d)

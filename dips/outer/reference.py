@@ -14,14 +14,23 @@ from dips.outer_step import Numbers
 F32 = npt.NDArray[np.float32]
 
 BLOCK = 256  # elements of an update that share one fp32 step
+SUMMED = 4096  # elements that one factor of a digest is for
 TINIEST = np.float32(2.0**-119)  # a block of smaller changes is zeros: its step would not be a normal number
 _SPAN = 64 * BLOCK  # elements done at once: what one pass writes the next reads in the cache
 
 
-def measure(theta: F32, theta_j: F32) -> float:
-    """Return Σ(θ − θ_j)²; not finite if any element is not."""
+def measure(theta: F32, theta_j: F32, acc: F32 | None = None, first: int = 0) -> tuple[float, float, int]:
+    """Return Σd², not finite if any element is not, Σd·acc and Σ bits(θ_j[i])·(2b + 1) modulo 2⁶⁴, for d = θ − θ_j.
+
+    b is the number of the first element of i's block, of which `first` is one.
+    """
     with np.errstate(all="ignore"):
-        return _sum_sq(theta - theta_j)
+        d = theta - theta_j
+        dot = 0.0 if acc is None else float(np.dot(d.astype(np.float64), acc.astype(np.float64)))
+        sums = np.add.reduceat(theta_j.view(np.uint32), range(0, theta.size, SUMMED), dtype=np.uint64)
+        odd = 2 * np.arange(first, first + theta.size, SUMMED, dtype=np.uint64) + 1
+        digest = np.sum(sums * odd, dtype=np.uint64)
+        return _sum_sq(d), dot, int(digest)
 
 
 def fold_first(theta: F32, theta_j: F32) -> float:

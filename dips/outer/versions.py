@@ -45,6 +45,15 @@ class Next:
     momentum: Bank
 
 
+@dataclass(frozen=True, slots=True)
+class PushMeasures:
+    """What one pass over a push says of it; 0 for finite buffers, which no norm contains."""
+
+    layer_sq: tuple[float, ...]  # Σd² for d = θ − θ_j, in the order of the layers
+    layer_dot: tuple[float, ...]  # Σd·acc
+    digest: int  # of θ_j, of all layers that are here
+
+
 class Versions:
     """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
@@ -192,10 +201,12 @@ class Versions:
 
     # ---- the outer step --------------------------------------------------------------------------------
 
-    def measure_push(self, push: PushId) -> tuple[float, ...]:
-        """Return Σ(θ − θ_j)² of each layer, against the version that is served; 0 for finite buffers."""
-        theta = self._current_theta().bank.arrays
-        return self._averaged.leave_out(theta, self._kernel_pool.measure(theta, self._slot_of(push).arrays))
+    def measure_push(self, push: PushId) -> PushMeasures:
+        """Measure a push against the version that is served, and beside what is folded so far."""
+        theta, acc = self._current_theta().bank.arrays, self._acc.arrays if self._acc else None
+        found = self._kernel_pool.measure(theta, self._slot_of(push).arrays, acc)
+        squares = self._averaged.leave_out(theta, found.squares)
+        return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
 
     def fold_push(self, push: PushId, weight: float, layer_weights: Factors = ()) -> tuple[float, ...]:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc² of each layer.

@@ -52,9 +52,10 @@ from dips.protocol import (
     run_state,
     timers,
     transfer_book,
+    verdicts,
 )
 
-FORMAT = 7  # 6 knew Nesterov's step only
+FORMAT = 7  # 6 knew Nesterov's step only, and no evidence in its verdicts
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,
@@ -78,6 +79,7 @@ MODULES: tuple[ModuleType, ...] = (
     run_state,
     timers,
     transfer_book,
+    verdicts,
 )
 PLAIN: tuple[type, ...] = (
     run_state.RunState,

@@ -19,8 +19,8 @@ from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
-from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
+from dips.protocol.verdicts import Verdict
 
 PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
 
@@ -79,11 +79,16 @@ class Push:
     begun: BegunRange | None = None
     loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
-    layer_sq: tuple[float, ...] = ()  # Σ(θ − θ_j)² of each layer, as measured
     weight: float = 0.0  # as in Fold
     layer_weights: Factors = ()
     merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
     freshness: float = 1.0  # e^(−α·staleness)
+    was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
+
+    @property
+    def layer_sq(self) -> tuple[float, ...]:
+        """Σ(θ − θ_j)² of each layer, as measured."""
+        return self.verdict.evidence.layer_sq if self.verdict is not None else ()
 
     @property
     def held_ranges(self) -> tuple[int, ...]:
@@ -206,6 +211,7 @@ class Round:
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
+    held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
     step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
     delta_norm: float = 0.0
@@ -214,12 +220,12 @@ class Round:
 
     @property
     def pushes(self) -> list[Push]:
-        return [*self.folded, *self.gated, *([self.current] if self.current else ()), *self.queue]
+        return [*self.folded, *self.gated, *([self.current] if self.current else ()), *self.queue, *self.held]
 
     @property
     def count(self) -> int:
         """How many pushes it has."""
-        return len(self.folded) + len(self.gated) + len(self.queue) + (self.current is not None)
+        return len(self.folded) + len(self.gated) + len(self.queue) + len(self.held) + (self.current is not None)
 
 
 @dataclass

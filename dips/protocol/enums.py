@@ -166,6 +166,19 @@ class StepRule(StrEnum):
     DELAYED_NESTEROV = "delayed_nesterov"
 
 
-class PenaltyRule(StrEnum):
+class ScoreScale(StrEnum):
+    """Of what the penalty's statistics are."""
+
+    LINEAR = "linear"  # norms, as §4.1 has it
+    LOG = "log"  # their logarithms: for norms that scatter by factors
+
+
+class GateName(StrEnum):
+    """What `penalty.gates` lists: see gates/."""
+
     DIPS = "dips"
-    NONE = "none"  # finite check only
+    DIPS_PAPER = "dips-paper"
+    EDIT = "edit"
+    DIRECTION = "direction"
+    LOSS = "loss"
+    REPLAY = "replay"

@@ -406,10 +406,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Σ(θ − θ_j)² of each of the slave's layers in manifest order; `finite` is False if any element is not."""
+    """Of each of the slave's layers in manifest order, for d = θ − θ_j; `finite` is False if any element is not."""
 
-    layer_sq: tuple[float, ...]
+    layer_sq: tuple[float, ...]  # Σd²
     finite: bool
+    layer_dot: tuple[float, ...] = ()  # Σd·acc, acc being what is folded so far; empty or 0: nothing is
+    digest: int = 0  # of θ_j, below 2⁵³; those of all slaves add up modulo that to the push's
 
 
 @dataclass(frozen=True, slots=True)

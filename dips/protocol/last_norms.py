@@ -12,27 +12,27 @@ from dips.protocol.records import PenaltyRow
 
 
 class LastNorms:
-    """One norm of each cluster that has an accepted push."""
+    """One norm of each cluster that has an accepted push; of those that have warmed up only, if asked for."""
 
-    def __init__(self, rows: Iterable[PenaltyRow]) -> None:
-        self.ordered = sorted(row.last_norm for row in rows if _counts(row))
+    def __init__(self, rows: Iterable[PenaltyRow], warm_only: bool = False) -> None:
+        self.warm_only = warm_only
+        self.ordered = sorted(row.last_norm for row in rows if self._counts(row))
 
     def replace_row(self, old: PenaltyRow | None, new: PenaltyRow) -> None:
         """A cluster's statistics have changed."""
-        if old is not None and _counts(old):
+        if old is not None and self._counts(old):
             del self.ordered[bisect_left(self.ordered, old.last_norm)]
-        if _counts(new):
+        if self._counts(new):
             insort(self.ordered, new.last_norm)
 
     def median_without(self, row: PenaltyRow) -> float | None:
         """The median of the others' norms; None if there are none."""
-        skip = bisect_left(self.ordered, row.last_norm) if _counts(row) else len(self.ordered)
-        count = len(self.ordered) - _counts(row)
+        skip = bisect_left(self.ordered, row.last_norm) if self._counts(row) else len(self.ordered)
+        count = len(self.ordered) - self._counts(row)
         if not count:
             return None
         low, high = (self.ordered[i + (i >= skip)] for i in ((count - 1) // 2, count // 2))
         return low if count % 2 else (low + high) / 2
 
-
-def _counts(row: PenaltyRow) -> bool:
-    return row.accepted > 0 and row.last_norm > 0
+    def _counts(self, row: PenaltyRow) -> bool:
+        return row.accepted > 0 and row.last_norm > 0 and not (self.warm_only and row.warm_left)

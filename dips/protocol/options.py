@@ -15,11 +15,12 @@ from dips.errors import ConfigError
 from dips.protocol.enums import (
     AskOrder,
     DurabilityMode,
+    GateName,
     MergeRule,
-    PenaltyRule,
     PersistFailurePolicy,
     PushCodec,
     RequeuePolicy,
+    ScoreScale,
     StepRule,
     WeightRule,
 )
@@ -92,23 +93,30 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    rule: PenaltyRule = PenaltyRule.DIPS
+    gates: tuple[GateName, ...] = (GateName.DIPS,)  # each may keep a push out; none: only what is not finite is
+    score: ScoreScale = ScoreScale.LINEAR
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
     e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
     sigma_floor: float = 0.02  # of μ: a quiet history must not gate everybody
-    hard_cap: float = 10.0  # of μ: holds in warm-ups too
+    hard_cap: float = 10.0  # of the reference: holds in warm-ups too
+    joiner_cap: float = 5.0  # of the others' median, in a cluster's first warm-up; paces 10 × apart make norms 3 × so
     warmup_rounds: int = 10  # accepted pushes of a cluster before its scores count
     history: int = 50  # rounds whose scores set the threshold
-    gate_patience: int = 3  # gates in a row before a new warm-up or quarantine
+    gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        _coerce_word(self, "rule", PenaltyRule, "penalty.rule")
+        known = ", ".join(GateName)
+        _require_holds(set(self.gates) <= set(GateName), "penalty.gates", f"a list of {known}", self.gates)
+        _require_holds(len(set(self.gates)) == len(self.gates), "penalty.gates", "each gate once", self.gates)
+        object.__setattr__(self, "gates", tuple(map(GateName, self.gates)))  # frozen
+        _coerce_word(self, "score", ScoreScale, "penalty.score")
         _require_holds(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
         _require_holds(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
         _require_holds(self.e_cap > 0, "penalty.e_cap", "a number above 0", self.e_cap)
         _require_holds(self.sigma_floor >= 0, "penalty.sigma_floor", "0 or more", self.sigma_floor)
-        _require_holds(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
+        for key in ("hard_cap", "joiner_cap"):
+            _require_holds(getattr(self, key) > 1, f"penalty.{key}", "a number above 1", getattr(self, key))
         for key in ("warmup_rounds", "history", "gate_patience"):
             _require_holds(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
 

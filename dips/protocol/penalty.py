@@ -1,9 +1,9 @@
 """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty, docs/rationale.md#10): which pushes may enter the
 outer step.
 
-A push's norm G = Σ over layers ‖θ − θ_j‖₂, divided by √(inner steps), is compared with its cluster's own past:
-score E = (G − μ)/σ, gated when E > β·min(E_cap, max(1, max E)). Statistics move only when a version is committed
-(`keep_statistics`), so a skipped round leaves no trace; asking (`judge_push`) changes nothing.
+The gates that `penalty.gates` lists (gates/) judge a push by its evidence and what is known of its cluster and the
+others; this keeps what is known. Statistics move only when a version is committed (`keep_statistics`), so a skipped
+round leaves no trace; asking (`judge_push`) changes nothing.
 """
 
 from __future__ import annotations
@@ -11,70 +11,37 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from math import isfinite, sqrt
 
-from dips.dataclass import dataclass, replace
-from dips.protocol.enums import PenaltyRule
+from dips.dataclass import replace
+from dips.protocol.enums import GateName
+from dips.protocol.gates import GATES, OF_NORMS
+from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.last_norms import LastNorms
+from dips.protocol.norm_scores import Past, gate_threshold, is_joiner, longest_step
 from dips.protocol.options import PenaltyOptions
+from dips.protocol.penalty_rows import (
+    believe_world,
+    fresh_row,
+    is_suspect,
+    move_accepted,
+    move_loss,
+    move_suspicion,
+    restart_warmup,
+)
 from dips.protocol.records import PenaltyRow, ScoreHistory
+from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verdict
 
 LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
-MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
-MOST_TIMES_STEPS = 16.0  # the usual inner steps: what counts of a claim against the hard cap, a factor of 4 in G
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The penalty's decision on one push, and why. `tracked` is False if it must leave the statistics alone."""
-
-    accepted: bool
-    norm: float
-    score: float
-    reason: str
-    tracked: bool = True
-    inner_steps: int = 1  # as claimed
-    finite: bool = True  # its parameters
-    held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
-    flagged: frozenset[int] = frozenset()  # layers in which an accepted push does not count
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A verdict whose round has ended."""
-
-    cluster: str
-    verdict: Verdict
-
-
-def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
-    """Statistics of a cluster of which no push was measured."""
-    return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
-
-
-def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
-    """Move a mean of `count` values by one more, which counts as at most MOST_TIMES_ENTERED times the mean.
-
-    So it grows by at most 1/(count + 1), later α, with each value, whoever makes them up.
-    """
-    if mean <= 0.0:
-        return value
-    return mean + max(alpha, 1.0 / (count + 1)) * (min(value, MOST_TIMES_ENTERED * mean) - mean)
-
-
+NOT_FINITE = "not finite: NaN, Inf or overflow in its parameters"
+BROKEN = "quarantined until `dips readmit`: its pushes were not finite"
 UNMOVED = (
     "norm 0 after {} inner step{}: the optimizer trains other tensors than this OuterLoop pushes; make it after "
     "fully_shard and .to(), and the optimizer of the same model"
 )
 
 
-def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
-    """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
-    return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
-
-
 class Penalty:
-    """The statistics of all clusters, and the rule."""
+    """The statistics of all clusters, and the gates."""
 
     def __init__(
         self,
@@ -86,6 +53,7 @@ class Penalty:
         self._options = options
         self._rows = {row.cluster: row for row in rows}
         self._norms = LastNorms(self._rows.values())
+        self._warm_norms = LastNorms(self._rows.values(), warm_only=True)
         self.history = history
         self._genesis_norm = genesis_norm
 
@@ -97,39 +65,60 @@ class Penalty:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
     def gate_threshold(self) -> float:
-        """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
-        o = self._options
-        largest = max(self.history.scores, default=1.0)
-        return o.beta * min(o.e_cap, max(1.0, largest))
+        """Of the gate `dips`, now."""
+        return gate_threshold(self.history, self._options)
 
-    def judge_push(
-        self, cluster: str, layer_sq: Sequence[float], finite: bool, inner_steps: int, exempt: bool = False
-    ) -> Verdict:
-        """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
-        g = push_norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
+    # ---- judging ----
+
+    def judge_push(self, push: PushEvidence) -> Verdict:
+        """Judge one push: finite and moved, then by each gate in turn until one keeps it out."""
+        g, gates = push.norm, self._options.gates
         if not g < LARGEST_NORM:
-            reason = "not finite: NaN, Inf or overflow in its parameters"
-            return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
-        if g == 0.0 and inner_steps > 0:
-            return Verdict(False, 0.0, 0.0, UNMOVED.format(inner_steps, "s" * (inner_steps > 1)), tracked=False)
-        if self._options.rule is PenaltyRule.NONE:
-            return Verdict(True, g, 0.0, "finite", inner_steps=inner_steps)
-        return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)
+            return Verdict(False, 0.0, 0.0, NOT_FINITE, replace(push, finite=False), tracked=False)
+        if g == 0.0 and push.inner_steps > 0:
+            reason = UNMOVED.format(push.inner_steps, "s" * (push.inner_steps > 1))
+            return Verdict(False, 0.0, 0.0, reason, push, tracked=False)
+        past = self._past_of(self.penalty_row(push.cluster))
+        if gates and past.row.broken:
+            return Verdict(False, g, 0.0, BROKEN, push, tracked=False)
+        opinions = list[Opinion]()
+        for gate in gates:
+            opinion = GATES[gate](push, past)
+            if opinion.finding is Finding.GATED:
+                return Verdict(False, g, opinion.score, opinion.sentence, push, tracked=not push.exempt, gate=gate)
+            opinions.append(opinion)
+        return _accept(push, g, opinions)
 
-    def _judge_norm(self, row: PenaltyRow, g: float, inner_steps: int, exempt: bool) -> Verdict:
-        if row.broken:
-            return Verdict(False, g, 0.0, "quarantined until `dips readmit`: its pushes were not finite", tracked=False)
-        held, cap = g * self._overclaimed(row, inner_steps), self._hard_cap(row, inner_steps)
-        if held > cap:
-            return Verdict(False, g, 0.0, f"norm {held:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
-        if exempt:
-            return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
-        if row.warm_left > 0 or row.n == 0:
-            return Verdict(True, g, 0.0, f"warm-up, {row.warm_left} pushes left")
-        score, limit = (g - row.mu) / self._corrected_sigma(row), self.gate_threshold()
-        if score > limit:
-            return Verdict(False, g, score, f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})")
-        return Verdict(True, g, score, f"score {score:.3g}, at most {limit:.3g}")
+    def waits_for_others(self, cluster: str, live: Sequence[str]) -> bool:
+        """Whether a push of this cluster is measured beside all others of its round, if slots allow (held_pushes.py).
+
+        Of joiners only beside clusters that are none.
+        """
+        row = self.penalty_row(cluster)
+        if not self.gates_direction:
+            return False
+        if is_suspect(row):
+            return True
+        return self._is_joiner(row) and any(not self._is_joiner(self.penalty_row(c)) for c in live if c != cluster)
+
+    @property
+    def gates_direction(self) -> bool:
+        return GateName.DIRECTION in self._options.gates
+
+    def suspicion_of(self, cluster: str) -> tuple[float, bool]:
+        """What orders those that wait: who was least out of line is measured first."""
+        row = self.penalty_row(cluster)
+        return row.suspicion, self._is_joiner(row)
+
+    def _is_joiner(self, row: PenaltyRow) -> bool:
+        return is_joiner(row, self._options)
+
+    def _past_of(self, row: PenaltyRow) -> Past:
+        return Past(
+            self._options, row, self._rows, self._norms, self._warm_norms, self.history, self._genesis_norm
+        )  # fmt: skip
+
+    # ---- what a round changes ----
 
     def compute_statistics(
         self, verdicts: Sequence[Settled], live: Sequence[str]
@@ -140,13 +129,10 @@ class Penalty:
         """
         changed = dict[str, PenaltyRow]()
         rows = ChainMap(changed, self._rows)
-        scores: list[float] = []
         limit = self.gate_threshold()
         for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
-            if verdict.tracked and row.warm_left == 0 and row.n > 0:
-                scores.append(verdict.score)
-            changed[cluster] = self._after_accepted(row, verdict, limit)
+            changed[cluster] = move_accepted(verdict, self._past_of(row), limit)
         gated = [s for s in verdicts if not s.verdict.accepted and not s.verdict.held]
         for cluster in (s.cluster for s in gated):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
@@ -154,22 +140,45 @@ class Penalty:
         # All patience is judged on one picture: who warms up first must not decide who else may.
         picture = _Picture(rows, live)
         changed |= {s.cluster: self._apply_patience(picture, s) for s in gated}
-        kept = self.history.scores
-        if any(s.verdict.accepted for s in verdicts):
-            kept = (*kept, max(scores, default=0.0))[-self._options.history :]
-        return changed, replace(self.history, scores=kept)
+        self._move_others(changed, verdicts)
+        return changed, self._history_after(verdicts)
+
+    def _move_others(self, changed: dict[str, PenaltyRow], verdicts: Sequence[Settled]) -> None:
+        """What is kept besides norms, by the gates that look at it."""
+        if GateName.LOSS in self._options.gates:
+            for s in verdicts:
+                if s.cluster in changed:
+                    past = self._past_of(self.penalty_row(s.cluster))
+                    changed[s.cluster] = move_loss(changed[s.cluster], s.verdict, past)
+        if self.gates_direction:
+            changed |= move_suspicion(changed, [s for s in verdicts if not s.verdict.held])
+
+    def _history_after(self, verdicts: Sequence[Settled]) -> ScoreHistory:
+        accepted = [s.verdict for s in verdicts if s.verdict.accepted]
+        if not accepted:
+            return self.history
+        largest = max((v.score for v in accepted if v.scored and v.tracked), default=0.0)
+        scores = (*self.history.scores, largest)[-self._options.history :]
+        digests = self.history.digests
+        if GateName.REPLAY in self._options.gates:
+            digests = (*digests, *(v.evidence.digest for v in accepted))[-DIGESTS_KEPT:]
+        return replace(self.history, scores=scores, digests=digests)
 
     def keep_statistics(self, changed: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
         """The round is in the ledger: what it changed is ours."""
         for cluster, row in changed.items():
-            self._norms.replace_row(self._rows.get(cluster), row)
+            for norms in (self._norms, self._warm_norms):
+                norms.replace_row(self._rows.get(cluster), row)
             self._rows[cluster] = row
         self.history = history
+
+    # ---- patience ----
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
         before = self.penalty_row(cluster)
-        row = self._restart_warmup(before, self._norms.median_without(before))
+        reference = max(before.reference, self._norms.median_without(before) or 0.0)
+        row = replace(restart_warmup(before, reference, self._options), loss_shift=None, suspicion=0.0)
         self.keep_statistics({cluster: row}, self.history)
         return row
 
@@ -183,68 +192,43 @@ class Penalty:
         self._rows[cluster] = row
         return row
 
-    def _corrected_sigma(self, row: PenaltyRow) -> float:
-        corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
-        return max(corrected, self._options.sigma_floor * row.mu, 1e-30)
-
-    def _hard_cap(self, row: PenaltyRow, inner_steps: int) -> float:
-        """The norm above which even a warm-up is gated: no warm-up moves it, since none begins the reference anew."""
-        factor = self._options.hard_cap
-        if row.accepted >= 2 and row.reference > 0:
-            return factor * row.reference
-        if (others := self._norms.median_without(row)) is not None:
-            return factor * others
-        if row.reference > 0:
-            return factor * row.reference
-        if self._genesis_norm > 0:
-            return self._genesis_norm / sqrt(max(1, inner_steps))
-        return float("inf")
-
-    @staticmethod
-    def _overclaimed(row: PenaltyRow, inner_steps: int) -> float:
-        """By what the hard cap raises G, because only MOST_TIMES_STEPS times the usual inner steps are believed."""
-        if row.steps <= 0:
-            return 1.0
-        return sqrt(max(1.0, inner_steps / (MOST_TIMES_STEPS * row.steps)))
-
-    def _after_accepted(self, row: PenaltyRow, verdict: Verdict, limit: float) -> PenaltyRow:
-        if not verdict.tracked:
-            return replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
-        g, alpha, n = verdict.norm, self._options.alpha, row.n + 1
-        reference = slow_mean(row.reference, g, row.accepted, alpha)
-        steps = slow_mean(row.steps, max(1, verdict.inner_steps), row.accepted, alpha)
-        if row.warm_left == 0 and row.n > 0:
-            g = min(g, row.mu + limit * self._corrected_sigma(row))
-        weight = max(alpha, 1.0 / n)  # the plain mean until 1/n < α
-        mu = weight * g + (1.0 - weight) * row.mu
-        sigma = sqrt((1.0 - alpha) * row.sigma**2 + alpha * (g - mu) ** 2)
-        warm_left, accepted = max(0, row.warm_left - 1), row.accepted + 1
-        return PenaltyRow(row.cluster, n, mu, sigma, verdict.norm, warm_left, 0, False, accepted, reference, steps)
-
     def _apply_patience(self, picture: _Picture, settled: Settled) -> PenaltyRow:
         """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
 
         Who pushes what is not finite never earns a warm-up: an operator looks at it first. The hard cap holds in every
-        warm-up.
+        warm-up. A run that is young believes the world within ‖θ₀‖; one whose reference has been formed keeps it.
         """
         row, verdict = picture.rows[settled.cluster], settled.verdict
         if row.gated_in_a_row < self._options.gate_patience or row.broken:
             return row
-        if not verdict.finite:
+        if not verdict.evidence.finite:
             return replace(row, quarantined=True, broken=True)
+        if verdict.gate is not None and verdict.gate not in OF_NORMS:
+            return replace(row, quarantined=True)  # no warm-up makes a direction, a loss or a replay usual
         others = picture.norms.median_without(row)
-        if others is None or picture.most_are_gated or verdict.norm < 2 * others:
-            return self._restart_warmup(row, others)
+        is_world = others is None or picture.most_are_gated or picture.is_alone(row.cluster)
+        if is_world and self._is_joiner(row):
+            most = longest_step(self._genesis_norm, verdict.evidence.inner_steps)
+            return believe_world(row, min(verdict.norm, most), self._options)
+        if others is None or is_world or verdict.norm < 2 * others:
+            return restart_warmup(row, max(row.reference, others or 0.0), self._options)
         return replace(row, quarantined=True)
 
-    def _restart_warmup(self, row: PenaltyRow, others: float | None) -> PenaltyRow:
-        """Statistics of a new warm-up; the reference of the hard cap stays, or becomes the median of the others' norms.
 
-        others  that median; None: there are no others
-        """
-        reference = max(row.reference, others or 0.0)
-        fresh = fresh_row(row.cluster, self._options)
-        return replace(fresh, last_norm=row.last_norm, accepted=row.accepted, reference=reference, steps=row.steps)
+def _accept(push: PushEvidence, norm: float, opinions: Sequence[Opinion]) -> Verdict:
+    """No gate keeps it out; its score is the first gate's that has one."""
+    score = next((o.score for o in opinions if o.scored), next((o.score for o in opinions if o.score), 0.0))
+    return Verdict(
+        True,
+        norm,
+        score,
+        "; ".join(o.sentence for o in opinions) or "finite",
+        push,
+        tracked=not push.exempt,
+        scored=any(o.scored for o in opinions),
+        flagged=frozenset().union(*(o.flagged for o in opinions)),
+        flags=tuple(o.sentence for o in opinions if o.finding is Finding.FLAGGED),
+    )
 
 
 class _Picture:
@@ -262,3 +246,7 @@ class _Picture:
         live = self._live
         gating = [c for c in live if c in self.rows and self.rows[c].gated_in_a_row > 0]
         return len(live) > 1 and 2 * len(gating) > len(live)
+
+    def is_alone(self, cluster: str) -> bool:
+        """Whether no other cluster lives whose pushes were ever measured: norms of those that left are of the past."""
+        return all(c == cluster or c not in self.rows for c in self._live)

@@ -10,9 +10,9 @@ from dips.errors import ConfigError
 from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Acknowledged, Failed, Refused
 from dips.protocol.events import QuarantineAsked
-from dips.protocol.penalty import Verdict
 from dips.protocol.records import ClusterQuarantined
 from dips.protocol.run_state import RunState
+from dips.protocol.verdicts import Verdict
 
 MOST_REASON = 200  # characters of an operator's reason: it stands in the status and in each gated push's outcome
 
@@ -49,4 +49,4 @@ def judge_quarantined(run: RunState, cluster: str, verdict: Verdict) -> Verdict:
     if (reason := run.quarantined.get(cluster)) is None:
         return verdict
     said = f"quarantined by an operator: {reason}"
-    return Verdict(False, verdict.norm, verdict.score, said, tracked=False, finite=verdict.finite, held=True)
+    return Verdict(False, verdict.norm, verdict.score, said, verdict.evidence, tracked=False, held=True)

@@ -58,6 +58,16 @@ class OutcomeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """Norms of one layer of a cluster's pushes, for the gate `edit`."""
+
+    n: int = 0
+    mu: float = 0.0
+    sigma: float = 0.0
+    left_out_in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PenaltyRow:
     """A cluster's penalty statistics after the round; see penalty.py."""
 
@@ -73,6 +83,10 @@ class PenaltyRow:
     reference: float = 0.0  # the hard cap's: a mean of accepted norms that rises slowly and outlasts warm-ups
     steps: float = 0.0  # inner steps of an accepted push, likewise
     broken: bool = False  # quarantined because what it pushed was not finite: until an operator readmits it
+    loss: float | None = None  # last reported, while the gate `loss` is on
+    loss_shift: float | None = 0.0  # share by which it is usually above the others' median; None: the next one says
+    suspicion: float = 0.0  # how often its direction was out of line lately: see penalty_rows.accuse
+    layers: tuple[LayerStatistics, ...] = ()  # in manifest order, while the gate `edit` is on
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,7 @@ class ScoreHistory:
     scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
     layer_norms: tuple[tuple[float, ...], ...] = ()  # ‖δ‖ of each layer, for a relative clip per layer; else nothing
+    digests: tuple[int, ...] = ()  # of the last accepted pushes, while the gate `replay` is on
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,18 @@ from math import nan
 from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
-from dips.protocol import durability, pushes, settlement, stepping, window
+from dips.protocol import durability, held_pushes, pushes, settlement, stepping, window
 from dips.protocol.effects import Apply, DropPush, Measure, Persist
-from dips.protocol.entities import Fanout, Round, Slave
+from dips.protocol.entities import Fanout, Push, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
+from dips.protocol.gates.direction import is_against
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
-from dips.protocol.penalty import Verdict
 from dips.protocol.quarantine import judge_quarantined
 from dips.protocol.run_state import RunState
+from dips.protocol.verdicts import PushEvidence, Verdict
+
+PUSH_DIGESTS = 1 << 53  # the digests of its slaves add up modulo this to a push's
 
 
 def advance_round(run: RunState) -> None:
@@ -35,8 +38,10 @@ def advance_round(run: RunState) -> None:
     if run.waiting:
         r.queue += run.waiting
         run.waiting = []
-    if r.current is None and r.queue:
-        _measure_next(run, r)
+    while r.current is None and r.queue:
+        _measure_unless_held(run, r, r.queue.popleft())
+    if r.current is None and (held := held_pushes.take_held(run, r)) is not None:
+        _measure_push(run, r, held)
     elif r.current is None and window.is_over(run, r):
         _close_window(run, r)
 
@@ -49,25 +54,32 @@ def _give_up_pushes(run: RunState) -> None:
     pushes.drop_all_pushes(run, reason)
 
 
-def _measure_next(run: RunState, r: Round) -> None:
-    r.current = r.queue.popleft()
-    order = Measure(r.number, r.current.id, run.head)
-    run.order_all(FanoutKind.MEASURE, r.current.id, order, run.options.timing.compute_s)
+def _measure_unless_held(run: RunState, r: Round, push: Push) -> None:
+    if not held_pushes.hold_if_due(run, r, push):
+        _measure_push(run, r, push)
+
+
+def _measure_push(run: RunState, r: Round, push: Push) -> None:
+    r.current = push
+    order = Measure(r.number, push.id, run.head)
+    run.order_all(FanoutKind.MEASURE, push.id, order, run.options.timing.compute_s)
 
 
 def on_push_measured(run: RunState, fanout: Fanout) -> None:
-    """All norms of a push are here: gate it or fold it."""
+    """All that is known of a push is here: gate it, fold it, or let it wait for the others."""
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
-    layer_sq, finite = _gather_norms(run, fanout)
-    exempt = not run.is_ancestor(push.base)
-    verdict = run.penalty.judge_push(push.id.cluster, layer_sq, finite, push.inner_steps, exempt)
-    push.verdict = judge_quarantined(run, push.id.cluster, verdict)
+    evidence = _gather_evidence(run, r, push, fanout)
+    push.verdict = judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
     if push.tokens <= 0:
-        push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", tracked=False)
+        push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", evidence, tracked=False)
+    if held_pushes.hold_if_against(run, r, push):
+        r.current = None
+        return
     if push.verdict.accepted:
-        push.layer_sq = tuple(layer_sq)
+        for flag in push.verdict.flags:
+            run.emit_note("push_flagged", push=push.id, reason=flag)
         stepping.weigh_push(run, r, push)
         orders = {slave.name: stepping.fold_order(r, push, slave.layers) for slave in run.ready_slaves()}
         run.fan_out(FanoutKind.FOLD, push.id, dict(orders), run.options.timing.compute_s)
@@ -80,15 +92,30 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     run.emit_note("push_gated", push=push.id, reason=push.verdict.reason)
 
 
-def _gather_norms(run: RunState, fanout: Fanout) -> tuple[list[float], bool]:
-    """Σ(θ − θ_j)² of every layer in manifest order, so that the sum does not depend on the number of slaves."""
-    by_layer, finite = dict[int, float](), True
+def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> PushEvidence:
+    """What the slaves measured, by layers in manifest order, so that no sum depends on the number of slaves."""
+    squares, products, digest, finite = dict[int, float](), dict[int, float](), 0, True
     for slave in run.slaves.values():
         answer = fanout.answers[slave.name]
         assert isinstance(answer, Measured)
         finite = finite and answer.finite and len(answer.layer_sq) == len(slave.layers)
-        by_layer.update(zip(slave.layers, answer.layer_sq, strict=False))
-    return [by_layer.get(layer, nan) for layer in range(len(run.manifest.layers))], finite
+        squares.update(zip(slave.layers, answer.layer_sq, strict=False))
+        products.update(zip(slave.layers, answer.layer_dot, strict=False))
+        digest = (digest + answer.digest) % PUSH_DIGESTS
+    layers = range(len(run.manifest.layers))
+    return PushEvidence(
+        push.id.cluster,
+        tuple(squares.get(layer, nan) for layer in layers),
+        push.inner_steps,
+        finite,
+        exempt=not run.is_ancestor(push.base),
+        dot=sum(products.get(layer, 0.0) for layer in layers),
+        acc_sq=sum(r.acc_sq),
+        others=len(r.folded),
+        split=any(is_against(p.verdict.evidence) for p in r.folded if p.verdict is not None),
+        digest=digest,
+        loss=push.loss,
+    )
 
 
 def on_push_folded(run: RunState, fanout: Fanout) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dips.ids import VersionId
-from dips.protocol import durability, flip, pushes
+from dips.protocol import durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
 from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
 from dips.protocol.options import Targets
-from dips.protocol.penalty import Settled
 from dips.protocol.records import (
     FoldRow,
     OutcomeRow,
@@ -27,6 +26,7 @@ from dips.protocol.records import (
     VersionRow,
 )
 from dips.protocol.run_state import RunState
+from dips.protocol.verdicts import Settled
 
 DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
 LAYER_NORMS_KEPT = 10  # likewise of each layer: what each row holds must not be long
@@ -138,7 +138,7 @@ def skip_round(run: RunState, reason: str) -> None:
     run.emit_record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
     run.counts[RoundResult.SKIPPED] += 1
     run.round = None
-    run.waiting = [*r.queue, *run.waiting]
+    run.waiting = [*r.queue, *held_pushes.let_go(r), *run.waiting]
     _abort_on_slaves(run, r, reason)
     run.emit_note("round_skipped", round=r.number, reason=reason)
     _give_back(run, over, reason)

@@ -23,6 +23,7 @@ TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
     "penalty.e_cap": "from the next push that is measured",
     "penalty.sigma_floor": "from the next push that is measured",
     "penalty.hard_cap": "from the next push that is measured",
+    "penalty.joiner_cap": "from the next push that is measured",
     "penalty.warmup_rounds": "from the next warm-up",
     "penalty.history": "from the next version",
     "penalty.gate_patience": "from the next push that is gated",

@@ -48,9 +48,9 @@ class ShardRound:
             raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
         known = self._transfers.staged_push(order.push)
         with self._poison_on_error(f"Measure of {order.push}"):
-            layer_sq = self.versions.measure_push(order.push)
+            found = self.versions.measure_push(order.push)
         known.measured = order.round
-        return Measured(layer_sq, all(map(isfinite, layer_sq)))
+        return Measured(found.layer_sq, all(map(isfinite, found.layer_sq)), found.layer_dot, found.digest)
 
     def fold(self, order: Fold, opened: Opened) -> Answer:
         """Legal once for a push measured in this round; frees its slot."""

@@ -61,8 +61,8 @@ def _data_parallel(task: Task, settings: Settings, seed: int) -> Numbers:
 
 
 def _synchronous(task: Task, settings: Settings, seed: int) -> Numbers:
-    outer = settings.options.outer
-    made = train_synchronous(task, settings.fleet, settings.recipe, settings.steps, seed, outer.lr, outer.momentum)
+    lr, momentum = float(settings.options.outer.lr), settings.options.outer.momentum
+    made = train_synchronous(task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum)
     return _spell_baseline(made, settings, task)
 
 
@@ -72,8 +72,8 @@ def _post_local(task: Task, settings: Settings, seed: int) -> Numbers:
 
 
 def _naive(task: Task, settings: Settings, seed: int) -> Numbers:
-    outer = settings.options.outer
-    made = train_naive(task, settings.fleet, settings.recipe, settings.steps, seed, outer.lr, outer.momentum)
+    lr, momentum = float(settings.options.outer.lr), settings.options.outer.momentum
+    made = train_naive(task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum)
     return _spell_baseline(made, settings, task)
 
 

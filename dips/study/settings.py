@@ -119,6 +119,8 @@ def _refuse_senseless(settings: Settings) -> None:
             f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "
             f"{round(settings.steps * settings.fleet.inner_steps / fastest)}, or a smaller inner_steps"
         )
+    if settings.method != "dips" and not isinstance(settings.options.outer.lr, float | int):
+        raise ConfigError(f"outer.lr: {settings.method} takes a number, got {settings.options.outer.lr!r}")
     if settings.method != "dips" and any(m.fault or m.joins or m.leaves < 1 for m in settings.fleet.members):
         raise ConfigError(f"method: {settings.method} knows no faults, joins or leaves; only dips does")
 

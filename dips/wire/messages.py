@@ -61,6 +61,7 @@ _REALS = {
     ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
     # A broken push has norms like these; the penalty gates it.
     ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
+    ("Measured", "layer_dot"): RealBounds(-inf, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
     ("Fold", "layer_weights"): RealBounds(0.0, MAX_FACTOR),

@@ -97,7 +97,7 @@ class AttackedRun:
         self.viewer: ssl.SSLContext | None = None
         if self.secured:
             self.viewer = self.client_context(self.certificate_of("scraper", PeerRole.VIEWER))
-        shared = {"penalty": {"rule": "none"}, "stop": {"versions": 1_000_000}}
+        shared = {"penalty": {"gates": []}, "stop": {"versions": 1_000_000}}
         self.run = harness.Run(self.directory, tensors(), shared=shared, slaves=2, security=security)
         try:
             self._start()

@@ -169,7 +169,7 @@ class FallingRun(Run):
         gentle = {"lr": 0.5, "momentum": 0.2}  # no overshoot: each version is nearer than the one before
         certificates = RunCertificates(directory, "test", ("ps0", "ps1"), ("west",)) if is_secured(False) else None
         super().__init__(
-            directory, tensors, shared={"penalty": {"rule": "none"}, "outer": gentle},
+            directory, tensors, shared={"penalty": {"gates": []}, "outer": gentle},
             security=certificates.security if certificates else None,
         )  # fmt: skip
 

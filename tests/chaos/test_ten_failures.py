@@ -91,7 +91,7 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
     Who pushes what is not finite is quarantined then, until an operator readmits it.
     """
     with Deployment(
-        tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"rule": "dips"}}
+        tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"gates": ["dips"]}}
     ) as deployment:
         deployment.start_master()
         deployment.start_slaves()

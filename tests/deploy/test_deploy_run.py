@@ -52,7 +52,7 @@ def edited_tree(tmp_path: Path, images: dict[str, str]) -> Path:
     for directory in (kubernetes / "base", kubernetes / "cluster" / "common"):
         edit(
             directory / "config" / "paper.yaml",
-            outer={"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}, penalty={"rule": "none"},
+            outer={"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}, penalty={"gates": []},
             stop={"versions": VERSIONS}, data={"ranges": 200},
         )  # fmt: skip
     edit(kubernetes / "cluster" / "common" / "config" / "cluster.yaml", pace={"steps": 2})

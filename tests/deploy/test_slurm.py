@@ -38,7 +38,7 @@ def running_slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(name="run")
 def made_run(tmp_path: Path) -> Iterator[harness.Run]:
-    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"rule": "none"}}) as run:
+    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"gates": []}}) as run:
         yield run
 
 

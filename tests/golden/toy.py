@@ -55,7 +55,7 @@ class ToyRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                return ev.Measured(self.memory.measure_push(body.push), True)
+                return ev.Measured(self.memory.measure_push(body.push).layer_sq, True)
             case Fold():
                 return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
             case Apply():

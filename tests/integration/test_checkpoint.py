@@ -21,7 +21,7 @@ def ran(directory: Path, save_at: int, crash_at: int, codec: str = "fp32") -> tu
     rng = np.random.default_rng(1)
     model = constant.ConstantModel()
     tensors = {n: rng.standard_normal(tuple(p.shape), dtype=np.float32) for n, p in model.named_parameters()}
-    shared = {"data": {"ranges": RANGES}, "penalty": {"rule": "none"}, "codec": codec}
+    shared = {"data": {"ranges": RANGES}, "penalty": {"gates": []}, "codec": codec}
     out = directory / "out"
     command = [sys.executable, str(HERE / "train_checkpoint.py"), str(out), str(save_at), str(crash_at)]
     with harness.Run(directory, tensors, shared=shared) as run:

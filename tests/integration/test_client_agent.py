@@ -34,7 +34,7 @@ def tensors() -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}, "stop": {"versions": VERSIONS}}) as run:
         yield run
 
 
@@ -107,7 +107,7 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
     """Two clusters walk 12 ranges: together they get each one exactly once, and the ledger knows those trained."""
-    shared = {"penalty": {"rule": "none"}, "data": {"ranges": 12}}
+    shared = {"penalty": {"gates": []}, "data": {"ranges": 12}}
     with harness.Run(tmp_path, tensors(), shared=shared) as run:
         run.start_master()
         run.start_slaves()
@@ -155,7 +155,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[Any]:
     """One that does not end while a test looks at it."""
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}, timing={"hang_s": 2.0}) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}, timing={"hang_s": 2.0}) as run:
         run.start_master()
         run.start_slaves()
         yield run

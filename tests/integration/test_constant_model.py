@@ -64,7 +64,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
     shared = {
         "stop": {"versions": ROUNDS},
         "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
-        "penalty": {"rule": "none"},
+        "penalty": {"gates": []},
         "codec": codec,
         "pull_codec": "fp32" if codec == "fp32" else "int8",
     }

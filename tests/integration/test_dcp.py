@@ -29,7 +29,7 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
     shared = {
         "stop": {"versions": SAVES},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
-        "penalty": {"rule": "none"},
+        "penalty": {"gates": []},
     }
     command = [*harness.TORCHRUN, "2", str(HERE / "train_dcp.py"), str(tmp_path / "found"), str(SAVES)]
     with harness.Run(tmp_path, tensors, shared=shared) as run:

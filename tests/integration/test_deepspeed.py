@@ -49,7 +49,7 @@ def test_an_optimizer_with_masters_of_whole_parameters_is_taken(tmp_path: Path) 
 def train(tmp_path: Path, mode: str, stage: int, code: int) -> str:
     """One cluster of one rank runs the script; return what it printed."""
     tensors = {name: p.detach().numpy() for name, p in script.build().named_parameters()}
-    shared = {"stop": {"versions": VERSIONS}, "outer": {"lr": 0.5, "clip": {}}, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": VERSIONS}, "outer": {"lr": 0.5, "clip": {}}, "penalty": {"gates": []}}
     command = [sys.executable, str(HERE / "train_deepspeed.py"), mode, str(stage)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
         run.start_master()

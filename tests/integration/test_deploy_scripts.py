@@ -55,7 +55,7 @@ def made_environment(tmp_path: Path, python_of_scripts: str) -> dict[str, str]:
 
 @pytest.fixture(name="run")
 def made_run(tmp_path: Path) -> Iterator[Any]:
-    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"rule": "none"}}) as run:
+    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"gates": []}}) as run:
         yield run
 
 

@@ -60,7 +60,7 @@ def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
         name: random.standard_normal(tuple(p.shape)).astype(np.float32)
         for name, p in script.ConstantModel().named_parameters()
     }
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": VERSIONS}}
     elsewhere = tmp_path / "elsewhere"
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.file, of_slaves = file_of_a_master_elsewhere(run), run.file

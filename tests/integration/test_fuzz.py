@@ -124,7 +124,7 @@ def fuzz_beside_a_run(directory: Path, messages: int, seed: int) -> None:
     tensors = {
         n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()
     }
-    shared = {"run": RUN, "stop": {"versions": 1_000_000}, "penalty": {"rule": "none"}}
+    shared = {"run": RUN, "stop": {"versions": 1_000_000}, "penalty": {"gates": []}}
     path = str(HERE / "train_constant.py")
     with harness.Run(directory, tensors, shared=shared) as run:
         daemons = [run.start_master(), *run.start_slaves()]

@@ -100,7 +100,7 @@ async def fails(error: type[Exception], match: str, move: Callable[..., Any], *a
 @pytest.mark.timeout(180)
 def test_nothing_of_another_is_to_be_had_on_the_lanes(tmp_path: Path) -> None:
     security = enroll_all(tmp_path / "certs", RUN, PEERS)
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 10_000}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 10_000}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=2, security=security) as run:
         run.start_master()
         run.start_slaves()

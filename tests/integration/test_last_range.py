@@ -18,7 +18,7 @@ SCRIPT = str(Path(__file__).parent / "train_counts.py")
 H = 2  # inner steps: 8 of the range's 9 sequences
 EXACT = {
     "outer": {"lr": 1.0, "momentum": 0.0, "clip": {"norm": 1e9}},
-    "penalty": {"rule": "none"},
+    "penalty": {"gates": []},
 }  # θ′ is what was pushed
 
 

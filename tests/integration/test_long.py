@@ -32,7 +32,7 @@ def test_a_snapshot_of_five_order_s_loses_no_round(tmp_path: Path, monkeypatch: 
     order_s = 0.8
     monkeypatch.setenv("SLOW_FSYNC_S", str(TIMES * order_s))
     timing = {"order_s": order_s, "compute_s": order_s, "heartbeat_s": 0.3, "window_s": 0.1}
-    shared = {"stop": {"versions": 4}, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": 4}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors(), shared=shared, timing=timing) as run:
         run.commands["slave"] = [sys.executable, str(HERE / "slow_disk_slave.py")]
         run.start_master()
@@ -59,7 +59,7 @@ def test_with_overlap_and_steps_of_five_stall_s_every_push_lands(tmp_path: Path)
     shared = {
         "stop": {"versions": 2},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
-        "penalty": {"rule": "none"},
+        "penalty": {"gates": []},
     }
     with harness.Run(tmp_path, tensors(), shared=shared, timing=timing, slave={"stall_s": stall_s}) as run:
         run.start_master()

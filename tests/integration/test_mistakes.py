@@ -23,7 +23,7 @@ CLI = [sys.executable, "-m", "dips.cli"]
 
 @pytest.fixture(name="run")
 def made_run(tmp_path: Path) -> Iterator[Any]:
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 3}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 3}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1) as run:
         yield run
 

@@ -31,7 +31,7 @@ TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in scri
 SHARED = {
     "stop": {"versions": VERSIONS},
     "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "clip": {"norm": constant.CLIP}},
-    "penalty": {"rule": "none"},
+    "penalty": {"gates": []},
 }
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(300)]
 

@@ -35,7 +35,7 @@ def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
     (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
     tls = {"ca": "certs/ca.crt", "cert": "certs/{name}.{role}.crt", "key": "certs/{name}.{role}.key"}
     security = {"tls": {**tls, "crl": "ca/crl.pem"}}
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}, slaves=1, security=security) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}, slaves=1, security=security) as run:
         yield run
 
 

@@ -31,7 +31,7 @@ def tensors() -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": 12}}) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}, "stop": {"versions": 12}}) as run:
         yield run
 
 
@@ -56,7 +56,7 @@ def trained(run: Any, tmp_path: Path, within_s: float = 60) -> Any:
 @pytest.mark.timeout(180)
 def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
     """The journal of a real master gives the same effects, while it runs and after it was killed and replaced."""
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run, run.ledger() as ledger:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}) as run, run.ledger() as ledger:
         master = run.start_master()
         run.start_slaves()
         west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
@@ -149,7 +149,7 @@ def test_a_finished_run_is_extended(tmp_path: Path) -> None:
 
     The script hears of every version, and its progress is of the new target.
     """
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 2}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 2}}
     with harness.Run(tmp_path, tensors(), shared=shared) as run, run.ledger() as ledger:
         master, extend = run.start_master(), ("extend", "--config", str(run.file))
         run.start_slaves()
@@ -178,7 +178,7 @@ def test_a_finished_run_is_extended(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
     """An old ledger is put back: the master does not serve it; after `recover` the run goes on under new names."""
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}) as run:
         master, slaves = run.start_master(), run.start_slaves()
         ledger_file, backup = tmp_path / "master" / "ledger.sqlite", tmp_path / "backup.sqlite"
         west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])

@@ -35,7 +35,7 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
     shared = {
         "stop": {"versions": VERSIONS},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
-        "penalty": {"rule": "none"},
+        "penalty": {"gates": []},
     }
     path, out = str(HERE / "train_overlap.py"), tmp_path / "found"
     command = [sys.executable, path] if ranks == 1 else [*harness.TORCHRUN, str(ranks), path]
@@ -66,7 +66,7 @@ def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path
     outer = {"lr": 1.0, "momentum": 0.0, "clip": {}}
     out = tmp_path / "found"
     command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), "2"]
-    shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
         run.start_master()
         run.start_slaves()

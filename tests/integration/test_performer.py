@@ -26,7 +26,7 @@ TINY = str(HERE / "train_tiny.py")
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
     tensors = {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 200}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 200}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         content = yaml.safe_load(run.file.read_text())
         for slave in content["slaves"]:

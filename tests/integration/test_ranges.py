@@ -34,7 +34,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     taken = -(-sequences // script.SEQUENCES)
     steps = next(h for h in range(4, taken + 1) if bool(taken % h) is rest)
     tensors = {name: p.detach().numpy() for name, p in script.build().named_parameters()}
-    shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"rule": "none"}}
+    shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()
@@ -66,7 +66,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
 )
 def test_every_range_is_settled_once(tmp_path: Path, ranges: int, steps: int, pace: int, clusters: int) -> None:
     """However ranges and H fit together: each once, the run is finished, and its tokens are those of the data."""
-    shared = {"data": {"ranges": ranges}, "penalty": {"rule": "none"}}
+    shared = {"data": {"ranges": ranges}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1) as run:
         run.start_master()
         run.start_slaves()

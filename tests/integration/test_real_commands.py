@@ -23,7 +23,7 @@ def test_a_run_by_its_console_scripts(tmp_path: Path) -> None:
     tensors = {
         name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
     }
-    shared = {"stop": {"versions": 3}, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": 3}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.commands = {role: [str(BIN / f"dips-{role}")] for role in ("master", "slave", "client")}
         run.start_master()

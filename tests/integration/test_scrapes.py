@@ -46,7 +46,7 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     }
     nbytes = 4 * sum(t.size for t in tensors.values())
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "slow")}
-    with harness.Run(tmp_path, tensors, shared={"penalty": {"rule": "none"}}) as run:
+    with harness.Run(tmp_path, tensors, shared={"penalty": {"gates": []}}) as run:
         content = yaml.safe_load(run.file.read_text())
         for section in (content["master"], *content["slaves"]):
             section["http"] = f"127.0.0.1:{ports[section.get('name', 'master')]}"

@@ -50,7 +50,7 @@ def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
         "key": "certs/{name}.{role}.key",
         "crl": "ca/crl.pem",
     }
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 3}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 3}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security={"tls": tls}) as run:
         yield run
 
@@ -66,7 +66,7 @@ def find_open(directory: Path) -> list[str]:
 def test_what_daemons_write_is_theirs_alone(tmp_path: Path) -> None:
     """Ledger, journal, timelines, snapshots, sockets, logs of slaves; the training script has the umask that it had."""
     before = os.umask(0o022)
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 2}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 2}}
     try:
         with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, slave={"supervisor": "exec"}) as run:
             for path in (tmp_path / "master").rglob("*"):  # of this test, which is no daemon

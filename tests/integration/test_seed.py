@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Iterator[harness.Run]:
     """A run that `dips init` has not made, and two models beside it."""
     save_file(model_of(1), tmp_path / "one.safetensors")
     save_file(model_of(2), tmp_path / "two.safetensors")
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}
+    shared = {"penalty": {"gates": []}, "stop": {"versions": VERSIONS}}
     with harness.Run(tmp_path, model_of(1), shared=shared, slave={"initial_model": None}) as made:
         shutil.rmtree(tmp_path / "master")
         yield made

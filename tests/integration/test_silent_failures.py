@@ -40,7 +40,7 @@ def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, frag
     left: nothing of it travels, the head replaces the model and AdamW begins anew, so by the third round all is finite,
     and the loss falls on."""
     tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
-    shared = {"stop": {"versions": 8}, "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}}, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": 8}, "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}}, "penalty": {"gates": []}}
     out = tmp_path / "found"
     command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
@@ -104,7 +104,7 @@ def run_alone(
 ) -> str:
     """One cluster of one rank runs a script of train_coarse.py to its end; return what it printed."""
     tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
-    shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"rule": "none"}}
+    shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"gates": []}}
     command = [sys.executable, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
         run.start_master()

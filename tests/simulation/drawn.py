@@ -7,13 +7,16 @@ from random import Random
 
 from dips.protocol.enums import (
     DurabilityMode,
+    GateName,
     MergeRule,
     PersistFailurePolicy,
     PushCodec,
     RequeuePolicy,
+    ScoreScale,
     StepRule,
     WeightRule,
 )
+from dips.protocol.gates import OF_NORMS
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
@@ -43,7 +46,10 @@ def scenario_of(seed: int) -> Scenario:
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
-        options=_rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
+        options=_gates(
+            chance.generator_for("gates"),
+            _rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
+        ),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
         seeded=chance.generator_for("seeded").random() < 0.8,
@@ -78,6 +84,20 @@ def _way(rng: Random, shape: ClusterShape, aligns: bool, overlaps: bool) -> Clus
     step_s = shape.step_s * (OVERLAP_SLOWNESS if overlap else 1.0)
     restarts = rng.choice((0, 3, 3, 3, 3, 3))
     return replace(shape, step_s=step_s, aligned_steps=aligned_steps, overlap=overlap, restarts=restarts)
+
+
+def _gates(rng: Random, options: Options) -> Options:
+    """Half of the seeds gate by `dips` alone, the others by any one of norms at most, and some of the other gates."""
+    if rng.random() < 0.5:
+        return options
+    of_norms = rng.choice(((), *((gate,) for gate in GateName if gate in OF_NORMS)))
+    others = [gate for gate in GateName if gate not in OF_NORMS and rng.random() < 0.6]
+    gates = [*of_norms, *others]
+    rng.shuffle(gates)
+    score, warmup = rng.choice(tuple(ScoreScale)), rng.choice((1, 2, 2, 4))
+    return replace(
+        options, penalty=replace(options.penalty, gates=tuple(gates), score=score, warmup_rounds=warmup)
+    )  # fmt: skip
 
 
 def _rules(rng: Random, options: Options) -> Options:

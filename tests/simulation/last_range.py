@@ -14,7 +14,7 @@ from math import inf
 
 from dips.ids import PushId
 from dips.protocol.effects import Note
-from dips.protocol.enums import PenaltyRule, PushCodec
+from dips.protocol.enums import PushCodec
 from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RangesLeased, Record, RunFinished
 from dips.sim.feed import DataShape
@@ -57,7 +57,7 @@ def last_range_scenario(seed: int) -> Scenario:
         compute_s=8.0, transfer_s=12.0, busy_retry_s=0.7,
     )  # fmt: skip
     options = Options(
-        OuterOptions(), PenaltyOptions(rule=PenaltyRule.NONE), data=DataOptions(ranges=ranges), timing=timing,
+        OuterOptions(), PenaltyOptions(gates=()), data=DataOptions(ranges=ranges), timing=timing,
         codec=rng.choice((PushCodec.FP32, PushCodec.INT8)),
     )  # fmt: skip
     return Scenario(

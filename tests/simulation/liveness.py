@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from statistics import median
 
 from dips.protocol.effects import Outcome
@@ -129,6 +130,9 @@ class LeaseInvariant(Invariant):
             )
 
 
+OF_NORM = re.compile(r"above the hard cap|^score .* above|layers above")  # reasons of the gates that look at norms
+
+
 class ReadmissionInvariant(Invariant):
     """A cluster that is gated `gate_patience` times in a row at a usual norm warms up again: nobody is out for good.
 
@@ -153,7 +157,7 @@ class ReadmissionInvariant(Invariant):
             if outcome.kind != "gated" or outcome.norm == 0.0 or outcome.reason.startswith(QUARANTINED):
                 continue
             row = self.rows[cluster]
-            if row.gated_in_a_row < patience or row.broken:
+            if row.gated_in_a_row < patience or row.broken or not OF_NORM.search(outcome.reason):
                 continue
             others = [
                 r.last_norm for r in self.rows.values() if r.cluster != cluster and r.accepted > 0 and r.last_norm > 0

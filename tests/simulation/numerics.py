@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 
 from dips.ids import GENESIS
+from dips.protocol.enums import GateName
 from dips.protocol.options import Options
 from dips.protocol.records import (
     FoldRow,
@@ -34,7 +35,8 @@ class FiniteInvariant(Invariant):
     def __init__(self, world: World, models: LineageReference) -> None:
         super().__init__(world)
         self.models = models
-        self.statistics = PenaltyReference(world.options.penalty)
+        theta = models.versions[GENESIS].theta.values()
+        self.statistics = PenaltyReference(world.options.penalty, sum(map(rules_reference.norm_of, theta)))
         self.lineage = {GENESIS}
 
     def record_written(self, record: Record) -> None:
@@ -72,7 +74,7 @@ class FiniteInvariant(Invariant):
         )
         for layer, expected in enumerate(rules_reference.clip_all(o.clip, merged)):
             made = self._made(record, pushes, layer)
-            off = rules_reference.norm_of([x - y for x, y in zip(made, expected or [], strict=True)])
+            off = rules_reference.norm_of([x - y for x, y in zip(made, expected or [0.0] * len(made), strict=True)])
             self.require(off <= 1e-4 * norm, f"{record.version}, layer {layer}: {made}, the rule says {expected}")
 
     def _pushed(
@@ -81,7 +83,12 @@ class FiniteInvariant(Invariant):
         content = self.world.books.frozen[fold.push].content
         layers = [[t - p for t, p in zip(theta[i], unpack(content[i]), strict=True)] for i in sorted(theta)]
         staleness = record.parent.version - fold.base.version
-        return rules_reference.Pushed(fold.tokens, fold.inner_steps, staleness, layers)
+        flagged = {i for i in range(len(layers)) if weight_in(fold, i) == 0} if self._flags_layers else ()
+        return rules_reference.Pushed(fold.tokens, fold.inner_steps, staleness, layers, frozenset(flagged))
+
+    @property
+    def _flags_layers(self) -> bool:
+        return GateName.EDIT in self.world.options.penalty.gates
 
     @staticmethod
     def _made(record: VersionCommitted, pushes: Sequence[rules_reference.Pushed], layer: int) -> list[float]:
@@ -104,7 +111,7 @@ class FiniteInvariant(Invariant):
             if outcome.kind == "gated" and not outcome.reason.startswith(QUARANTINED):
                 cluster = outcome.push.cluster
                 self.require(cluster in rows, f"{outcome.push} was gated and the round has no statistics of {cluster}")
-                self.statistics.gated(cluster, rows[cluster])
+                self.statistics.gated(cluster, rows[cluster], outcome.norm, outcome.inner_steps)
 
     def _same(self, rows: tuple[PenaltyRow, ...], whose: str) -> None:
         for row in rows:

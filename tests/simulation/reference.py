@@ -9,12 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import frexp, ldexp, sqrt
+from math import frexp, ldexp, log, sqrt
 from statistics import median
 
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import FoldRow, PenaltyRow, VersionCommitted
+from dips.protocol.spread import student_quantile
 from dips.slave.ports import F32
 
 Numbers = list[float]
@@ -142,8 +143,8 @@ class LineageReference:
 class PenaltyReference:
     """μ, σ and the rest of every cluster, moved by committed rows only."""
 
-    def __init__(self, options: PenaltyOptions) -> None:
-        self.o = options
+    def __init__(self, options: PenaltyOptions, genesis_norm: float) -> None:
+        self.o, self.genesis_norm = options, genesis_norm
         self.rows: dict[str, PenaltyRow] = {}
         self.scores: list[tuple[float, ...]] = []
 
@@ -151,28 +152,67 @@ class PenaltyReference:
         """One committed round's folds, in order; those from a base outside the lineage move no statistics."""
         limit = self.o.beta * min(self.o.e_cap, max([1.0, *(e for scores in self.scores for e in scores)]))
         armed: list[float] = []
+        warm = [r for r in self.rows.values() if r.last_norm and not r.warm_left]  # as the round found them
         for fold in folds:
             row = self.row(fold.push.cluster)
             if fold.base not in lineage:
                 self.rows[row.cluster] = replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
                 continue
             g, n = fold.norm, row.n + 1
-            if row.warm_left == 0 and row.n > 0:
+            if self._is_scored(row):
                 armed.append(fold.score)
-                sigma = row.sigma / sqrt(1 - (1 - self.o.alpha) ** row.n)
-                g = min(g, row.mu + limit * max(sigma, self.o.sigma_floor * row.mu, 1e-30))
-            w = max(self.o.alpha, 1 / n)
+            if self.o.score == "log":
+                g = log(g)
+            if row.warm_left == 0 and row.n > 0:
+                least = (self.o.sigma_floor if row.n > 1 else 1.0) * (1.0 if self.o.score == "log" else row.mu)
+                g = min(g, row.mu + limit * max(row.sigma * self._spread(row.n), least, 1e-30))
+            w, _left = max(self.o.alpha, 1 / n), max(0, row.warm_left - 1)
             mu = w * g + (1 - w) * row.mu
             sigma = sqrt((1 - self.o.alpha) * row.sigma**2 + self.o.alpha * (g - mu) ** 2)
-            warm = max(0, row.warm_left - 1)
-            reference = self._slow(row.reference, fold.norm, row.accepted)
+            others = [r.last_norm for r in warm if r.cluster != row.cluster] if self._is_young(row) else []
+            reference = self._slow(row.reference, fold.norm, row.accepted, median(others) if others else 0.0)
             steps = self._slow(row.steps, max(1, fold.inner_steps), row.accepted)
             self.rows[row.cluster] = PenaltyRow(
-                row.cluster, n, mu, sigma, fold.norm, warm, 0, False, row.accepted + 1, reference, steps
+                row.cluster,
+                n,
+                mu,
+                sigma,
+                fold.norm,
+                max(0, row.warm_left - 1),
+                0,
+                False,
+                row.accepted + 1,
+                reference,
+                steps,
             )
         self.scores = [*self.scores, tuple(armed)][-self.o.history :]
 
-    def gated(self, cluster: str, decided: PenaltyRow) -> None:
+    def _is_young(self, row: PenaltyRow) -> bool:
+        return row.accepted < self.o.warmup_rounds and row.warm_left > 0
+
+    def _is_scored(self, row: PenaltyRow) -> bool:
+        """Whether the gate that has a score, of those that are drawn one at most, compares this row's norm."""
+        if "dips-paper" in self.o.gates:
+            return row.n >= 2 and row.sigma > 0
+        return "dips" in self.o.gates and row.warm_left == 0 and row.n > 0
+
+    def _spread(self, n: int) -> float:
+        """What makes an unbiased σ of one of n residuals, each to a mean of itself and those before it, and a wide one.
+
+        Every mean is written out as what each push weighs in it.
+        """
+        mean, weights = [1.0], [0.0]
+        for k in range(2, n + 1):
+            w = max(self.o.alpha, 1 / k)
+            mean = [*((1 - w) * x for x in mean), w]
+            residual = [*(-x for x in mean[:-1]), 1 - w]
+            weights = [*((1 - self.o.alpha) * x for x in weights), self.o.alpha * sum(x * x for x in residual)]
+        share, squares = sum(weights), sum(x * x for x in weights)
+        if not share:
+            return 0.0
+        return sqrt((1 + sum(x * x for x in mean)) / share) * student_quantile(share**2 / squares) / 3
+
+    def gated(self, cluster: str, decided: PenaltyRow, norm: float, inner_steps: int) -> None:
         """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined."""
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
@@ -182,6 +222,12 @@ class PenaltyReference:
             anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
             anew = replace(anew, reference=reference, steps=row.steps)
             kept = replace(row, quarantined=decided.quarantined, broken=decided.broken)
+            if self._is_young(row) and decided.last_norm != row.last_norm:  # who are most, or alone, is not known here
+                most = min(norm, self.genesis_norm / sqrt(max(1, inner_steps)))
+                anew = replace(anew, last_norm=max(row.last_norm, most), accepted=max(2, row.accepted))
+                anew = replace(anew, reference=max(row.reference, most))
+            elif self._is_young(row) and decided.reference != anew.reference:
+                anew = replace(anew, reference=max(row.reference, norm), accepted=max(2, row.accepted))
             row = anew if decided.gated_in_a_row == 0 else kept
         self.rows[cluster] = row
 
@@ -191,9 +237,10 @@ class PenaltyReference:
     def fresh(self, cluster: str) -> PenaltyRow:
         return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, self.o.warmup_rounds, 0, False, 0)
 
-    def _slow(self, mean: float, value: float, accepted: int) -> float:
-        """A mean into which no value enters above twice itself."""
-        return mean + max(self.o.alpha, 1 / (accepted + 1)) * (min(value, 2 * mean) - mean) if mean else value
+    def _slow(self, mean: float, value: float, accepted: int, known: float = 0.0) -> float:
+        """A mean into which no value enters above twice itself, or above what the others are known to push."""
+        entered = min(value, max(known, 2 * mean))
+        return mean + max(self.o.alpha, 1 / (accepted + 1)) * (entered - mean) if mean else value
 
 
 def same_statistics(a: PenaltyRow, b: PenaltyRow) -> bool:

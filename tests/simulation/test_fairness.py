@@ -31,7 +31,7 @@ def lived(seed: int) -> tuple[QueueInvariant, Failure | None]:
         heartbeat_s=1.5, lease_heartbeats=5, hang_s=60.0, order_s=4.0, compute_s=8.0, transfer_s=600.0,
         least_transfer_s=10.0,
     )  # fmt: skip
-    options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=100_000), timing=timing)
+    options = Options(penalty=PenaltyOptions(gates=()), data=DataOptions(ranges=100_000), timing=timing)
     shapes = [ClusterShape(1, 3.0, 20.0)] * FAST + [ClusterShape(1, SLOW_STEP_S, 20.0)]
     scenario = Scenario(
         tuple(shapes), slaves=1, layers=1, slots=2, pinned=1, inner_steps=3, options=options, lasts_s=LASTS_S

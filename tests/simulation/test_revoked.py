@@ -57,7 +57,7 @@ class Revocation(Observer):
 
 def played(seed: int, lasts_s: float) -> Revocation:
     timing = TimingOptions(window_s=1.0, heartbeat_s=HEARTBEAT_S, lease_heartbeats=5, hang_s=12.0, order_s=4.0)
-    options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=20_000), timing=timing)
+    options = Options(penalty=PenaltyOptions(gates=()), data=DataOptions(ranges=20_000), timing=timing)
     shapes = (ClusterShape(2, 0.2), ClusterShape(2, 0.2))
     scenario = Scenario(shapes, slaves=2, layers=4, slots=2, pinned=1, inner_steps=10, options=options, lasts_s=90.0)
     world = World(seed, scenario)

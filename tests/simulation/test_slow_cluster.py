@@ -59,7 +59,7 @@ def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | N
         compute_s=8.0, transfer_s=600.0,
         least_transfer_s=10.0, busy_retry_s=0.7,
     )  # fmt: skip
-    options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=20_000), timing=timing)
+    options = Options(penalty=PenaltyOptions(gates=()), data=DataOptions(ranges=20_000), timing=timing)
     shapes = [ClusterShape(2, 0.5, slowness) for slowness in (LINK, LINK, LINK * SLOWNESS)]
     scenario = Scenario(
         tuple(shapes[:clusters]), slaves=2, layers=4, slots=slots, pinned=pinned, inner_steps=40, options=options,

@@ -1135,18 +1135,28 @@ class Measured(_message.Message):
 
     LAYER_SQ_FIELD_NUMBER: _builtins.int
     FINITE_FIELD_NUMBER: _builtins.int
+    LAYER_DOT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     finite: _builtins.bool
+    digest: _builtins.int
+    """below 2^53; those of all slaves add up modulo that"""
     @_builtins.property
     def layer_sq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def layer_dot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """with what is folded so far"""
+
     def __init__(
         self,
         *,
         layer_sq: _abc.Iterable[_builtins.float] | None = ...,
         finite: _builtins.bool = ...,
+        layer_dot: _abc.Iterable[_builtins.float] | None = ...,
+        digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finite", b"finite", "layer_sq", b"layer_sq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finite", b"finite", "layer_dot", b"layer_dot", "layer_sq", b"layer_sq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -295,7 +295,13 @@ MUTANTS = (
     Mutant("another process of a slave counts", ROOM, "if event.rival_heard_s >= silent_s:", "if True:", CLAIMS),
     Mutant("a slave that starts again waits", ROOM, "(event.nonce, event.former_nonce)", "(event.nonce,)", CLAIMS),
     # ---- penalty
-    Mutant("any norm enters the reference whole", ROOM, "min(value, MOST_TIMES_ENTERED * mean)", "value", PENALTY),
+    Mutant(
+        "any norm enters the reference whole",
+        ROOM,
+        "min(value, max(known, MOST_TIMES_ENTERED * mean))",
+        "value",
+        PENALTY,
+    ),
     Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),
     Mutant("a warm-up forgets the reference", ROOM, "max(row.reference, others", "max(0.0, others", PENALTY),
     Mutant("any number of inner steps is believed", ROOM, "if row.steps <= 0:", "if True:", PENALTY),
@@ -313,12 +319,18 @@ MUTANTS = (
     Mutant("norms are compared with themselves", ROOM, "self.ordered[i + (i >= skip)]", "self.ordered[i]", INDEXES),
     Mutant("variance never fades", ROOM, "(1.0 - alpha) * row.sigma**2", "row.sigma**2", PENALTY),
     Mutant("warm-up for ever", ROOM, "row.warm_left - 1", "row.warm_left", PENALTY),
-    Mutant("an outlier moves the mean in full", ROOM, "g = min(g, row.mu", "g = max(g, row.mu", PENALTY),
+    Mutant("an outlier moves the mean in full", ROOM, "x = min(x, row.mu", "x = max(x, row.mu", PENALTY),
     Mutant(
         "half of the clusters is most of them", ROOM, "len(gating) > len(live)", "len(gating) >= len(live)", PENALTY
     ),
-    Mutant("sigma without correction", ROOM, "sqrt(1.0 - (1.0", "sqrt(1.0 - 0 * (1.0", PENALTY),
-    Mutant("sigma without floor", ROOM, "self._options.sigma_floor * row.mu", "0.0 * row.mu", PENALTY),
+    Mutant("sigma without correction", ROOM, "* spread_factor(row.n, self._options.alpha)", "", PENALTY),
+    Mutant("residuals as if the mean were known", ROOM, "(1.0 - weight) ** 2 * (1.0 + of_mean)", "1.0", PENALTY),
+    Mutant("a normal's quantile for few pushes", ROOM, " * student_quantile(freedom) / NORMAL_", " / 1 or ", PENALTY),
+    Mutant("sigma without floor", ROOM, "(1.0 if self._is_log else row.mu)", "0.0", PENALTY),
+    Mutant("a joiner's cap is the wide one", ROOM, "if self._is_joiner(row) and (others", "if 0 and (others", PENALTY),
+    Mutant("a young run never believes the world", ROOM, "if is_world and self._is_joiner(row):", "if 0:", PENALTY),
+    Mutant("a formed run believes the world", ROOM, "if is_world and self._is_joiner(row):", "if is_world:", PENALTY),
+    Mutant("who left is compared with", ROOM, " or picture.is_alone(row.cluster)", "", PENALTY),
     Mutant("a quiet history gates everybody", ROOM, "max(1.0, largest)", "max(0.0, largest)", PENALTY),
     Mutant("a loud history gates nobody", ROOM, "min(o.e_cap, ", "max(o.e_cap, ", PENALTY),
     Mutant(

@@ -46,7 +46,10 @@ def test_sums_agree_with_the_plain_formula(k: Kernels, n: int) -> None:
     """Σ(θ − θ_j)² and Σ acc² equal the fp64 sum over the fp32 differences, to fp64 rounding."""
     theta, theta_j, other = arrays(n, 3)
     expected = float(np.sum((theta - theta_j).astype(np.float64) ** 2))
-    assert k.measure(theta, theta_j) == pytest.approx(expected, rel=1e-12)
+    assert k.measure(theta, theta_j)[:2] == pytest.approx((expected, 0.0), rel=1e-12)
+    dot = float(np.sum((theta - theta_j).astype(np.float64) * other))
+    scale = float(np.sum(np.abs((theta - theta_j).astype(np.float64) * other)))
+    assert k.measure(theta, theta_j, other)[:2] == pytest.approx((expected, dot), rel=1e-12, abs=1e-12 * scale)
     acc = theta_j.copy()
     assert k.fold_first(theta, acc) == pytest.approx(expected, rel=1e-12)
     acc_sq = k.fold(acc, theta, other, 2.5)
@@ -71,16 +74,32 @@ def test_apply_is_nesterov(k: Kernels) -> None:
 def test_one_bad_element_makes_the_sum_not_finite(k: Kernels, bad: float, at: int) -> None:
     """A NaN or infinity anywhere is seen by measure (guards invariant 8)."""
     theta, theta_j = arrays(10_000, 2)
-    assert np.isfinite(k.measure(theta, theta_j))
+    assert np.isfinite(k.measure(theta, theta_j)[0])
     theta_j[at] = bad
-    assert not np.isfinite(k.measure(theta, theta_j))
+    assert not np.isfinite(k.measure(theta, theta_j)[0])
+    assert not np.isfinite(k.measure(theta, theta_j, theta)[0])
+
+
+@BOTH
+@pytest.mark.parametrize("n", SIZES)
+def test_a_digest_is_the_plain_sum_in_any_slices(k: Kernels, n: int) -> None:
+    """Σ bits(θ_j[i])·(2b + 1) modulo 2⁶⁴, whole or of slices, with acc or without; one other bit, another digest."""
+    theta, theta_j = arrays(n, 2, seed=5)
+    block = kernels.BLOCK
+    expected = sum(int(b) * (2 * (i - i % block) + 1) for i, b in enumerate(theta_j.view(np.uint32))) % 2**64
+    half = n // 2 // block * block
+    begun, ended = k.measure(theta[:half], theta_j[:half], None, 0), k.measure(theta[half:], theta_j[half:], None, half)
+    assert k.measure(theta, theta_j)[2] == k.measure(theta, theta_j, theta)[2] == expected
+    assert (begun[2] + ended[2]) % 2**64 == expected
+    theta_j.view(np.uint32)[half] ^= 1
+    assert k.measure(theta, theta_j)[2] != expected
 
 
 @BOTH
 def test_large_finite_differences_stay_finite(k: Kernels) -> None:
     """Squares that fp32 cannot hold are no infinity: sums are kept in fp64."""
     theta, theta_j = np.zeros(5000, dtype=np.float32), np.full(5000, 1e30, dtype=np.float32)
-    assert k.measure(theta, theta_j) == pytest.approx(5000 * 1e60, rel=1e-6)
+    assert k.measure(theta, theta_j)[0] == pytest.approx(5000 * 1e60, rel=1e-6)
 
 
 def run_kernel_pool(pool: KernelPool, seed: int) -> tuple[bytes, ...]:
@@ -88,7 +107,10 @@ def run_kernel_pool(pool: KernelPool, seed: int) -> tuple[bytes, ...]:
     banks = [{i: arrays(n, 1, seed + b * 10 + i)[0] for i, n in sizes.items()} for b in range(5)]
     theta, acc, theta_j, m, theta_next = banks
     norms = (
-        *pool.measure(theta, theta_j),
+        *pool.measure(theta, theta_j).squares,
+        *(found := pool.measure(theta, theta_j, m)).squares,
+        *found.products,
+        float(found.combine_digests(theta)),
         *pool.fold_first(theta, acc, dict.fromkeys(sizes, 1.0)),
         *pool.fold(acc, theta, theta_j, {i: 0.7 + i for i in sizes}),
     )
@@ -110,7 +132,11 @@ def test_measure_tells_layers_apart() -> None:
     """Each layer has its own sum, in the order of the layers; an empty layer has none to add."""
     theta = {7: np.ones(4, np.float32), 2: np.zeros(3, np.float32), 5: np.zeros(0, np.float32)}
     theta_j = {7: np.zeros(4, np.float32), 2: np.full(3, 2, np.float32), 5: np.zeros(0, np.float32)}
-    assert KernelPool(kernels).measure(theta, theta_j) == (4.0, 12.0, 0.0)
+    assert KernelPool(kernels).measure(theta, theta_j).squares == (4.0, 12.0, 0.0)
+    found = KernelPool(kernels).measure(theta, theta_j, theta)
+    assert found.products == (4.0, 0.0, 0.0)
+    swapped = KernelPool(kernels).measure({7: theta[2], 2: theta[7]}, {7: theta_j[2], 2: theta_j[7]})
+    assert found.combine_digests(theta) != swapped.combine_digests((7, 2)) and found.combine_digests(theta) < 2**53
 
 
 def test_no_fastmath_true_anywhere() -> None:
@@ -123,11 +149,18 @@ def test_no_fastmath_true_anywhere() -> None:
 def test_warm_up_compiles_every_kernel() -> None:
     """After warm_up no kernel is compiled again for the arrays of a slave."""
     kernels.warm_up()
-    compiled = [kernels._sum_sq_difference, kernels._fold_first, kernels._fold_loop, kernels._apply_loop]
+    compiled = [
+        kernels._measure_loop,
+        kernels._measure_beside_loop,
+        kernels._fold_first,
+        kernels._fold_loop,
+        kernels._apply_loop,
+    ]
     before = [len(f.signatures) for f in compiled]
     theta, acc, theta_j, m = arrays(100, 4)
     theta_view = theta[3:50]
     kernels.measure(theta_view, theta_j[3:50])
+    kernels.measure(theta_view, theta_j[3:50], acc[3:50], 3)
     kernels.fold_first(theta, acc)
     kernels.fold(acc, theta, theta_j, 1)
     kernels.apply(theta, acc, m, 0.5, 0.7, nesterov_numbers(0.8), np.empty_like(theta))

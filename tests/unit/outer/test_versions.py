@@ -114,7 +114,7 @@ def test_moving_and_staged_pushes_survive_flip_and_abort() -> None:
     versions.fold_push(push(2), 1.0)
     versions.abort_round()
     assert versions.open_pushes == (push(9),)
-    assert versions.measure_push(push(9)) == pytest.approx((3 * 2.5**2, 2 * 2.5**2))
+    assert versions.measure_push(push(9)).layer_sq == pytest.approx((3 * 2.5**2, 2 * 2.5**2))
 
 
 def test_all_slots_in_use_is_busy() -> None:

@@ -15,7 +15,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
 
-OPTIONS = Options(penalty=PenaltyOptions(rule="none"), timing=TimingOptions(window_s=10.0))
+OPTIONS = Options(penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=10.0))
 MANIFEST = Manifest((Layer("l", (Parameter("l.w", (1000,)),)),))  # one layer: a push's norm is one number
 
 

@@ -13,7 +13,7 @@ from tests.unit.protocol.scripted_run import ScriptedRun
 def kept_after(rounds: int, every: int, most: int) -> list[int]:
     """The versions that are not retired after so many rounds."""
     options = Options(
-        penalty=PenaltyOptions(rule="none"), timing=TimingOptions(window_s=0.0), keep_every=every, keep_most=most
+        penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=0.0), keep_every=every, keep_most=most
     )
     run = ScriptedRun(options)
     run.train("a")

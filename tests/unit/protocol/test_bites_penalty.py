@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import exp, sqrt
 
 import pytest
 
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty, Settled, Verdict
+from dips.protocol.penalty import Penalty
 from dips.protocol.records import PenaltyRow, ScoreHistory
+from dips.protocol.spread import spread_factor, student_quantile
+from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()
 
@@ -20,7 +22,7 @@ def row(cluster: str, *, n: int = 40, mu: float = 1.0, sigma: float = 0.1, **oth
 
 
 def judged(penalty: Penalty, norm: float, cluster: str = "a", steps: int = 1) -> Verdict:
-    return penalty.judge_push(cluster, [norm**2], True, steps)
+    return penalty.judge_push(PushEvidence(cluster, (norm**2,), steps))
 
 
 def after(penalty: Penalty, verdict: Verdict, cluster: str = "a", live: str = "a") -> tuple[PenaltyRow, ScoreHistory]:
@@ -41,7 +43,7 @@ def test_a_score_at_the_threshold_enters_and_one_above_it_does_not() -> None:
     """E = (G − μ)/σ with the corrected σ; the limit is β while all scores are small."""
     known = row("a")
     penalty = Penalty(PenaltyOptions(hard_cap=1e6), [known])
-    sigma = 0.1 / sqrt(1.0 - (1.0 - OPTIONS.alpha) ** known.n)
+    sigma = 0.1 * spread_factor(known.n, OPTIONS.alpha)
     for share, accepted in ((0.99, True), (1.01, False)):
         verdict = judged(penalty, 1.0 + share * OPTIONS.beta * sigma)
         assert verdict.accepted is accepted
@@ -49,10 +51,23 @@ def test_a_score_at_the_threshold_enters_and_one_above_it_does_not() -> None:
 
 
 def test_sigma_is_corrected_while_it_is_young() -> None:
-    """After two pushes σ has seen little: it is divided by √(1 − (1 − α)ⁿ)."""
+    """After two pushes E[σ²] is α·½, and the next is compared with a mean of two: one degree of freedom."""
     penalty = Penalty(PenaltyOptions(hard_cap=1e6), [row("a", n=2)])
-    sigma = 0.1 / sqrt(1.0 - (1.0 - OPTIONS.alpha) ** 2)
+    sigma = 0.1 * sqrt(1.5 / (OPTIONS.alpha / 2)) * student_quantile(1.0) / 3.0
     assert judged(penalty, 1.5).score == pytest.approx(0.5 / sigma)
+
+
+def test_one_push_has_no_spread() -> None:
+    """A warm-up of one round: the second push may be four times as long, since σ counts as large as the norm."""
+    assert spread_factor(1, OPTIONS.alpha) == 0.0
+    penalty = Penalty(OPTIONS, [row("a", n=1, sigma=0.0)])
+    assert judged(penalty, 3.9).accepted and not judged(penalty, 4.1).accepted
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(4.0, 6.620), (5.0, 5.507), (9.0, 4.094), (30.0, 3.270)])
+def test_the_quantile_is_students(freedom: float, quantile: float) -> None:
+    """P(t > q) = P(z > 3) = 0.00135, from a table, within what Wallace's formula leaves over."""
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=0.03)
 
 
 def test_sigma_has_a_floor() -> None:
@@ -79,8 +94,9 @@ def test_before_that_it_is_the_plain_mean() -> None:
 def test_an_outlier_that_enters_moves_the_mean_by_the_limit_only() -> None:
     """G counts as at most μ + limit·σ."""
     penalty = Penalty(PenaltyOptions(hard_cap=1e6), [row("a", n=1000)])
-    known, _ = after(penalty, Verdict(True, 50.0, 2.0, "let in"))
-    assert known.mu == pytest.approx(1.0 + OPTIONS.alpha * OPTIONS.beta * 0.1, rel=1e-6)
+    known, _ = after(penalty, Verdict(True, 50.0, 2.0, "let in", PushEvidence("a", (2500.0,), 1)))
+    sigma = 0.1 * spread_factor(1000, OPTIONS.alpha)
+    assert known.mu == pytest.approx(1.0 + OPTIONS.alpha * OPTIONS.beta * sigma, rel=1e-9)
 
 
 def test_a_warm_up_counts_down() -> None:
@@ -92,8 +108,25 @@ def test_a_warm_up_counts_down() -> None:
 def test_the_cap_of_a_new_cluster_is_that_of_the_median_of_the_others() -> None:
     """One cluster that shouts does not open the door for another."""
     penalty = Penalty(OPTIONS, [row("a", mu=1.0), row("b", mu=1.0), row("c", mu=1000.0)])
+    assert judged(penalty, 0.99 * OPTIONS.joiner_cap, "new").accepted
+    assert not judged(penalty, 1.01 * OPTIONS.joiner_cap, "new").accepted
+
+
+def test_others_that_warm_up_themselves_cap_a_new_cluster_less() -> None:
+    """A run that has just begun: nobody's norms are usual yet, so the cap is the wide one."""
+    penalty = Penalty(OPTIONS, [row("a", warm_left=1), row("b", warm_left=1)])
     assert judged(penalty, 0.99 * OPTIONS.hard_cap, "new").accepted
     assert not judged(penalty, 1.01 * OPTIONS.hard_cap, "new").accepted
+
+
+def test_a_logarithms_score_is_of_factors() -> None:
+    """`score: log`: E = (ln G − μ)/σ, σ at least sigma_floor itself."""
+    penalty = Penalty(PenaltyOptions(score="log", hard_cap=1e6), [row("a", mu=0.0, sigma=0.5, last_norm=1.0)])
+    sigma = 0.5 * spread_factor(40, OPTIONS.alpha)
+    assert judged(penalty, exp(2.0)).score == pytest.approx(2.0 / sigma)
+    assert judged(penalty, exp(-2.0)).score == pytest.approx(-2.0 / sigma)
+    floored = Penalty(PenaltyOptions(score="log"), [row("a", mu=0.0, sigma=0.0, last_norm=1.0)])
+    assert judged(floored, exp(OPTIONS.sigma_floor)).score == pytest.approx(1.0)
 
 
 def test_without_others_the_initial_model_is_the_cap() -> None:
@@ -122,7 +155,7 @@ def test_the_scores_of_many_rounds_are_kept() -> None:
 def gated_again(*others: PenaltyRow, norm: float = 100.0, before: int = OPTIONS.gate_patience - 1) -> PenaltyRow:
     """`a` is gated for one time more, with a norm; the others live, too."""
     penalty = Penalty(OPTIONS, [row("a", gated_in_a_row=before), *others])
-    verdict = Verdict(False, norm, 9.0, "gated")
+    verdict = Verdict(False, norm, 9.0, "gated", PushEvidence("a", (norm**2,), 1))
     return after(penalty, verdict, live="a" + "".join(o.cluster for o in others))[0]
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
-from math import inf, nan, sqrt
+from collections.abc import Sequence
+from math import exp, inf, nan, sqrt
 
 import pytest
 
-from dips.protocol.enums import PenaltyRule
+from dips.protocol.enums import GateName
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty, Settled, Verdict
+from dips.protocol.penalty import Penalty
+from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()
+
+
+def pushed(cluster: str, square: float, steps: int = 1, exempt: bool = False) -> PushEvidence:
+    """A push of one layer."""
+    return PushEvidence(cluster, (square,), steps, square == square and square != inf, exempt)
 
 
 class PenaltyStory:
@@ -20,11 +27,11 @@ class PenaltyStory:
     def __init__(self, options: PenaltyOptions = OPTIONS, genesis_norm: float = 1e3) -> None:
         self.penalty = Penalty(options, genesis_norm=genesis_norm)
 
-    def round(self, **norms: float) -> dict[str, Verdict]:
-        """One round; each cluster's G, in one layer and one inner step. Return the verdicts."""
-        said = {c: self.penalty.judge_push(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
+    def round(self, live: Sequence[str] = (), **norms: float) -> dict[str, Verdict]:
+        """One round; each cluster's G, in one layer and one inner step; `live` if others live, too. Return verdicts."""
+        said = {c: self.penalty.judge_push(pushed(c, g * g)) for c, g in norms.items()}
         self.penalty.keep_statistics(
-            *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(norms))
+            *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(live or norms))
         )
         return said
 
@@ -138,7 +145,7 @@ def test_asking_changes_nothing() -> None:
     for _ in range(15):
         story.round(a=1.0)
     before = (story.penalty.penalty_row("a"), story.penalty.history)
-    story.penalty.judge_push("a", [9.0], True, 1)
+    story.penalty.judge_push(pushed("a", 9.0, 1))
     assert (story.penalty.penalty_row("a"), story.penalty.history) == before
 
 
@@ -147,15 +154,15 @@ def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
     story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0)
-    far = story.penalty.judge_push("a", [25.0], True, 1, exempt=True)
+    far = story.penalty.judge_push(pushed("a", 25.0, 1, exempt=True))
     assert far.accepted
     assert not far.tracked
-    assert not story.penalty.judge_push("a", [11.0**2], True, 1, exempt=True).accepted
+    assert not story.penalty.judge_push(pushed("a", 11.0**2, 1, exempt=True)).accepted
 
 
-def test_rule_none_asks_only_for_finite_numbers() -> None:
-    """`penalty.rule: none` accepts whatever is finite."""
-    story = PenaltyStory(PenaltyOptions(rule="none"))
+def test_no_gates_ask_only_for_finite_numbers() -> None:
+    """`penalty.gates: []` accepts whatever is finite."""
+    story = PenaltyStory(PenaltyOptions(gates=()))
     assert story.round(a=1e9)["a"].accepted
     assert not story.round(a=nan)["a"].accepted
 
@@ -186,10 +193,123 @@ def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
 def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     """Its one accepted push had a base that is no ancestor and left no statistics: ‖θ₀‖ still bounds the next."""
     story = PenaltyStory(genesis_norm=100.0)
-    exempt = story.penalty.judge_push("a", [1.0], True, 1, exempt=True)
+    exempt = story.penalty.judge_push(pushed("a", 1.0, 1, exempt=True))
     story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted
     assert story.round(a=99.0)["a"].accepted
+
+
+# ---- warm-ups --------------------------------------------------------------------------------------------------------
+
+
+def test_false_gates_after_ten_pushes_are_those_of_a_normal_at_three_sigma() -> None:
+    """1.35 healthy pushes in 1,000 from the eleventh on, not 13, by the residuals to a mean that contains them."""
+    rng, options, seen, gated = random.Random(11), PenaltyOptions(e_cap=1.0), 0, 0
+    for _ in range(600):
+        story = PenaltyStory(options)
+        for number in range(20):
+            said = story.round(a=quiet(rng))["a"]
+            seen, gated = seen + (number >= 10), gated + (not said.accepted)
+    assert seen == 6_000
+    assert 3 <= gated <= 15, gated  # 8.1 are expected; 76 before
+
+
+@pytest.mark.parametrize("clusters", ["bc", "b", "bcdefgh"])
+def test_a_joiner_is_held_against_the_others_from_its_first_push(clusters: str) -> None:
+    """9 × as far as those who have warmed up: none of 14 pushes is accepted, and it is shown as quarantined."""
+    rng, story = random.Random(12), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(**{c: quiet(rng) for c in clusters})
+    for _ in range(14):
+        said = story.round(a=quiet(rng, 9.0), **{c: quiet(rng) for c in clusters})
+        assert not said["a"].accepted and "others' median" in said["a"].reason
+    assert story.penalty.penalty_row("a").quarantined
+
+
+def test_a_joiner_whose_pace_makes_its_norms_longer_is_let_in() -> None:
+    """3 × as far, as with ten times the pace: not one gate."""
+    rng, story = random.Random(13), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(b=quiet(rng), c=quiet(rng))
+    for _ in range(60):
+        assert story.round(a=quiet(rng, 3.0), b=quiet(rng), c=quiet(rng))["a"].accepted
+
+
+def test_a_joiner_whose_first_pushes_are_short_is_not_held_to_them() -> None:
+    """Its own learning rate warms up, from a thousandth: its cap is the others', not ten times its first norm."""
+    rng, story = random.Random(14), PenaltyStory()
+    for _ in range(2 * OPTIONS.warmup_rounds):
+        story.round(b=quiet(rng), c=quiet(rng))
+    for norm in (1e-3, 0.5, *[1.0] * 30):
+        assert story.round(a=quiet(rng, norm), b=quiet(rng), c=quiet(rng))["a"].accepted
+
+
+SHAPES = {
+    "one tiny push": lambda i: 1e-4 if i < 1 else 1.0,
+    "linear from a thousandth": lambda i: max(1e-3, min(1.0, i / 10)),
+    "exponential": lambda i: min(1.0, 1e-4 * 10 ** (0.4 * i)),
+    "two tiny, then all": lambda i: 1e-6 if i < 2 else 1.0,
+}
+
+
+@pytest.mark.parametrize("clusters", ["a", "ab", "abcd", "abcdefghi"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_warm_up_of_the_learning_rate_locks_a_run(shape: str, clusters: str) -> None:
+    """Norms that begin near 0 and reach their level in ten rounds, everybody's at its own times: gated for some rounds
+    at most, never for ever.
+    """
+    for seed in range(20):
+        rng, story, pushes = random.Random(seed), PenaltyStory(), dict.fromkeys(clusters, 0)
+        gated = dict.fromkeys(clusters, 0)
+        for _ in range(60):
+            here = [c for c in clusters if rng.random() < 0.7] or [clusters[0]]
+            said = story.round(live=clusters, **{c: quiet(rng, SHAPES[shape](pushes[c])) for c in here})
+            for c in here:
+                pushes[c] += 1
+                gated[c] += not said[c].accepted
+        assert max(gated.values()) <= 4 * OPTIONS.gate_patience, f"seed {seed}: {gated}"
+        assert not any(story.penalty.penalty_row(c).quarantined for c in clusters)
+        assert all(story.round(**dict.fromkeys(clusters, 1.0))[c].accepted for c in clusters)
+
+
+def test_a_run_whose_norms_were_formed_does_not_believe_a_world_of_hundredfold_norms() -> None:
+    """All clusters at once, hundred times too far, after 20 healthy rounds: gated as long as it lasts."""
+    rng, story = random.Random(15), PenaltyStory()
+    for _ in range(20):
+        story.round(**{c: quiet(rng) for c in "abcd"})
+    for _ in range(20):
+        assert not any(v.accepted for v in story.round(**{c: quiet(rng, 100.0) for c in "abcd"}).values())
+    assert all(v.accepted for v in story.round(**{c: quiet(rng) for c in "abcd"}).values())
+
+
+def test_a_young_run_believes_no_norm_beyond_its_initial_model() -> None:
+    """Alone, one accepted push: three pushes of 1e6 × ‖θ₀‖ leave a reference within ‖θ₀‖."""
+    story = PenaltyStory(genesis_norm=100.0)
+    story.round(a=1.0)
+    for _ in range(3 * OPTIONS.gate_patience):
+        assert not story.round(a=1e8)["a"].accepted
+    assert story.penalty.penalty_row("a").reference == 100.0
+
+
+def test_who_is_left_alone_is_not_held_against_those_that_have_gone() -> None:
+    """Two clusters began with a tiny push; one left: the other is not gated for ever by the norm that stayed behind."""
+    story = PenaltyStory()
+    story.round(a=1e-4, b=1e-4)
+    said = [story.round(a=1.0)["a"].accepted for _ in range(20)]
+    assert said[: OPTIONS.gate_patience] == [False] * OPTIONS.gate_patience
+    assert all(said[OPTIONS.gate_patience :])
+
+
+@pytest.mark.parametrize("factor", [5.0, 100.0])
+def test_a_score_of_logarithms_gates_what_is_far_off(factor: float) -> None:
+    """`score: log`, norms that scatter by 30 %: one cluster far off for good is out, the others are in."""
+    rng, story = random.Random(16), PenaltyStory(PenaltyOptions(score="log"))
+    for _ in range(60):
+        story.round(**{c: exp(0.3 * rng.gauss(0, 1)) for c in "abcd"})
+    for _ in range(30):
+        said = story.round(**{c: exp(0.3 * rng.gauss(0, 1)) * (factor if c == "a" else 1.0) for c in "abcd"})
+        assert [c for c in "abcd" if not said[c].accepted] == ["a"] or factor == 5.0
+    assert all(story.penalty.penalty_row(c).mu == pytest.approx(0.0, abs=0.3) for c in "bcd")
 
 
 # ---- what a cluster claims -------------------------------------------------------------------------------------------
@@ -202,7 +322,7 @@ def grow(story: PenaltyStory, rounds: int, cluster: str = "a", **others: float) 
         low, high = 0.0, 1e20
         while high > low * 1.001 + 1e-9:
             middle = sqrt(low * high) if low else min(1.0, high / 2)
-            said = story.penalty.judge_push(cluster, [middle**2], True, 1)
+            said = story.penalty.judge_push(pushed(cluster, middle**2, 1))
             low, high = (middle, high) if said.accepted else (low, middle)
         assert story.round(**{cluster: low}, **others)[cluster].accepted
         accepted.append(low)
@@ -254,12 +374,12 @@ def test_inner_steps_do_not_talk_a_norm_down() -> None:
     """A push 50 times too long that claims 10⁸ inner steps is gated; 16 times the usual steps are believed."""
     story = PenaltyStory()
     for _ in range(20):
-        said = story.penalty.judge_push("a", [100.0], True, 100)
+        said = story.penalty.judge_push(pushed("a", 100.0, 100))
         story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", said)], ["a"]))
     assert story.penalty.penalty_row("a").steps == 100.0
-    assert not story.penalty.judge_push("a", [500.0**2], True, 10**8).accepted
-    assert story.penalty.judge_push("a", [40.0**2], True, 1_600).accepted
-    assert story.penalty.judge_push("a", [10.0**2 * 100], True, 10_000).accepted  # 100 times the steps, honestly
+    assert not story.penalty.judge_push(pushed("a", 500.0**2, 10**8)).accepted
+    assert story.penalty.judge_push(pushed("a", 40.0**2, 1_600)).accepted
+    assert story.penalty.judge_push(pushed("a", 10.0**2 * 100, 10_000)).accepted  # 100 times the steps, honestly
 
 
 # ---- quarantine ------------------------------------------------------------------------------------------------------
@@ -304,13 +424,13 @@ def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
     assert not story.penalty.penalty_row("a").quarantined
 
 
-@pytest.mark.parametrize("rule", list(PenaltyRule))
-def test_a_model_that_did_not_move_is_refused(rule: PenaltyRule) -> None:
+@pytest.mark.parametrize("gates", [(), *[(gate,) for gate in GateName]])
+def test_a_model_that_did_not_move_is_refused(gates: tuple[GateName, ...]) -> None:
     """Norm 0 after inner steps: the optimizer trains other tensors. Without steps there was nothing to move."""
-    penalty = Penalty(PenaltyOptions(rule=rule))
-    verdict = penalty.judge_push("a", [0.0, 0.0], True, 8)
+    penalty = Penalty(PenaltyOptions(gates=gates))
+    verdict = penalty.judge_push(PushEvidence("a", (0.0, 0.0), 8))
     assert not verdict.accepted and "norm 0 after 8 inner steps" in verdict.reason and "fully_shard" in verdict.reason
-    assert penalty.judge_push("a", [0.0, 0.0], True, 0).accepted
+    assert penalty.judge_push(PushEvidence("a", (0.0, 0.0), 0)).accepted
 
 
 def test_pushes_that_were_kept_back_count_as_gated() -> None:

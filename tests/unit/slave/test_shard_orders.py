@@ -50,10 +50,13 @@ def test_a_round_from_open_to_commit() -> None:
     assert slave.shard.take_reports() == [StagedReport(P1, 28), StagedReport(P2, 28)]
     assert slave.shard.take_reports() == []
     assert slave.shard.staged_pushes == (P1, P2)
-    assert slave.order(Measure(1, P1, GENESIS)) == Measured((6 * 0.25, 0.25), True)
+    first = slave.order(Measure(1, P1, GENESIS))
+    assert first == Measured((6 * 0.25, 0.25), True, (0.0, 0.0), first.digest)
     assert slave.shard.staged_pushes == (P2,)
     assert slave.order(Fold(1, P1, 1.0)) == Folded((6 * 0.25, 0.25))
-    assert slave.order(Measure(1, P2, GENESIS)) == Measured((6.0, 1.0), True)
+    second = slave.order(Measure(1, P2, GENESIS))
+    assert second == Measured((6.0, 1.0), True, (6 * 0.5, 0.5), second.digest)
+    assert first.digest != second.digest
     assert slave.order(Fold(1, P2, 2.0)) == Folded((6 * 2.5**2, 2.5**2))
     assert slave.order(Apply(1, V1, nesterov_step(0.5, 1.0, 0.0))) == Prepared(V1)
     assert slave.shard.versions.served_version == GENESIS

@@ -1,0 +1,30 @@
+"""The gates: pure functions of a push's evidence and the statistics, by the names that `penalty.gates` lists.
+
+A gate returns an Opinion with its sentence. The first that says GATED decides; those that flag are told. What a gate
+keeps between rounds stands in PenaltyRow or ScoreHistory and is moved by penalty_rows.py, when a round is settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dips.protocol.enums import GateName
+from dips.protocol.gates.direction import judge_direction
+from dips.protocol.gates.layers import judge_layers
+from dips.protocol.gates.losses import judge_loss
+from dips.protocol.gates.norms import judge_norm, judge_norm_literally
+from dips.protocol.gates.replays import judge_replay
+from dips.protocol.norm_scores import Past
+from dips.protocol.verdicts import Opinion, PushEvidence
+
+Gate = Callable[[PushEvidence, Past], Opinion]
+
+GATES: dict[GateName, Gate] = {
+    GateName.DIPS: judge_norm,
+    GateName.DIPS_PAPER: judge_norm_literally,
+    GateName.EDIT: judge_layers,
+    GateName.DIRECTION: judge_direction,
+    GateName.LOSS: judge_loss,
+    GateName.REPLAY: judge_replay,
+}
+OF_NORMS = frozenset({GateName.DIPS, GateName.DIPS_PAPER, GateName.EDIT})  # whose patience ends in a new warm-up

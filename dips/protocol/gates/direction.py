@@ -1,0 +1,37 @@
+"""The gate `direction`: a push that points away from the sum of its round's others is out of line.
+
+Who has just joined, or was out of line before, is measured last (held_pushes.py), beside the sum of all others; the
+rest beside what lies before them. Two clusters cannot outvote each other, nor can a sum whose parts are at odds: then
+a push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
+"""
+
+from __future__ import annotations
+
+from dips.protocol.norm_scores import Past
+from dips.protocol.verdicts import Finding, Opinion, PushEvidence
+
+LEAST_COSINE = 0.0  # healthy ones were at least 0.10 with the others' sum, shuffled and flipped ones at most −0.27
+LEAST_OTHERS = 2  # that gate
+
+
+def judge_direction(push: PushEvidence, past: Past) -> Opinion:
+    """Gated if its cosine with the sum of at least two others is negative."""
+    if not push.others:
+        return Opinion(Finding.PASSED, "no others in its round to compare its direction with")
+    cosine = push.cosine
+    if cosine is None:
+        return Opinion(Finding.PASSED, "no direction: its pseudo-gradient or the others' sum is 0")
+    said = f"cosine {cosine:.2f} with the sum of {push.others} other{'s' * (push.others > 1)} of its round"
+    if cosine >= LEAST_COSINE:
+        return Opinion(Finding.PASSED, said)
+    if push.others < LEAST_OTHERS:
+        return Opinion(Finding.FLAGGED, f"{said}, too few to say who is right")
+    if push.split:
+        return Opinion(Finding.FLAGGED, f"{said}, which are at odds themselves")
+    return Opinion(Finding.GATED, said)
+
+
+def is_against(push: PushEvidence) -> bool:
+    """Whether it points away from those before it."""
+    cosine = push.cosine
+    return cosine is not None and cosine < LEAST_COSINE

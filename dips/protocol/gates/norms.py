@@ -1,0 +1,49 @@
+"""Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, which is §4.1 to the letter."""
+
+from __future__ import annotations
+
+from dips.protocol.norm_scores import (
+    Past,
+    corrected_sigma,
+    gate_threshold,
+    hard_cap,
+    has_score,
+    mean_norm,
+    overclaimed,
+    scale_norm,
+)
+from dips.protocol.verdicts import Finding, Opinion, PushEvidence
+
+LITERAL_LEAST = 2  # pushes before σ says anything; the paper has no warm-up
+
+
+def judge_norm(push: PushEvidence, past: Past) -> Opinion:
+    """Score E = (G − μ)/σ, gated above β·min(E_cap, max(1, max E)), and above the hard cap at any time."""
+    row, options, g = past.row, past.options, push.norm
+    held, (cap, of) = g * overclaimed(row, push.inner_steps), hard_cap(past, push.inner_steps)
+    if held > cap:
+        return Opinion(Finding.GATED, f"norm {held:.4g} above the hard cap {cap:.4g}, {of}")
+    if push.exempt:
+        return Opinion(Finding.PASSED, "its base is no ancestor: exempt from the score")
+    if not has_score(row):
+        return Opinion(Finding.PASSED, f"warm-up, {row.warm_left} pushes left")
+    score = (scale_norm(g, options) - row.mu) / corrected_sigma(row, options)
+    limit = gate_threshold(past.history, options)
+    if score > limit:
+        said = f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {mean_norm(row, options):.4g})"
+        return Opinion(Finding.GATED, said, score)
+    return Opinion(Finding.PASSED, f"score {score:.3g}, at most {limit:.3g}", score, scored=True)
+
+
+def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
+    """Score E = (G − μ)/σ with σ as it is, gated above β·max E of those that were accepted; no warm-up, no cap."""
+    row, options = past.row, past.options
+    if push.exempt or row.n < LITERAL_LEAST or row.sigma <= 0.0:
+        return Opinion(Finding.PASSED, "no score: nothing to compare its norm with")
+    score = (scale_norm(push.norm, options) - row.mu) / row.sigma
+    if not past.history.scores:
+        return Opinion(Finding.PASSED, f"score {score:.3g}, the first", score, scored=True)
+    limit = options.beta * max(past.history.scores)
+    if score > limit:
+        return Opinion(Finding.GATED, f"score {score:.3g} above {limit:.3g} (norm {push.norm:.4g})", score)
+    return Opinion(Finding.PASSED, f"score {score:.3g}, at most {limit:.3g}", score, scored=True)

@@ -1,0 +1,55 @@
+"""Pushes that wait in their slots until the others of their round are folded, so that the gate `direction` sees these
+whole: of clusters that have just joined or were out of line before, and those that turn out to be against the sum.
+
+They block nobody: when the window is over, or another push wants a slot that is not to be had, the one that was least
+out of line is measured beside what is there, and judged.
+"""
+
+from __future__ import annotations
+
+from dips.protocol import window
+from dips.protocol.entities import Push, Round
+from dips.protocol.enums import GateName
+from dips.protocol.gates.direction import is_against
+from dips.protocol.run_state import RunState
+
+
+def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
+    """Before it is measured: keep it for later if it should be judged last."""
+    live = [c.name for c in run.clusters.values() if c.live]
+    if push.was_held or not run.penalty.waits_for_others(push.id.cluster, live):
+        return False
+    r.held.append(push)
+    return True
+
+
+def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
+    """After it was measured: keep it for later if it points away from those before it, unless it was kept already."""
+    assert push.verdict is not None
+    undecided = push.verdict.accepted or push.verdict.gate is GateName.DIRECTION
+    if push.was_held or not run.penalty.gates_direction or not undecided or not is_against(push.verdict.evidence):
+        return False
+    push.verdict = None
+    r.held.append(push)
+    return True
+
+
+def take_held(run: RunState, r: Round) -> Push | None:
+    """The push that is to be judged now; None while all can wait, or there is none."""
+    if not r.held or not (window.is_over(run, r) or _slot_is_wanted(run)):
+        return None
+    push = min(r.held, key=lambda p: run.penalty.suspicion_of(p.id.cluster))
+    r.held.remove(push)
+    push.was_held = True
+    return push
+
+
+def let_go(r: Round) -> list[Push]:
+    """The round is skipped: they wait for the next one, which decides anew."""
+    held, r.held = r.held, []
+    return held
+
+
+def _slot_is_wanted(run: RunState) -> bool:
+    free = run.roster.slots - len(run.transfers.pushes)
+    return free <= 0 and run.slot_queue.count_waiting(run.now) > 0

@@ -1,0 +1,83 @@
+"""What is known of a push when it is judged, what one gate says of it, and what becomes of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import isfinite, sqrt
+
+from dips.dataclass import dataclass
+from dips.protocol.enums import GateName
+
+
+class Finding(StrEnum):
+    """What a gate says of a push."""
+
+    PASSED = "passed"
+    FLAGGED = "flagged"  # something speaks against it, not enough to keep it out
+    GATED = "gated"
+
+
+@dataclass(frozen=True, slots=True)
+class PushEvidence:
+    """One push as it was measured; d = θ − θ_j, acc the sum of those that its round has folded before it."""
+
+    cluster: str
+    layer_sq: tuple[float, ...]  # Σd² of each layer, in manifest order
+    inner_steps: int  # as claimed
+    finite: bool = True  # its parameters
+    exempt: bool = False  # its base is no ancestor of θ: no score of its norm
+    dot: float = 0.0  # Σd·acc over the model
+    acc_sq: float = 0.0  # Σacc²
+    others: int = 0  # pushes in acc
+    split: bool = False  # some of these are at odds with those before them: acc says nothing for certain
+    digest: int = 0  # of θ_j
+    loss: float | None = None  # mean of its inner steps; None: none was reported
+
+    @property
+    def norm(self) -> float:
+        """G: Σ over layers ‖d‖₂, over √(inner steps), since paces differ by design; inf if anything is not finite."""
+        if not self.finite or not all(isfinite(sq) for sq in self.layer_sq):
+            return float("inf")
+        return sum(map(sqrt, self.layer_sq)) / sqrt(max(1, self.inner_steps))
+
+    @property
+    def cosine(self) -> float | None:
+        """Of d and acc; None if either is 0, or nothing was folded before."""
+        lengths = sqrt(self.acc_sq) * sqrt(sum(self.layer_sq))
+        return self.dot / lengths if self.others and lengths > 0.0 and isfinite(self.dot / lengths) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What one gate says of one push, in a sentence."""
+
+    finding: Finding
+    sentence: str
+    score: float = 0.0
+    scored: bool = False  # the score is one of those that set the threshold
+    flagged: frozenset[int] = frozenset()  # layers that it keeps out of the sum, by their places in the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The penalty's decision on one push, and why."""
+
+    accepted: bool
+    norm: float
+    score: float
+    reason: str
+    evidence: PushEvidence
+    tracked: bool = True  # False: it must leave the statistics alone
+    scored: bool = False
+    flagged: frozenset[int] = frozenset()  # layers in which an accepted push does not count
+    gate: GateName | None = None  # that gated it; None: none did, or it was no matter of opinion
+    flags: tuple[str, ...] = ()  # what speaks against it, though it is accepted
+    held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A verdict whose round has ended."""
+
+    cluster: str
+    verdict: Verdict
