@@ -40,7 +40,7 @@ FLEETS: dict[str, list[dict[str, Any]]] = {
 }
 BASE: dict[str, Any] = {
     "fleet": "half", "inner_steps": 32, "pace": "aligned", "inner.lr": 4e-3, "outer.lr": 0.7, "outer.momentum": 0.8,
-    "outer.clip": {},
+    "outer.clip": {}, "inner.warmup": 0.05,
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}

@@ -1,7 +1,8 @@
 """What an asynchronous outer loop is compared with: one process group, clusters that wait for each other, and none of
 the two's care.
 
-All train the same model on the same clusters' batches, with as many tokens and the same schedule.
+All train the same model on the same clusters' batches, with as many tokens and the same schedule; where there are outer
+steps it goes on with these, for a warm-up that ends within the first round costs synchronous DiLoCo 10 % of its loss.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def train_synchronous(
     rounds = (steps // clusters - together) // inner_steps
     total_steps, outer = together + rounds * inner_steps, _Outer(theta, lr, momentum)
     for number in range(rounds):
+        progress = (together + number * inner_steps) / total_steps  # as with Di-PS: known at outer steps only
         mean = np.zeros_like(theta)
         for worker in workers:
             fill(worker.parameters, outer.theta)
-            for step in range(inner_steps):
-                worker.take_step((together + number * inner_steps + step) / total_steps)
+            for _ in range(inner_steps):
+                worker.take_step(progress)
             mean += outer.theta - flatten(worker.parameters)
         outer.take_step(mean, 1.0 / clusters)
     fill(workers[0].parameters, outer.theta)
