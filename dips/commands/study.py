@@ -118,14 +118,14 @@ def _print_plan(read: Study, store: ResultStore, jobs: int) -> None:
 
 
 def _print_result(result: StudyResult, directory: Path) -> None:
-    from dips.study.report import SHOWN, list_lines, recommend, spell_table, write_csv
+    from dips.study.report import SHOWN, list_gating, list_lines, recommend, spell_table, write_csv
 
     heads = ("row", "best", "loss", f"against {result.study.compare}", *SHOWN)
     for line in spell_table([heads, *list_lines(result)]):
         print(line)
     for column, (meaning, _) in SHOWN.items():
         print(f"{column}: {meaning}")
-    said = recommend(result)
+    said = [*list_gating(result), *recommend(result)]
     print("\n".join(said))
     for row, error in result.failed.items():
         print(f"failed: {row}: {error}")

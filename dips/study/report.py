@@ -127,5 +127,11 @@ def describe_gating(numbers: Numbers) -> str:
     return f"{told}; {wrong:.1%} of {numbers['healthy']} healthy ones gated; {back}"
 
 
+def list_gating(result: StudyResult) -> list[str]:
+    """A line for each row with bad data."""
+    runs = {row.name: next(iter(result.runs.get(row.name, {}).values()), None) for row in result.study.rows}
+    return [f"{row}: {describe_gating(numbers)}" for row, numbers in runs.items() if numbers and numbers.get("bad")]
+
+
 def _number(value: float | None, spelling: str) -> str:
     return "" if value is None else format(value, spelling)
