@@ -103,6 +103,7 @@ def _report_quick(bench: Bench, result: StudyResult, promises: bool) -> None:
     _hold_no_worse(bench, result, "steps with share, 50 %", SHARE_NO_WORSE)
     _hold_below(bench, result, "aligned with rda, 5.23 ×", "aligned, 5.23 ×", 1.0 - RDA_BETTER)
     _hold_below(bench, result, "aligned with Muon, 5.23 ×", "data parallel", 1.0)
+    _hold_throughput(bench, result, "aligned, 50 %")
     naive = result.runs.get("naive asynchronous, 50 %")
     if naive:
         good, losses = losses_of(result, "synchronous"), losses_of(result, "naive asynchronous, 50 %")
@@ -115,6 +116,15 @@ def _hold_no_worse(bench: Bench, result: StudyResult, row: str, bound: float) ->
     if held is not None:
         text = f"{row}: of synchronous's loss, at the upper end of the interval"
         bench.row(text, 1.0 + held.high, "×", against="at most", of=1.0 + bound, least=1.0, less=True)
+
+
+def _hold_throughput(bench: Bench, result: StudyResult, row: str) -> None:
+    """Of the tokens a second that all clusters make alone: mean(1/t)·max(t) times those of synchronous steps."""
+    reached = [numbers["of_ideal"] for numbers in result.runs.get(row, {}).values()]
+    if reached:
+        bench.row(
+            f"{row}: tokens a virtual second", min(reached), "×", against="of the ideal", of=1.0, least=THROUGHPUT
+        )
 
 
 def _hold_below(bench: Bench, result: StudyResult, row: str, other: str, share: float) -> None:

@@ -46,7 +46,7 @@ WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that close
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}
 EDIT = {
     "outer.merge": "edit", "penalty.gates": ["edit"], "outer.lr": 0.8, "outer.momentum": 0.85,
-    "outer.clip": {"norm": 10.0},
+    "outer.clip": {"norm": 10.0, "per_layer": True},
 }  # fmt: skip
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
@@ -102,9 +102,25 @@ FACTOR_ROWS: Rows = {  # one factor at a time
     "steps": {"pace": "steps"},
     "steps, the paper's clip": PAPER,
     "steps with rda": {"pace": "steps", "outer.merge": "rda"},
+    "steps with share and rda": {**SHARE, "outer.merge": "rda"},
+    "steps with share and rda, fivefold": {**SHARE, "outer.merge": "rda", "fleet": "fivefold"},
+    "aligned with rda and Muon, fivefold": {"outer.merge": "rda", "fleet": "fivefold", **MUON},
+    "aligned with edit's weights": {"outer.merge": "edit", "outer.clip": {"norm": 10.0, "per_layer": True}},
+    "aligned with edit's weights, fivefold": {
+        "outer.merge": "edit",
+        "outer.clip": {"norm": 10.0, "per_layer": True},
+        "fleet": "fivefold",
+    },
+    "aligned with edit's weights of the paper, fivefold": {
+        "outer.merge": "edit-paper",
+        "outer.clip": {"norm": 10.0, "per_layer": True},
+        "fleet": "fivefold",
+    },
     "aligned, the paper's clip": {"outer.clip": {"norm": 1.0}},
     "aligned, relative clip": {"outer.clip": {"relative": 2.0}},
     "aligned, no gate": {"penalty.gates": []},
+    "aligned, log scores": {"penalty.score": "log"},
+    "aligned, all gates": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
     "aligned, plain averaging": {"outer.lr": 1.0, "outer.momentum": 0.0},
     "aligned, momentum 0.9": {"outer.momentum": 0.9},
     "aligned, outer lr 0.5": {"outer.lr": 0.5},

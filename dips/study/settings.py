@@ -105,7 +105,8 @@ def _read_member(raw: Any) -> FleetCluster:
 
 def _refuse_lone_edit(fleet: Fleet, nested: Nested) -> None:
     gates = nested.get("penalty", {}).get("gates")
-    edit = nested.get("outer", {}).get("merge") == "edit" or (isinstance(gates, list | tuple) and "edit" in gates)
+    merge = str(nested.get("outer", {}).get("merge", ""))
+    edit = merge.startswith("edit") or (isinstance(gates, list | tuple) and "edit" in gates)
     if edit and len(fleet.members) < 2:
         raise ConfigError("edit compares clusters with each other: expected two or more in `fleet`, got 1")
 
