@@ -37,9 +37,10 @@ from dips.study.report import SHOWN as COLUMNS
 from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study
 from dips.study.store import ResultStore
-from dips.study.study_file import DEFAULT_FACTORY, StudyFile, make_study
+from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
 from dips.transport.pipeline import available_cores
 
+FACTORY = DEFAULT_FACTORY
 KEPT = ROOT / "runs" / "convergence"
 PARTS = ("methods", "factors", "bad")
 NO_WORSE, SHARE_NO_WORSE, RDA_BETTER, NAIVE_WORSE = 0.005, 0.02, 0.01, 0.5  # nats for the last
@@ -80,7 +81,7 @@ def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets:
         else:
             known[row] = keys
     study = _make_study(name, known, base, fleets)
-    store = ResultStore(bench.args.output / "runs", DEFAULT_FACTORY)
+    store = ResultStore(bench.args.output / "runs", FACTORY)
     bench.say(f"{name}: {study.run_count} runs; finished ones are kept in {bench.args.output}")
     result = run_study(study, store, bench.args.workers or available_cores(), bench.say)
     for row, error in result.failed.items():
@@ -90,8 +91,9 @@ def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets:
     return result
 
 
-def _make_study(name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> Any:
-    return make_study(StudyFile(study=name, seeds=tuple(SEEDS), fleets=fleets, base=base, rows=rows))  # type: ignore[arg-type]
+def _make_study(name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> Study:
+    content = {"study": name, "factory": FACTORY, "seeds": SEEDS, "fleets": fleets, "base": base, "rows": rows}
+    return make_study(StudyFile.model_validate(content))
 
 
 def _report_quick(bench: Bench, result: StudyResult, promises: bool) -> None:

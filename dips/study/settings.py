@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -126,10 +127,15 @@ def _refuse_senseless(settings: Settings) -> None:
         raise ConfigError(f"method: {settings.method} knows no faults, joins or leaves; only dips does")
 
 
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def _checked(kind: Any, raw: Any, key: str) -> Any:
     """`raw` as one of `kind`: unknown keys are refused by name, with the message of its own checks."""
     try:
-        return TypeAdapter(kind).validate_python(raw)
+        return _adapter_of(kind).validate_python(raw)
     except ConfigError as error:  # from a __post_init__
         raise ConfigError(str(error)) from error
     except ValidationError as error:

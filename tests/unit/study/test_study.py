@@ -22,6 +22,7 @@ from dips.study.runner import StudyResult
 from dips.study.statistics import compare_paired, student_quantile
 from dips.study.store import ResultStore
 from dips.study.study_file import Study, StudyFile, make_study, read_study
+from tests.unit.study.in_place import PoolInPlace, compute_in_place
 from tests.unit.study.tiny import FACTORY
 
 COMMENTED = re.compile(r"^( *)# ((?:[a-z_.]+:|- \{).*)$", re.MULTILINE)
@@ -43,36 +44,9 @@ def refused(**keys: Any) -> str:
     return str(error.value)
 
 
-class InPlace:
-    """A pool whose processes are this one; counts what is computed."""
-
-    computed = 0
-
-    def __init__(self, *_: Any) -> None: ...
-    def __enter__(self) -> InPlace:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def shutdown(self, **_: object) -> None: ...
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        from concurrent.futures import Future
-
-        InPlace.computed += 1
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:  # noqa: BLE001  # what a process of a pool does
-            future.set_exception(error)
-        return future
-
-
 @pytest.fixture(name="in_place")
-def computed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[InPlace]]:
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", InPlace)
-    monkeypatch.setattr(store, "COMPUTING", ("study",))  # a digest of a few files is quick
-    store.digest_code.cache_clear()
-    InPlace.computed = 0
-    yield InPlace
+def computed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolInPlace]]:
+    yield compute_in_place(monkeypatch)
     store.digest_code.cache_clear()
 
 
@@ -125,7 +99,7 @@ def test_what_is_wrong_is_a_sentence(keys: dict[str, Any], said: str) -> None:
     assert said in refused(**keys)
 
 
-def test_a_study_is_computed_once(in_place: type[InPlace], tmp_path: Path) -> None:
+def test_a_study_is_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     """Killed after some runs and begun again, it computes the others only, with the same numbers."""
     study = study_of()
     whole = run(study, tmp_path)
@@ -144,12 +118,12 @@ def test_a_study_is_computed_once(in_place: type[InPlace], tmp_path: Path) -> No
             }
 
 
-def test_rows_of_equal_settings_are_computed_once(in_place: type[InPlace], tmp_path: Path) -> None:
+def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     result = run(study_of(rows={"a": {}, "b": {}}, seeds=[1], compare="a"), tmp_path)
     assert in_place.computed == 1 and result.runs["a"] == result.runs["b"]
 
 
-def test_each_row_takes_its_own_best_value(in_place: type[InPlace], tmp_path: Path) -> None:
+def test_each_row_takes_its_own_best_value(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     """All values with the first seed, the best one with the others."""
     result = run(study_of(tune={"inner.lr": [1e-5, 0.02]}), tmp_path)
     assert in_place.computed == 6
@@ -159,15 +133,16 @@ def test_each_row_takes_its_own_best_value(in_place: type[InPlace], tmp_path: Pa
     assert len(lines) == 7 and sum(",inner.lr=0.02,True," in line for line in lines) == 4
 
 
-def test_a_run_that_diverges_is_a_row(in_place: type[InPlace], tmp_path: Path) -> None:
+def test_a_run_that_diverges_is_a_row(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     """And is compared with nobody."""
-    result = run(study_of(rows={"synchronous": {"method": "synchronous"}, "wild": {"inner.lr": 1e6}}), tmp_path)
+    rows = {"synchronous": {"method": "synchronous"}, "wild": {"inner.lr": 1e6}}
+    result = run(study_of(rows=rows, seeds=[1]), tmp_path)
     line = list_lines(result)[1]
     assert line[0] == "wild" and line[2].startswith("diverged") and line[3] == ""
     assert recommend(result) == ["No row of method dips ended well: nothing to recommend."]
 
 
-def test_a_factory_that_breaks_loses_its_row_only(in_place: type[InPlace], tmp_path: Path) -> None:
+def test_a_factory_that_breaks_loses_its_row_only(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     study = study_of(factory=FACTORY.replace("build", "breaks"))
     result = run(study, tmp_path)
     assert set(result.failed) == {"synchronous", "ours"} and "they ended; repeat the data" in result.failed["ours"]

@@ -1,0 +1,52 @@
+"""benchmarks convergence: its rows run on the machinery of studies, and say what holds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import convergence, convergence_rows
+from benchmarks.harness import Bench
+from tests.unit.study.in_place import compute_in_place
+from tests.unit.study.tiny import FACTORY
+
+SHORT = {**convergence_rows.BASE, "inner_steps": 4, "inner.lr": 0.02}
+QUICK = ("synchronous", "aligned, 50 %", "steps with share, 50 %", "data parallel")
+
+
+@pytest.fixture(name="bench")
+def made_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A small task, few rows and few steps; all in this process."""
+    compute_in_place(monkeypatch)
+    monkeypatch.setattr(convergence, "FACTORY", FACTORY)
+    monkeypatch.setattr(convergence, "BASE", SHORT)
+    args = argparse.Namespace(look=False, steps=96, part=None, workers=1, output=tmp_path)
+    return Bench("convergence", True, args, Console(quiet=True))
+
+
+def test_the_quick_rows_say_what_holds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are held against synchronous DiLoCo's; a row whose key is not there is named and left out."""
+    rows = {name: {**convergence_rows.QUICK[name], "seeds": [1, 2]} for name in QUICK}
+    monkeypatch.setattr(convergence, "QUICK", {**rows, "of tomorrow": {"outer.unheard_of": 1}})
+    convergence.measure(bench)
+    names = [row.name for row in bench.rows]
+    assert set(QUICK) <= set(names)
+    held = {row.name.partition(":")[0] for row in bench.rows if row.least is not None}
+    assert held == {"aligned, 50 %", "steps with share, 50 %"}
+    assert any(note.startswith("of tomorrow: left out:") and "unknown key" in note for note in bench.notes)
+    assert (bench.args.output / "quick.csv").exists()
+
+
+def test_bad_data_is_told_by_gates_and_kind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its cost against the run without the bad clusters."""
+    chosen = ("dips: one of four, without", "dips: one of four, nan", "none: one of four, sign")
+    every = convergence_rows.bad_rows()
+    monkeypatch.setattr(convergence, "bad_rows", lambda: {name: {**every[name], "inner_steps": 4} for name in chosen})
+    bench.quick, bench.args.part, bench.args.steps = False, ["bad"], 192
+    convergence.measure(bench)
+    told = {note.partition(": ")[2].partition(":")[0]: note for note in bench.notes}
+    assert "100% of" in told["one of four, nan"] and "against the run without them" in told["one of four, nan"]
+    assert "blind" in told["one of four, sign"]
