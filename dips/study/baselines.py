@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 
 import numpy as np
@@ -61,7 +62,7 @@ def train_synchronous(
     for step in range(together):
         workers[0].train_on([w.draw_batch() for w in workers], step * clusters / steps)
     theta = flatten(workers[0].parameters)
-    rounds = (steps // clusters - together) // inner_steps
+    rounds = ceil((steps // clusters - together) / inner_steps)  # no fewer tokens than Di-PS, which ends likewise
     total_steps, outer = together + rounds * inner_steps, _Outer(theta, lr, momentum)
     for number in range(rounds):
         progress = (together + number * inner_steps) / total_steps  # as with Di-PS: known at outer steps only
@@ -90,7 +91,7 @@ def train_naive(
     taken, now = [0] * len(workers), 0.0
     due = [(inner_steps * _draw_step_s(fleet, i, rng), i) for i in range(len(workers))]
     heapq.heapify(due)
-    for _ in range(steps // inner_steps):
+    for _ in range(ceil(steps / inner_steps)):
         now, i = heapq.heappop(due)
         for _ in range(inner_steps):
             workers[i].take_step(sum(taken) / steps)
