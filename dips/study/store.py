@@ -20,8 +20,11 @@ from dips.study.execute import Numbers
 from dips.study.study_file import RunPlan
 
 PACKAGE = Path(__file__).parents[1]
-COMPUTING = ("protocol", "outer", "sim", "client/agent", "slave", "wire", "demo/data.py", "demo/model.py", "study")
-REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings", "bad_data"})
+COMPUTING = (
+    "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "wire/codecs.py",
+    "wire/updates.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
+)  # fmt: skip
+REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings"})
 
 
 class ResultStore:

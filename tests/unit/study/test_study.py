@@ -118,6 +118,12 @@ def test_a_study_is_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -
             }
 
 
+def test_the_code_that_is_digested_is_there() -> None:
+    """A file that was renamed would silently be left out."""
+    assert not [name for name in store.COMPUTING if not (store.PACKAGE / name).exists()]
+    assert not store.REPORTING - {path.stem for path in (store.PACKAGE / "study").glob("*.py")}
+
+
 def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     result = run(study_of(rows={"a": {}, "b": {}}, seeds=[1], compare="a"), tmp_path)
     assert in_place.computed == 1 and result.runs["a"] == result.runs["b"]
