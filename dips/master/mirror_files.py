@@ -21,7 +21,7 @@ from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol import codec
 
-FORMAT = 1
+FORMAT = 2  # 1 had rows of Nesterov's step only
 FOLDER = "ledger"
 MOST_LOG_BYTES = 256 << 20  # a transaction of a run with thousands of clusters has some MB
 MOST_BASE_BYTES = 64 << 30

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
@@ -62,7 +62,7 @@ class OuterOptions:
     """The outer step and its rules (docs/guides/rules.md); the defaults are Di-PS's own (§4.1, §5.1)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    lr: float | Literal["auto"] = 0.7  # auto: by the number of live clusters
+    lr: float | str = 0.7  # or "auto": by the number of live clusters
     momentum: float = 0.8
     clip: Clip = field(default_factory=lambda: Clip(norm=1.0))  # φ = 1, the paper's
     merge: MergeRule = MergeRule.MEAN

@@ -99,7 +99,7 @@ MUTANTS = (
         'db.execute("COMMIT")\n        raise',
         LEDGER,
     ),
-    Mutant("a ledger of another format is opened", ROOM, "elif schema != SCHEMA_VERSION:", "elif False:", LEDGER),
+    Mutant("a ledger of another format is opened", ROOM, "elif not is_upgradable(schema):", "elif False:", LEDGER),
     Mutant("any SQLite file is a ledger", ROOM, "if application != APPLICATION_ID:", "if False:", LEDGER),
     Mutant(
         "a push is in two versions",

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 ROOM = "dips/protocol"
 STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
+RULES = "tests/unit/protocol/test_rules.py"
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
 DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
@@ -84,16 +85,16 @@ MUTANTS = (
         STORIES,
     ),
     # ---- the outer step's numbers
-    Mutant("relative clip is off", ROOM, "if clip.relative is not None:", "if False:", ROUND),
+    Mutant("relative clip is off", ROOM, "    if relative is not None:\n", "    if False:\n", ROUND),
     Mutant(
         "relative clip takes the largest norm",
         ROOM,
-        "clip.relative * median(norms)",
-        "clip.relative * max(norms)",
+        "relative * median(history)",
+        "relative * max(history)",
         ROUND,
     ),
-    Mutant("clip of what is short", ROOM, "r.delta_norm > limit", "r.delta_norm < limit", ROUND),
-    Mutant("clip the wrong way", ROOM, "c * (limit / r.delta_norm)", "c * (r.delta_norm / limit)", ROUND),
+    Mutant("clip of what is short", ROOM, "limit is None or not norm > limit", "limit is None or norm > limit", ROUND),
+    Mutant("clip the wrong way", ROOM, "tuple(s * (limit / norm) for s", "tuple(s * (norm / limit) for s", ROUND),
     Mutant(
         "mean over pushes, not tokens",
         ROOM,
@@ -112,6 +113,33 @@ MUTANTS = (
     ),
     Mutant("a mean that is not finite is applied", ROOM, "return isfinite(self.norm)", "return True", ROUND),
     Mutant("few norms are kept for the clip", ROOM, "DELTA_NORMS_KEPT = 50", "DELTA_NORMS_KEPT = 2", ROUND),
+    # ---- rules
+    Mutant("lengths pull the mean direction", ROOM, " * (first.norm / share.norm)", "", RULES),
+    Mutant("softmax upside down", ROOM, "_exp_clamped(first.norm - share.norm)", "_exp_clamped(share.norm)", RULES),
+    Mutant("more steps weigh less", ROOM, "share.norm / sqrt(max(1, share.inner_steps))", "share.norm", RULES),
+    Mutant("embeddings go by directions", ROOM, "MEAN if merge.blocks_only and", "MEAN if False and", RULES),
+    Mutant(
+        "buffers' layers are blocks",
+        ROOM,
+        "any(part.isdigit() for part in l.name",
+        "any(True for part in l.name",
+        RULES,
+    ),
+    Mutant("noise is a direction", ROOM, "if acc_norm > LEAST_DIRECTION * agreed", "if acc_norm > 0", RULES),
+    Mutant("a flagged layer counts", ROOM, "layer in push.verdict.flagged\n", "False\n", RULES),
+    Mutant("staleness weighs nothing", ROOM, "exp(-min(alpha * max(0, staleness), MOST_EXPONENT))", "1.0", RULES),
+    Mutant("a share keeps no momentum longer", ROOM, "r.momentum**r.share", "r.momentum", RULES),
+    Mutant("momentum never acts", ROOM, "(before + len(r.folded)) // every > before // every", "False", RULES),
+    Mutant("who has no push is no part of a cycle", ROOM, "(cycle * clusters / len(known))", "cycle", RULES),
+    Mutant("between two uses of momentum a deficit is lost", ROOM, "replace(of_round, is_nth=True)", "of_round", RULES),
+    Mutant("layers are never clipped", ROOM, "if limit is not None and norm > limit else s", "if False else s", RULES),
+    Mutant(
+        "rates beyond the table go on",
+        ROOM,
+        "min(log2(max(1, clusters)), len(BEST_RATES) - 1.0)",
+        "log2(clusters)",
+        RULES,
+    ),
     # ---- the window
     Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
     Mutant("a slave's NaN is not believed", ROOM, "answer.finite and len(", "len(", ROUND),

@@ -14,6 +14,7 @@ SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 MIRROR = "tests/unit/slave/test_mirror.py"
+RULES = "tests/unit/protocol/test_rules.py"
 STEP = "dips/outer_step.py"
 AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
@@ -70,6 +71,9 @@ MUTANTS = (
     ),
     # ---- buffers
     Mutant("buffers are stepped", ROOM + "/shard.py", "if layer.averaged)", "if False)", SHARD),
+    Mutant("buffers weigh by a rule", OUTER, "weight if layer in self.layers else", "weight if False else", RULES),
+    Mutant("a layer that nobody made moves", STEP, "if scale == 0.0:", "if False:", RULES),
+    Mutant("a first push counts where it is flagged", OUTER, "if weights[i] == 0.0:", "if False:", RULES),
     Mutant("a mean forgets a weight", OUTER, "self._weights += weight", "pass", AVERAGED),
     Mutant("an aborted round's weights count", OUTER, "self._weights = 1.0", "self._weights += 1.0", AVERAGED),
     Mutant("a norm contains buffers", OUTER, "if layer in self.layers and isfinite(square)", "if False", AVERAGED),
@@ -377,7 +381,7 @@ MUTANTS = (
         "made is None or",
         VERSIONS,
     ),
-    Mutant("a first push of any weight", OUTER, "if weight != 1.0:", "if False:", VERSIONS),
+    Mutant("a first push of any weight", OUTER, "if weight != 1.0 or not", "if False and not", VERSIONS),
     Mutant("a load over open slots", OUTER, "        if self._open:\n", "        if False:\n", VERSIONS),
     Mutant(
         "an unread version keeps its bank",

@@ -19,6 +19,7 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.master.genesis import ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.loss_curve import list_pushes, list_results, mean_losses
+from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind, RoundResult
 from dips.protocol.records import (
     FoldRow,
@@ -40,7 +41,7 @@ def committed(version: VersionId, parent: VersionId, *pushes: tuple[str, int, fl
     folds = tuple(FoldRow(p, parent, tokens, 4, 1.0, 1.25, 0.5, loss, ()) for p, tokens, loss in named)
     outcomes = [OutcomeRow(p, OutcomeKind.ACCEPTED, "", tokens, 4, 1.25, 0.5, ()) for p, tokens, _ in named]
     gated = OutcomeRow(PushId("c", 1, version.round), OutcomeKind.GATED, "too far", 7, 4, 90.0, 8.0, ())
-    step = (1.0, 0.7, 0.8, 3.0, False, (), (), ScoreHistory((), ()), 12.5)
+    step = (nesterov_step(1.0, 0.7, 0.8), 3.0, False, (), (), ScoreHistory((), ()), 12.5)
     return VersionCommitted(version, parent, True, folds, (*outcomes, gated), *step)
 
 

@@ -22,6 +22,7 @@ from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
+from dips.outer_step import nesterov_step
 from dips.pidlock import PidLock
 from dips.protocol.enums import Role
 from dips.protocol.manifest import Manifest
@@ -110,7 +111,7 @@ class StoppedRun:
                 [
                     RoundReserved(version.round, 0.0),
                     VersionCommitted(
-                        version, parent, durable, (), (), 1.0, 0.7, 0.8, 0.1, False, tuple(digests), (),
+                        version, parent, durable, (), (), nesterov_step(1.0, 0.7, 0.8), 0.1, False, tuple(digests), (),
                         ScoreHistory((), ()), 0.0,
                     ),
                 ]

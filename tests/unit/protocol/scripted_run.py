@@ -23,13 +23,18 @@ class ScriptedRun:
     """One slave `s`; `acc_norm` and `norms` are what it measures. Orders whose type is in `held` wait in `orders`."""
 
     def __init__(
-        self, options: Options = OPTIONS, slots: int = 4, history: ScoreHistory = ScoreHistory((), ())
+        self,
+        options: Options = OPTIONS,
+        slots: int = 4,
+        history: ScoreHistory = ScoreHistory((), ()),
+        manifest: Manifest = MANIFEST,
     ) -> None:
-        row = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
+        self.manifest, layers = manifest, tuple(range(len(manifest.layers)))
+        row = RunRow("r", "c", manifest.to_json(), (("s", layers),), ("0" * 32,) * len(layers), (100.0,) * len(layers))
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
         state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), (), None)
         self.now, self._req = 0.0, 0
-        self.machine = Coordinator(state, MANIFEST, options, self.now)
+        self.machine = Coordinator(state, manifest, options, self.now)
         self.effects: list[Effect] = []  # every effect, in order
         self.orders: deque[Order] = deque()
         self.held: set[type] = set()
@@ -87,7 +92,7 @@ class ScriptedRun:
     def train(self, *clusters: str, process: str = "p") -> None:
         """Each joins, and asks for the next transfer under seq 1."""
         for cluster in clusters:
-            self.ask(ev.ClusterJoined(0, cluster, process, "r", MANIFEST.digest, "c", take_over=True))
+            self.ask(ev.ClusterJoined(0, cluster, process, "r", self.manifest.digest, "c", take_over=True))
             self._seqs[cluster] = 0
             self.pull(cluster)
 
