@@ -84,6 +84,7 @@ class Push:
     merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
     freshness: float = 1.0  # e^(−α·staleness)
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
+    was_against: bool = False  # and points away from those that were folded before it waited
 
     @property
     def layer_sq(self) -> tuple[float, ...]:

@@ -163,7 +163,7 @@ class PenaltyReference:
                 armed.append(fold.score)
             if self.o.score == "log":
                 g = log(g)
-            if row.warm_left == 0 and row.n > 0:
+            if row.warm_left == 0 and row.n > 0 and "dips-paper" not in self.o.gates:
                 least = (self.o.sigma_floor if row.n > 1 else 1.0) * (1.0 if self.o.score == "log" else row.mu)
                 g = min(g, row.mu + limit * max(row.sigma * self._spread(row.n), least, 1e-30))
             w, _left = max(self.o.alpha, 1 / n), max(0, row.warm_left - 1)
