@@ -216,6 +216,8 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"pull_codec needs outer\.momentum above 0"):
         load_run(write(tmp_path / "still.yaml", changed(lossy, "shared.outer.momentum", 0.0)))
+    with pytest.raises(ConfigError, match="and a step other than sgd"):
+        load_run(write(tmp_path / "sgd.yaml", changed(lossy, "shared.outer.step", "sgd")))
     with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
         load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
     streaming = {**changed(CLUSTER, "shared.pull_codec", "bf16"), "install": "streaming"}

@@ -126,6 +126,20 @@ def test_a_flagged_layer_does_not_count(merge: MergeRule, monkeypatch: pytest.Mo
     assert run.committed[-1].step.scales[1] == 0.0
 
 
+@pytest.mark.parametrize("rule", StepRule)
+def test_a_layer_that_every_push_is_flagged_in_stays(rule: StepRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its momentum neither moves it nor fades, as EDiT rolls back; the others step on."""
+    run = ruled(step=rule)
+    run.push_all(TOKENS)
+    theta, m = run.theta, run.memory.momentum(run.head)[1].copy()
+    honest = Penalty.judge_push
+    flagged = frozenset({1})
+    monkeypatch.setattr(Penalty, "judge_push", lambda *asked: replace(honest(*asked), flagged=flagged))
+    run.push_all(TOKENS)
+    assert run.theta[1].tobytes() == theta[1].tobytes() and run.memory.momentum(run.head)[1].tobytes() == m.tobytes()
+    assert (run.theta[2] != theta[2]).all()
+
+
 # ---- extremes of a merge ---------------------------------------------------------------------------------------------
 
 
