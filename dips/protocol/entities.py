@@ -206,6 +206,7 @@ class Round:
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
+    flagged: bool = False  # some push of it does not count in some layer
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
     step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
     delta_norm: float = 0.0

@@ -148,7 +148,7 @@ def test_a_layer_that_every_push_is_flagged_in_stays(rule: StepRule, monkeypatch
 def test_no_norm_makes_a_weight_that_is_not_a_number(merge: MergeRule, norms: tuple[float, float]) -> None:
     """Exponents and quotients are bounded; the scale is a number at least 0."""
     shares = [LayerShare(100.0, 1.0, norm, 4) for norm in norms]
-    weights = [weigh_last(MERGES[merge], shares[: i + 1]) for i in range(2)]
+    weights = [weigh_last(MERGES[merge], shares[:i], shares[i]) for i in range(2)]
     assert all(0.0 <= w <= 2.0**100 for w in weights) and weights[0] in (0.0, 1.0)
     assert 0.0 < scale_layer(MERGES[merge], shares, weights, 0.0) <= 2.0**100
 
