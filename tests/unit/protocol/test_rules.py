@@ -79,6 +79,16 @@ def test_equal_pushes_make_the_step_of_one(merge: MergeRule, weights: WeightRule
 
 
 @pytest.mark.parametrize("merge", MergeRule)
+def test_one_cluster_alone_is_every_merge(merge: MergeRule) -> None:
+    """There is nobody to be compared with: its pseudo-gradient is the step's, up to rounding."""
+    run, plain = ruled(merge=merge), ruled()
+    for one in (run, plain):
+        one.push_all({"b": 300}, {"b": 16})
+    for made, expected in zip(run.theta, plain.theta, strict=True):
+        assert made == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("merge", MergeRule)
 def test_pushes_that_did_not_move_divide_by_nothing(merge: MergeRule) -> None:
     """One frozen layer of one, then of all: finite, and momentum goes on."""
     run = ruled(merge=merge)
