@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 ROOM = "dips/protocol"
 STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
-RULES = "tests/unit/protocol/test_rules.py"
+RULES = "tests/unit/protocol/test_rules.py tests/unit/protocol/test_step_rules.py"
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
 DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
