@@ -57,6 +57,16 @@ def test_presets_are_shared_sections(preset: str) -> None:
     assert (shared.outer.clip.norm, shared.penalty.gates) == {"paper": (1.0, ("dips",)), "diloco": (None, ())}[preset]
 
 
+def test_a_run_that_began_before_there_were_rules_goes_on() -> None:
+    """The digest in its ledger, which format 8's Di-PS wrote, is that of the same file; any other rule is another."""
+    old = "c97dba6cd868e858bcbf7a8b3098d336de69104daf8b01b55da84b5997c16e41"
+    assert Shared.model_validate({"run": "r"}).digest == old
+    rules = ({"merge": "rda"}, {"step": "share"}, {"weights": "uniform"}, {"staleness_alpha": 0.1}, {"delay": 2})
+    clip = {"clip": {"norm": 1.0, "per_layer": True}}
+    digests = {Shared.model_validate({"run": "r", "outer": outer}).digest for outer in (*rules, clip, {"lr": "auto"})}
+    assert len(digests | {old}) == 8
+
+
 def test_own_data_is_the_word_for_no_ranges() -> None:
     """`data: own` and `data: {ranges: 0}` agree; a data set's digest is agreed on."""
     own, none = (Shared.model_validate({"run": "r", "data": data}) for data in ("own", {"ranges": 0}))
@@ -220,6 +230,8 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"pull_codec needs outer\.momentum above 0"):
         load_run(write(tmp_path / "still.yaml", changed(lossy, "shared.outer.momentum", 0.0)))
+    with pytest.raises(ConfigError, match="and a step other than sgd"):
+        load_run(write(tmp_path / "sgd.yaml", changed(lossy, "shared.outer.step", "sgd")))
     with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
         load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
     streaming = {**changed(CLUSTER, "shared.pull_codec", "bf16"), "install": "streaming"}

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 ROOM = "dips/protocol"
 STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
-RULES = "tests/unit/protocol/test_rules.py"
+RULES = "tests/unit/protocol/test_rules.py tests/unit/protocol/test_step_rules.py"
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
 DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
@@ -127,7 +127,13 @@ MUTANTS = (
         RULES,
     ),
     Mutant("noise is a direction", ROOM, "if acc_norm > LEAST_DIRECTION * agreed", "if acc_norm > 0", RULES),
-    Mutant("a flagged layer counts", ROOM, "layer in push.verdict.flagged\n", "False\n", RULES),
+    Mutant(
+        "a flagged layer counts",
+        ROOM,
+        "if push.verdict is not None and layer in push.verdict.flagged:",
+        "if False:",
+        RULES,
+    ),
     Mutant("staleness weighs nothing", ROOM, "exp(-min(alpha * max(0, staleness), MOST_EXPONENT))", "1.0", RULES),
     Mutant("a share keeps no momentum longer", ROOM, "r.momentum**r.share", "r.momentum", RULES),
     Mutant("momentum never acts", ROOM, "(before + len(r.folded)) // every > before // every", "False", RULES),
