@@ -35,7 +35,7 @@ class RuledRun(ScriptedRun):
         self.memory.allocate_banks({i: layer.numel for i, layer in enumerate(RULED.layers)}, None, frozenset({BUFFERS}))
         load_version(self.memory, GENESIS, _initial)
         self.staged: dict[str, Difference] = {}  # of a cluster's next push
-        options = Options(outer=outer, penalty=PenaltyOptions(rule="none"), timing=TimingOptions(window_s=10.0))
+        options = Options(outer=outer, penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=10.0))
         super().__init__(options, manifest=RULED, **more)
 
     def _answer(self, body: Any) -> Any:
@@ -47,7 +47,8 @@ class RuledRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                return ev.Measured(self.memory.measure_push(body.push), True)
+                found = self.memory.measure_push(body.push)
+                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest)
             case Fold():
                 return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
             case Apply():

@@ -108,6 +108,7 @@ def test_layers_equal_a_plain_z_test() -> None:
                 known[i].append(norms[i])
         flagged += len(expected)
         penalty.keep_statistics(*penalty.compute_statistics([Settled("a", said)], ["a"]))
+        assert [layer.n for layer in penalty.penalty_row("a").layers] == list(map(len, known))
     assert flagged > 3
 
 
@@ -126,6 +127,8 @@ def test_a_push_with_one_good_layer_counts_and_one_without_does_not() -> None:
     said = story.judge("a", 25.0, 25.0)
     assert not said.accepted and said.gate is GateName.EDIT
     assert story.judge("a", 25.0, 25.0, exempt=True).accepted
+    warming = edit_rows(USUAL, USUAL, warm_left=1).judge("a", 25.0, 1.0)
+    assert warming.accepted and not warming.flagged
 
 
 def test_a_layer_that_never_moves_is_no_good_one() -> None:

@@ -119,6 +119,13 @@ def test_two_bad_of_nine_are_gated_whatever_their_order() -> None:
     assert set(gated) == {"a", "b"} and len(gated) >= 2 * 5
 
 
+def test_two_of_four_that_come_first_outvote_nobody() -> None:
+    """Two against two: as many wait and point away as were folded. All are flagged."""
+    run = VectorRun().warm_up("a", "b", "c", "d")
+    run.vectors |= dict.fromkeys("ab", BAD)
+    assert set(run.round("a", "b", "c", "d").values()) == {OutcomeKind.ACCEPTED}
+
+
 def test_two_clusters_cannot_outvote_each_other() -> None:
     """Both are flagged in every round, and both count."""
     run = VectorRun().warm_up("a", "b")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import exp, sqrt
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,10 @@ import pytest
 from dips.dataclass import replace
 from dips.protocol.enums import MergeRule, StepRule, WeightRule
 from dips.protocol.options import OuterOptions
-from dips.protocol.penalty import Penalty, Verdict
+from dips.protocol.penalty import Penalty
 from dips.protocol.rules.merges import MERGES, LayerShare, scale_layer, weigh_last
 from dips.protocol.rules.weights import WEIGHTS, measure_freshness
+from dips.protocol.verdicts import PushEvidence, Verdict
 from tests import rules_reference
 from tests.unit.protocol.ruled_run import (
     BLOCKS,
@@ -106,8 +106,8 @@ def test_a_flagged_layer_does_not_count(merge: MergeRule, monkeypatch: pytest.Mo
     flags = {"a": frozenset({0, 1, 2}), "b": frozenset({1}), "c": frozenset({1})}
     honest = Penalty.judge_push
 
-    def judge(self: Penalty, cluster: str, *more: Any) -> Verdict:
-        return replace(honest(self, cluster, *more), flagged=flags[cluster])
+    def judge(self: Penalty, push: PushEvidence) -> Verdict:
+        return replace(honest(self, push), flagged=flags[push.cluster])
 
     monkeypatch.setattr(Penalty, "judge_push", judge)
     run, outer = ruled(merge=merge), OuterOptions(merge=merge)
