@@ -135,7 +135,7 @@ class ScaleRun:
             case Measure():
                 return ev.Measured((1.0,) * self.layers[slave], True)
             case Fold():
-                return ev.Folded((1.0,))
+                return ev.Folded((1.0,) * self.layers[slave])
             case Apply():
                 return ev.Prepared(body.version)
             case Persist():

@@ -90,6 +90,7 @@ RENAMED_KEYS = {
     "askers": "concurrent_streams",
     "speakers": "max_transfer_ranks",
     "performer": "supervisor",
+    "rule": "gates",
     "metrics": "http",
 }
 

@@ -84,6 +84,7 @@ class Push:
     merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
     freshness: float = 1.0  # e^(−α·staleness)
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
+    was_against: bool = False  # and points away from those that were folded before it waited
 
     @property
     def layer_sq(self) -> tuple[float, ...]:
@@ -212,6 +213,7 @@ class Round:
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
     held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
+    flagged: bool = False  # some push of it does not count in some layer
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
     step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
     delta_norm: float = 0.0

@@ -19,7 +19,7 @@ def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
     live = [c.name for c in run.clusters.values() if c.live]
     if push.was_held or not run.penalty.waits_for_others(push.id.cluster, live):
         return False
-    r.held.append(push)
+    _hold(run, r, push, "has joined lately or was out of line")
     return True
 
 
@@ -29,8 +29,8 @@ def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
     undecided = push.verdict.accepted or push.verdict.gate is GateName.DIRECTION
     if push.was_held or not run.penalty.gates_direction or not undecided or not is_against(push.verdict.evidence):
         return False
-    push.verdict = None
-    r.held.append(push)
+    reason, push.verdict, push.was_against = push.verdict.reason, None, True
+    _hold(run, r, push, reason)
     return True
 
 
@@ -44,10 +44,23 @@ def take_held(run: RunState, r: Round) -> Push | None:
     return push
 
 
+def _hold(run: RunState, r: Round, push: Push, reason: str) -> None:
+    r.held.append(push)
+    run.emit_note("push_held", push=push.id, reason=reason)
+
+
 def let_go(r: Round) -> list[Push]:
     """The round is skipped: they wait for the next one, which decides anew."""
     held, r.held = r.held, []
+    for push in held:
+        push.was_against = False
     return held
+
+
+def count_against(r: Round) -> int:
+    """How many of the round wait because they point away from its sum, the one that is judged now included."""
+    current = [r.current] if r.current is not None else []
+    return sum(push.was_against for push in (*r.held, *current))
 
 
 def _slot_is_wanted(run: RunState) -> bool:

@@ -51,7 +51,7 @@ def move_accepted(verdict: Verdict, past: Past, limit: float) -> PenaltyRow:
     alpha, n = options.alpha, row.n + 1
     known = past.warm_norms.median_without(row) if is_joiner(row, options) else None
     x = scale_norm(g, options)
-    if has_score(row):
+    if has_score(row) and GateName.DIPS_PAPER not in options.gates:
         x = min(x, row.mu + limit * corrected_sigma(row, options))
     mu, sigma = _move_average(x, row.mu, row.sigma, n, alpha)
     return replace(

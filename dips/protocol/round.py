@@ -113,6 +113,8 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         acc_sq=sum(r.acc_sq),
         others=len(r.folded),
         split=any(is_against(p.verdict.evidence) for p in r.folded if p.verdict is not None),
+        against=held_pushes.count_against(r),
+        clusters=sum(cluster.live for cluster in run.clusters.values()),
         digest=digest,
         loss=push.loss,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.protocol import durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
@@ -75,7 +76,7 @@ def _with_norms(run: RunState, r: Round, history: ScoreHistory) -> ScoreHistory:
     clip, norms = run.options.outer.clip, (*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:]
     by_layer = clip.per_layer and clip.relative is not None
     layer_norms = (*history.layer_norms, r.layer_norms)[-LAYER_NORMS_KEPT:] if by_layer else ()
-    return ScoreHistory(history.scores, norms, layer_norms)
+    return replace(history, delta_norms=norms, layer_norms=layer_norms)
 
 
 def _version_row(

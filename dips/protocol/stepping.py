@@ -6,7 +6,7 @@ slaves fold each as it comes. In the common case, the mean of whole pushes, they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from statistics import median
 
@@ -15,7 +15,7 @@ from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, re
 from dips.protocol.effects import Fold
 from dips.protocol.entities import Push, Round
 from dips.protocol.rules.clips import Clipped, clip_layers, clip_whole
-from dips.protocol.rules.merges import MEAN, MERGES, LayerShare, LayerShares, Merge, scale_layer, weigh_last
+from dips.protocol.rules.merges import MEAN, MERGES, LayerShare, Merge, scale_layer, weigh_last
 from dips.protocol.rules.rates import rate_of_clusters
 from dips.protocol.rules.steps import STEPS, StepRound, measure_share
 from dips.protocol.rules.weights import WEIGHTS, measure_freshness
@@ -30,8 +30,9 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
     push.freshness = measure_freshness(o.staleness_alpha, run.head.version - push.base.version)
     push.merge_weight = WEIGHTS[o.weights](push.tokens, push.inner_steps) * push.freshness
     push.weight = push.tokens / r.folded[0].tokens if r.folded else 1.0
-    pushes = [*r.folded, push]
-    weights = [weigh_last(_merge_of(run, i), _layer_shares(pushes, i)) for i in _layers_that_differ(run, pushes)]
+    r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
+    layers = _layers_that_differ(run, r)
+    weights = [weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
     push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
 
 
@@ -41,10 +42,9 @@ def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
     return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
 
 
-def _layers_that_differ(run: RunState, pushes: Sequence[Push]) -> Sequence[int]:
+def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
     """The layers whose weights and scales may differ; the first stands for all that are not here."""
-    flagged = any(push.verdict is not None and push.verdict.flagged for push in pushes)
-    by_layer = MERGES[run.options.outer.merge].by_layer or flagged
+    by_layer = MERGES[run.options.outer.merge].by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
 
@@ -53,13 +53,15 @@ def _merge_of(run: RunState, layer: int) -> Merge:
     return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
 
 
-def _layer_shares(pushes: Sequence[Push], layer: int) -> LayerShares:
-    return [
-        None
-        if push.verdict is not None and layer in push.verdict.flagged
-        else LayerShare(push.merge_weight, push.freshness, sqrt(push.layer_sq[layer]), push.inner_steps)
-        for push in pushes
-    ]
+def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | None]:
+    """One after another: who looks for the first that counts there does not make all."""
+    return (_share_in(push, layer) for push in pushes)
+
+
+def _share_in(push: Push, layer: int) -> LayerShare | None:
+    if push.verdict is not None and layer in push.verdict.flagged:
+        return None
+    return LayerShare(push.merge_weight, push.freshness, sqrt(push.layer_sq[layer]), push.inner_steps)
 
 
 # ---- a round --------------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def make_step(run: RunState, r: Round) -> Clipped:
 
 def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
     scales = []
-    for layer in _layers_that_differ(run, r.folded):
+    for layer in _layers_that_differ(run, r):
         weights = [factor_at(push.layer_weights or (push.weight,), layer) for push in r.folded]
         shares, acc_sq = _layer_shares(r.folded, layer), r.acc_sq[layer]
         scales.append(scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq))

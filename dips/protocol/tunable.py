@@ -71,7 +71,7 @@ def describe_changes(changes: Iterable[TunedOption]) -> str:
     return " ".join(f"{change.key}={'off' if change.off else f'{change.value:.15g}'}" for change in changes)
 
 
-def current_values(options: Options) -> dict[str, float | None]:
+def current_values(options: Options) -> dict[str, float | str | None]:
     """What holds now, of everything that may be tuned."""
     return {key: _value_of(options, key) for key in TUNABLE}
 

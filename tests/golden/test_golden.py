@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 from contextlib import closing
@@ -75,6 +76,11 @@ def test_the_ledger_is_read(tmp_path: Path) -> None:
     assert PushId("b", 1, 5) not in {f.push for r in rounds for f in r.folds}
 
 
+SCORES = re.compile(  # as format 8 was written they were of a biased σ, and the hard cap did not say what it is of
+    r"score(s=\([^)]*\)|=\S+| [^,']+, at most [\d.]+)|, 10 × its usual norm"
+)
+
+
 def test_a_ledger_of_format_8_becomes_todays(tmp_path: Path) -> None:
     """Upgraded in place where a master opens it, in memory where it is only read: state and history are the same, every
     step Nesterov's with the momentum of its row; and the tables are those of a new ledger."""
@@ -90,7 +96,8 @@ def test_a_ledger_of_format_8_becomes_todays(tmp_path: Path) -> None:
             assert old.read_bytes() == before, "who only reads changes nothing"
     assert seen[0] == seen[1] == seen[2]
     assert [r.step.numbers for r in seen[0][1]] == [(0.8, 1.0, 1.0, 0.8)] * 8
-    assert repr(seen[0]) == repr(seen[3]).replace("0.446428571)", repr(returned_share(0.7, (0.8, 1.0, 1.0, 0.8))) + ")")
+    today = repr(seen[3]).replace("0.446428571)", repr(returned_share(0.7, (0.8, 1.0, 1.0, 0.8))) + ")")
+    assert SCORES.sub("", repr(seen[0])) == SCORES.sub("", today)
     assert _columns(old) == _columns(new)
 
 

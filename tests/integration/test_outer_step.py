@@ -154,7 +154,7 @@ class SlaveSet:
                 assert isinstance(answer, Measured)
                 assert answer.finite
             folded = self.order(Fold(version.round, push, tokens / first))
-            acc_sq = sum(a.acc_sq for a in folded if isinstance(a, Folded))
+            acc_sq = sum(sum(a.acc_sq) for a in folded if isinstance(a, Folded))
         c = first / sum(tokens for _, _, tokens in pushes)
         norm = c * sqrt(acc_sq)
         scale = c * (1.0 if clip is None else min(1.0, clip / norm))

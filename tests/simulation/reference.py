@@ -101,8 +101,9 @@ class LineageReference:
     ) -> tuple[Numbers, Numbers]:
         """g = s·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′); where s is 0 nothing moves."""
         s, scales = row.step, row.step.scales
-        scale, lr = f32(scales[layer if len(scales) > 1 else 0]), f32(s.lr)
-        a, b, c, e = map(f32, (s.a, s.b, s.c, s.e) if scale else (1.0, 0.0, 0.0, 0.0))
+        of_layer = scales[layer if len(scales) > 1 else 0]
+        scale, lr = f32(of_layer), f32(s.lr)
+        a, b, c, e = map(f32, (s.a, s.b, s.c, s.e) if of_layer else (1.0, 0.0, 0.0, 0.0))
         next_theta, next_momentum = [], []
         for t, summed, m in zip(theta, acc, momentum, strict=True):
             g = f32(scale * summed)
@@ -163,7 +164,7 @@ class PenaltyReference:
                 armed.append(fold.score)
             if self.o.score == "log":
                 g = log(g)
-            if row.warm_left == 0 and row.n > 0:
+            if row.warm_left == 0 and row.n > 0 and "dips-paper" not in self.o.gates:
                 least = (self.o.sigma_floor if row.n > 1 else 1.0) * (1.0 if self.o.score == "log" else row.mu)
                 g = min(g, row.mu + limit * max(row.sigma * self._spread(row.n), least, 1e-30))
             w, _left = max(self.o.alpha, 1 / n), max(0, row.warm_left - 1)

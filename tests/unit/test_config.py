@@ -20,7 +20,7 @@ from dips.config import (
 from dips.config.reading import RENAMED_KEYS
 from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
-from dips.protocol.options import TimingOptions
+from dips.protocol.options import PenaltyOptions, TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -54,7 +54,17 @@ def test_presets_are_shared_sections(preset: str) -> None:
     """Every preset is a whole shared section, and the two differ where their papers do."""
     shared = Shared.model_validate(yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text()))
     assert (shared.outer.lr, shared.outer.momentum) == {"paper": (0.7, 0.8), "diloco": (0.7, 0.9)}[preset]
-    assert (shared.outer.clip.norm, shared.penalty.rule) == {"paper": (1.0, "dips"), "diloco": (None, "none")}[preset]
+    assert (shared.outer.clip.norm, shared.penalty.gates) == {"paper": (1.0, ("dips",)), "diloco": (None, ())}[preset]
+
+
+def test_a_run_that_began_before_there_were_rules_goes_on() -> None:
+    """The digest in its ledger, which format 8's Di-PS wrote, is that of the same file; any other rule is another."""
+    old = "c97dba6cd868e858bcbf7a8b3098d336de69104daf8b01b55da84b5997c16e41"
+    assert Shared.model_validate({"run": "r"}).digest == old
+    rules = ({"merge": "rda"}, {"step": "share"}, {"weights": "uniform"}, {"staleness_alpha": 0.1}, {"delay": 2})
+    clip = {"clip": {"norm": 1.0, "per_layer": True}}
+    digests = {Shared.model_validate({"run": "r", "outer": outer}).digest for outer in (*rules, clip, {"lr": "auto"})}
+    assert len(digests | {old}) == 8
 
 
 def test_own_data_is_the_word_for_no_ranges() -> None:
@@ -108,7 +118,11 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("shared.outer.lr", "fast", "outer.lr: expected a number above 0 or auto, got 'fast'"),
         ("shared.outer.lr", -1.0, "outer.lr: expected a number above 0 or auto, got -1.0"),
         ("shared.outer.clip", {"norm": 1.0, "relative": 2.0}, "not both"),
-        ("shared.penalty.rule", "majority", "shared.penalty.rule: Input should be 'dips' or 'none', got 'majority'"),
+        ("shared.penalty.rule", "none", "shared.penalty.rule: renamed, write gates"),
+        ("shared.penalty.gates", ["dips", "majority"], "shared.penalty.gates.1: Input should be 'dips', 'dips-paper',"),
+        ("shared.penalty.gates", ["loss", "loss"], "penalty.gates: expected each gate once"),
+        ("shared.penalty.score", "square", "shared.penalty.score: Input should be 'linear' or 'log'"),
+        ("shared.penalty.joiner_cap", 1.0, "penalty.joiner_cap: expected a number above 1"),
         ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
@@ -216,6 +230,8 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"pull_codec needs outer\.momentum above 0"):
         load_run(write(tmp_path / "still.yaml", changed(lossy, "shared.outer.momentum", 0.0)))
+    with pytest.raises(ConfigError, match="and a step other than sgd"):
+        load_run(write(tmp_path / "sgd.yaml", changed(lossy, "shared.outer.step", "sgd")))
     with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
         load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
     streaming = {**changed(CLUSTER, "shared.pull_codec", "bf16"), "install": "streaming"}
@@ -232,7 +248,11 @@ def test_a_cluster_file_from_before_the_renames_is_refused_with_both_names(tmp_p
 
 def test_every_renamed_key_leads_to_one_that_exists() -> None:
     """The advice of an error must not be another error."""
-    keys = {name for section in (MasterSection, SlaveSection, ClusterFile, TimingOptions) for name in _fields(section)}
+    keys = {
+        name
+        for section in (MasterSection, SlaveSection, ClusterFile, TimingOptions, PenaltyOptions)
+        for name in _fields(section)
+    }
     assert set(RENAMED_KEYS.values()) <= keys and not set(RENAMED_KEYS) & keys
 
 

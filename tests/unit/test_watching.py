@@ -60,16 +60,18 @@ def test_what_may_change_is_taken_over(story: EditedRunFile) -> None:
 def test_what_cannot_change_is_said_once_with_the_reason(story: EditedRunFile) -> None:
     story.content["slaves"][0]["slots"] = 4
     story.content["slaves"][1]["slots"] = 4  # the other slave's own affair
-    story.shared["outer"] = {"lr": 0.5}  # type: ignore[assignment]
+    story.shared["outer"] = {"lr": 0.5, "merge": "rda"}  # type: ignore[assignment]
     story.write(log_level="debug")
     found = story.look()
     assert found is not None and found[1] == ["log_level"]
     assert found[0].slaves[0].slots == 2, "the configuration in use is the one of the start"
     story.write(log_level="info")
     assert story.look() is not None
-    assert [line.partition(":")[0] for line in story.said] == ["shared.outer.lr", "slaves.s0.slots"]
+    keys = [line.partition(":")[0] for line in story.said]
+    assert keys == ["shared.outer.lr", "shared.outer.merge", "slaves.s0.slots"]
     assert "0.7 → 0.5 is not used" in story.said[0] and "dips tune" in story.said[0]
-    assert "memory is allocated at the start" in story.said[1]
+    assert "agreed on it when the run was made" in story.said[1], "a rule is no number"
+    assert "memory is allocated at the start" in story.said[2]
 
 
 def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:

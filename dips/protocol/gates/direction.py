@@ -1,8 +1,9 @@
 """The gate `direction`: a push that points away from the sum of its round's others is out of line.
 
 Who has just joined, or was out of line before, is measured last (held_pushes.py), beside the sum of all others; the
-rest beside what lies before them. Two clusters cannot outvote each other, nor can a sum whose parts are at odds: then
-a push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
+rest beside what lies before them. Who gates must be sure to be right though a third of the clusters be wrong: more than
+that third in the sum, two at least, not at odds among themselves, and more than those that point away from it. Else a
+push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dips.protocol.norm_scores import Past
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 LEAST_COSINE = 0.0  # healthy ones were at least 0.10 with the others' sum, shuffled and flipped ones at most −0.27
-LEAST_OTHERS = 2  # that gate
+LEAST_OTHERS = 2  # that gate: two clusters cannot outvote each other
+WRONG_SHARE = 3  # one of so many clusters may be wrong
 
 
 def judge_direction(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if its cosine with the sum of at least two others is negative."""
+    """Gated if its cosine with the sum of enough others is negative."""
     if not push.others:
         return Opinion(Finding.PASSED, "no others in its round to compare its direction with")
     cosine = push.cosine
@@ -24,10 +26,12 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
     said = f"cosine {cosine:.2f} with the sum of {push.others} other{'s' * (push.others > 1)} of its round"
     if cosine >= LEAST_COSINE:
         return Opinion(Finding.PASSED, said)
-    if push.others < LEAST_OTHERS:
+    if push.others < max(LEAST_OTHERS, push.clusters // WRONG_SHARE + 1):
         return Opinion(Finding.FLAGGED, f"{said}, too few to say who is right")
     if push.split:
         return Opinion(Finding.FLAGGED, f"{said}, which are at odds themselves")
+    if push.against >= push.others:
+        return Opinion(Finding.FLAGGED, f"{said}, fewer than the {push.against} that wait and point its way")
     return Opinion(Finding.GATED, said)
 
 

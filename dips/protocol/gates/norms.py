@@ -41,7 +41,7 @@ def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
     if push.exempt or row.n < LITERAL_LEAST or row.sigma <= 0.0:
         return Opinion(Finding.PASSED, "no score: nothing to compare its norm with")
     score = (scale_norm(push.norm, options) - row.mu) / row.sigma
-    if not past.history.scores:
+    if not any(past.history.scores):  # a round without a score counts as 0
         return Opinion(Finding.PASSED, f"score {score:.3g}, the first", score, scored=True)
     limit = options.beta * max(past.history.scores)
     if score > limit:

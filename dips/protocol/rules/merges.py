@@ -8,7 +8,7 @@ a factor, which the scale takes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, sqrt
 
 from dips.dataclass import dataclass
@@ -116,19 +116,18 @@ MERGES: Mapping[MergeRule, Merge] = {
 
 # ---- one layer of a round -------------------------------------------------------------------------------------------
 
-LayerShares = Sequence[LayerShare | None]  # of all pushes of a round, in the order of folding; None: flagged there
+LayerShares = Iterable[LayerShare | None]  # of pushes of a round, in the order of folding; None: flagged there
 
 
-def weigh_last(merge: Merge, shares: LayerShares) -> float:
-    """What the last push weighs: 0 if it does not count, 1 if none before it does."""
-    last = shares[-1]
+def weigh_last(merge: Merge, before: LayerShares, last: LayerShare | None) -> float:
+    """What a push weighs after those folded before it: 0 if it does not count, 1 if none of them does."""
     if last is None or not merge.counts(last):
         return 0.0
-    first = next(share for share in shares if share is not None and merge.counts(share))
-    return 1.0 if first is last else min(max(merge.weigh(last, first), 1.0 / MAX_FACTOR), MAX_FACTOR)
+    first = next((share for share in before if share is not None and merge.counts(share)), None)
+    return 1.0 if first is None else min(max(merge.weigh(last, first), 1.0 / MAX_FACTOR), MAX_FACTOR)
 
 
-def scale_layer(merge: Merge, shares: LayerShares, weights: Sequence[float], acc_norm: float) -> float:
+def scale_layer(merge: Merge, shares: LayerShares, weights: Iterable[float], acc_norm: float) -> float:
     """What makes a mean of the sum; 0, which leaves the layer as it is, if every push is flagged there."""
     pairs = [(share, weight) for share, weight in zip(shares, weights, strict=True) if share is not None]
     if not pairs:

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 ROOM = "dips/protocol"
 STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
-RULES = "tests/unit/protocol/test_rules.py"
+RULES = "tests/unit/protocol/test_rules.py tests/unit/protocol/test_step_rules.py"
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
 DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
@@ -15,6 +15,7 @@ OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
 BLIND = "tests/unit/protocol/test_bites_blind.py"
 QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
+GATES = "tests/unit/protocol/test_gates.py tests/unit/protocol/test_held_pushes.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
 DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_small.py " + STORIES
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
@@ -35,7 +36,7 @@ MUTANTS = (
     ),
     Mutant("an agent may not have its own name again", ROOM, "event.former == cluster.inc or", "", NAMES),
     Mutant("--take-over is not heard", ROOM, "or event.take_over", "", NAMES),
-    Mutant("a model that did not move counts", ROOM, "g == 0.0 and inner_steps > 0", "False", PENALTY),
+    Mutant("a model that did not move counts", ROOM, "g == 0.0 and push.inner_steps > 0", "False", PENALTY),
     Mutant(
         "a push that diverged is not counted",
         "dips/protocol/pushes.py",
@@ -126,7 +127,13 @@ MUTANTS = (
         RULES,
     ),
     Mutant("noise is a direction", ROOM, "if acc_norm > LEAST_DIRECTION * agreed", "if acc_norm > 0", RULES),
-    Mutant("a flagged layer counts", ROOM, "layer in push.verdict.flagged\n", "False\n", RULES),
+    Mutant(
+        "a flagged layer counts",
+        ROOM,
+        "if push.verdict is not None and layer in push.verdict.flagged:",
+        "if False:",
+        RULES,
+    ),
     Mutant("staleness weighs nothing", ROOM, "exp(-min(alpha * max(0, staleness), MOST_EXPONENT))", "1.0", RULES),
     Mutant("a share keeps no momentum longer", ROOM, "r.momentum**r.share", "r.momentum", RULES),
     Mutant("momentum never acts", ROOM, "(before + len(r.folded)) // every > before // every", "False", RULES),
@@ -143,7 +150,7 @@ MUTANTS = (
     # ---- the window
     Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
     Mutant("a slave's NaN is not believed", ROOM, "answer.finite and len(", "len(", ROUND),
-    Mutant("ancestors are exempt, strangers scored", ROOM, "exempt = not ", "exempt = ", ROUND),
+    Mutant("ancestors are exempt, strangers scored", ROOM, "exempt=not ", "exempt=", ROUND),
     Mutant("a cluster's pace is forgotten", ROOM, "requested_at + interval_s +", "requested_at +", ROUND),
     Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
     Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
@@ -305,9 +312,9 @@ MUTANTS = (
     Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),
     Mutant("a warm-up forgets the reference", ROOM, "max(row.reference, others", "max(0.0, others", PENALTY),
     Mutant("any number of inner steps is believed", ROOM, "if row.steps <= 0:", "if True:", PENALTY),
-    Mutant("what is not finite quarantines nobody", ROOM, "if not verdict.finite:", "if False:", PENALTY),
-    Mutant("a broken cluster comes back by itself", ROOM, "        if row.broken:", "        if False:", PENALTY),
-    Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
+    Mutant("what is not finite quarantines nobody", ROOM, "if not verdict.evidence.finite:", "if False:", PENALTY),
+    Mutant("a broken cluster comes back by itself", ROOM, "if gates and past.row.broken:", "if False:", PENALTY),
+    Mutant("threshold half as much again", ROOM, "options.beta * min(", "1.5 * options.beta * min(", PENALTY),
     Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),
     Mutant(
         "norms are compared with the largest",
@@ -317,32 +324,57 @@ MUTANTS = (
         PENALTY,
     ),
     Mutant("norms are compared with themselves", ROOM, "self.ordered[i + (i >= skip)]", "self.ordered[i]", INDEXES),
-    Mutant("variance never fades", ROOM, "(1.0 - alpha) * row.sigma**2", "row.sigma**2", PENALTY),
+    Mutant("variance never fades", ROOM, "(1.0 - alpha) * sigma**2", "sigma**2", PENALTY),
     Mutant("warm-up for ever", ROOM, "row.warm_left - 1", "row.warm_left", PENALTY),
     Mutant("an outlier moves the mean in full", ROOM, "x = min(x, row.mu", "x = max(x, row.mu", PENALTY),
     Mutant(
         "half of the clusters is most of them", ROOM, "len(gating) > len(live)", "len(gating) >= len(live)", PENALTY
     ),
-    Mutant("sigma without correction", ROOM, "* spread_factor(row.n, self._options.alpha)", "", PENALTY),
+    Mutant("sigma without correction", ROOM, "row.sigma * spread_factor(row.n, options.alpha)", "row.sigma", PENALTY),
     Mutant("residuals as if the mean were known", ROOM, "(1.0 - weight) ** 2 * (1.0 + of_mean)", "1.0", PENALTY),
     Mutant("a normal's quantile for few pushes", ROOM, " * student_quantile(freedom) / NORMAL_", " / 1 or ", PENALTY),
-    Mutant("sigma without floor", ROOM, "(1.0 if self._is_log else row.mu)", "0.0", PENALTY),
-    Mutant("a joiner's cap is the wide one", ROOM, "if self._is_joiner(row) and (others", "if 0 and (others", PENALTY),
+    Mutant("sigma without floor", ROOM, "options.sigma_floor if row.n > 1 else 1.0", "0.0", PENALTY),
+    Mutant("a joiner's cap is the wide one", ROOM, "if is_joiner(row, options) and (", "if 0 and (", PENALTY),
     Mutant("a young run never believes the world", ROOM, "if is_world and self._is_joiner(row):", "if 0:", PENALTY),
     Mutant("a formed run believes the world", ROOM, "if is_world and self._is_joiner(row):", "if is_world:", PENALTY),
     Mutant("who left is compared with", ROOM, " or picture.is_alone(row.cluster)", "", PENALTY),
     Mutant("a quiet history gates everybody", ROOM, "max(1.0, largest)", "max(0.0, largest)", PENALTY),
-    Mutant("a loud history gates nobody", ROOM, "min(o.e_cap, ", "max(o.e_cap, ", PENALTY),
-    Mutant(
-        "a norm over steps, not their root", ROOM, "for sq in layer_sq) / sqrt(", "for sq in layer_sq) / (", PENALTY
-    ),
+    Mutant("a loud history gates nobody", ROOM, "min(options.e_cap, ", "max(options.e_cap, ", PENALTY),
+    Mutant("a norm over steps, not their root", ROOM, "self.layer_sq)) / sqrt(", "self.layer_sq)) / (", PENALTY),
     Mutant(
         "cap of the genesis grows with steps",
         ROOM,
-        "return self._genesis_norm / sqrt(",
-        "return self._genesis_norm * sqrt(",
+        "return genesis_norm / sqrt(",
+        "return genesis_norm * sqrt(",
         PENALTY,
     ),
+    # ---- gates
+    Mutant(
+        "who is flagged alone is gated",
+        ROOM,
+        "if push.others < max(LEAST_OTHERS, push",
+        "if 0 * max(LEAST_OTHERS, push",
+        GATES,
+    ),
+    Mutant("a sum at odds with itself gates", ROOM, "    if push.split:", "    if False:", GATES),
+    Mutant("a few outvote many", ROOM, "if push.against >= push.others:", "if False:", GATES),
+    Mutant("two of nine are enough", ROOM, "push.clusters // WRONG_SHARE + 1", "0", GATES),
+    Mutant("a cosine without lengths", ROOM, "return self.dot / lengths if", "return self.dot if", GATES),
+    Mutant("who waits is measured in any order", ROOM, "push = min(r.held, key=", "push = max(r.held, key=", GATES),
+    Mutant("who waits keeps its slot", ROOM, "free <= 0 and run.slot_queue", "False and run.slot_queue", GATES),
+    Mutant("a skipped round loses who waits", ROOM, "*held_pushes.let_go(r), *run", "*run", GATES),
+    Mutant("suspects are measured like others", ROOM, "if is_suspect(row):", "if False:", GATES),
+    Mutant("who was gated accuses the others", ROOM, "        if settled.verdict.accepted:", "        if True:", GATES),
+    Mutant("two losses are enough to gate", ROOM, "if len(others) < LEAST_OTHERS:", "if False:", GATES),
+    Mutant("a loss has no usual distance", ROOM, "if excess <= usual + MARGIN:", "if excess <= MARGIN:", GATES),
+    Mutant("losses of joiners count", ROOM, " and not is_joiner(row, past.options)\n    ]", "\n    ]", GATES),
+    Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=loss)", "pass", GATES),
+    Mutant("digests pile up", ROOM, "in accepted))[-DIGESTS_KEPT:]", "in accepted))", GATES),
+    Mutant("a layer that is left out teaches", ROOM, "if place not in flagged:", "if True:", GATES),
+    Mutant("a layer is left out for ever", ROOM, "elif layer.left_out_in_a_row + 1 >= patience:", "elif False:", GATES),
+    Mutant("a push without a layer left counts", ROOM, "if len(flagged) == moving:", "if False:", GATES),
+    Mutant("no warm-up for layers", ROOM, "past.row.warm_left > 0 or push.exempt or", "push.exempt or", GATES),
+    Mutant("a direction that is out of line warms up", ROOM, "verdict.gate not in OF_NORMS:", "False:", GATES),
     Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY

@@ -359,8 +359,8 @@ MUTANTS = (
     Mutant(
         "blocks of another size",
         OUTER,
-        "BLOCK = 4096",
-        "BLOCK = 8192",
+        "SUMMED = 4096",
+        "SUMMED = 8192",
         "equivalent: a bound of the cache; sums of squares are compared to 1e-12 and no bit of θ depends on it",
     ),
     # ---- memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from math import inf, isnan, nan
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 
 from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master import ledger_history
+from dips.master import ledger_history, ledger_upgrade
 from dips.master.ledger import MEMORY, Ledger
-from dips.outer_step import nesterov_step
+from dips.master.ledger_upgrade import UPGRADES
+from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.records import (
@@ -36,6 +38,8 @@ from dips.protocol.records import (
     VersionDurable,
     VersionsRetired,
 )
+from tests.golden.files import DATA
+from tests.golden.ledger import OLD_FILE, restore
 
 ROW = RunRow(
     "run", "d1", '{"format":1,"layers":[]}', (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0)
@@ -382,6 +386,35 @@ def test_a_broken_lineage_is_corrupt(ledger: Ledger) -> None:
     ledger.write_records([RoundReserved(3, 0.0), committed(V2, V1, A1)])
     with pytest.raises(Corrupt, match="v2@r3 names v1@r1, which has no row"):
         ledger.read_state()
+
+
+def test_what_layers_have_of_their_own_is_read_back(tmp_path: Path) -> None:
+    """Weights of a fold and scales of a step, bit for bit; a version of one number has no row for its layers."""
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", ROW)
+    plain, made = committed(V1, GENESIS, A1), committed(V2, V1, B1)
+    step = OuterStep((0.1, 1 / 3, 0.0), 0.6, 0.8**0.3, 0.3, 0.3, 0.8**0.3, 0.7)
+    made = replace(made, folds=(replace(made.folds[0], layer_weights=(1.0, 0.0, 2 / 3)),), step=step)
+    history = ScoreHistory((0.0,), (1.5,), ((1.0, 0.5, 0.1),))
+    ledger.write_records([RoundReserved(1, 0.0), plain, RoundReserved(3, 0.0), replace(made, history=history)])
+    found = ledger.read_history()
+    assert [r.step for r in found] == [plain.step, step]
+    assert [r.folds for r in found] == [plain.folds, made.folds]
+    assert ledger.read_state().history == history
+    assert ledger._db.execute("SELECT round, place FROM layer_factors").fetchall() == [(3, -1), (3, 0)]
+    ledger.close()
+
+
+def test_an_upgrade_that_fails_leaves_the_ledger_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it or nothing: the Di-PS of before still opens it."""
+    path = tmp_path / "ledger.sqlite"
+    restore((DATA / OLD_FILE).read_text(), path)
+    broken = {8: (*UPGRADES[8], "no statement")}
+    monkeypatch.setattr(ledger_upgrade, "UPGRADES", broken)
+    with pytest.raises(sqlite3.OperationalError):
+        Ledger.open(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (8,)
+        assert "momentum" in {row[1] for row in db.execute("PRAGMA table_info(versions)")}
 
 
 def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

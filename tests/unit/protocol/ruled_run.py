@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dips.ids import GENESIS, PushId
 from dips.outer import reference
@@ -13,7 +14,7 @@ from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
 from dips.protocol.manifest import Manifest
-from dips.protocol.options import Options, OuterOptions, PenaltyOptions, TimingOptions
+from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
 from tests import rules_reference
 from tests.loading import load_version
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -34,7 +35,7 @@ class RuledRun(ScriptedRun):
         self.memory.allocate_banks({i: layer.numel for i, layer in enumerate(RULED.layers)}, None, frozenset({BUFFERS}))
         load_version(self.memory, GENESIS, _initial)
         self.staged: dict[str, Difference] = {}  # of a cluster's next push
-        options = Options(outer=outer, penalty=PenaltyOptions(rule="none"), timing=TimingOptions(window_s=10.0))
+        options = Options(outer=outer, penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=10.0))
         super().__init__(options, manifest=RULED, **more)
 
     def _answer(self, body: Any) -> Any:
@@ -46,7 +47,8 @@ class RuledRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                return ev.Measured(self.memory.measure_push(body.push), True)
+                found = self.memory.measure_push(body.push)
+                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest)
             case Fold():
                 return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
             case Apply():
@@ -84,3 +86,27 @@ def pushed(difference: Difference, tokens: int, steps: int = 4, staleness: int =
     """The same as the reference takes it, without buffers."""
     layers = [d.astype(np.float64).tolist() for d in difference[:BUFFERS]]
     return rules_reference.Pushed(tokens, steps, staleness, layers)
+
+
+PLAIN = {"clip": Clip()}
+TOKENS, STEPS_OF = {"a": 100, "b": 300, "c": 50}, {"a": 4, "b": 16, "c": 1}
+
+
+def ruled(**outer: Any) -> RuledRun:
+    run = RuledRun(OuterOptions(**{**PLAIN, **outer}))
+    run.staged = {name: draw_difference(seed) for seed, name in enumerate(TOKENS)}
+    run.train(*TOKENS)
+    return run
+
+
+def expected_merge(run: RuledRun, outer: OuterOptions) -> list[list[float] | None]:
+    pushes = [pushed(run.staged[name], TOKENS[name], STEPS_OF[name]) for name in TOKENS]
+    return [rules_reference.merge_layer(outer, pushes, layer, layer in BLOCKS) for layer in range(BUFFERS)]
+
+
+def check_first_step(run: RuledRun, merged: list[list[float] | None], numbers: tuple[float, ...], lr: float) -> None:
+    """θ of the first version is the reference's; m was 0."""
+    for layer, g in enumerate(merged):
+        assert g is not None
+        made = [rules_reference.take_step(START, 0.0, x, lr, numbers)[0] for x in g]
+        assert run.theta[layer] == pytest.approx(made, rel=2e-6), f"layer {layer}"

@@ -415,7 +415,7 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         incarnation.flow.events.on_push_staged(PUSH, 12)
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
-        assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
+        assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == (0.75,)
         assert await incarnation.order(Apply(1, VersionId(1, 1), nesterov_step(1.0, 0.7, 0.8))) == Prepared(
             VersionId(1, 1)
         )

@@ -1,0 +1,359 @@
+"""Each gate beside ten plain lines that say the same, and what it does not see."""
+
+from __future__ import annotations
+
+import random
+from math import nan, sqrt
+from statistics import mean, median
+
+import pytest
+
+from dips.protocol.enums import GateName
+from dips.protocol.gates import GATES
+from dips.protocol.gates.losses import MARGIN
+from dips.protocol.gates.replays import DIGESTS_KEPT
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.penalty import Penalty
+from dips.protocol.penalty_rows import accuse
+from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
+from dips.protocol.spread import spread_factor
+from dips.protocol.verdicts import Finding, PushEvidence, Settled, Verdict
+
+OPTIONS = PenaltyOptions()
+
+
+class GateStory:
+    """Rounds of a Penalty with these gates; clusters whose rows are not given have warmed up at norm 1."""
+
+    def __init__(self, *gates: str, known: str = "abcd", **changes: object) -> None:
+        row = {"n": 40, "mu": 1.0, "sigma": 0.05, "last_norm": 1.0, "warm_left": 0, "gated_in_a_row": 0}
+        rows = [PenaltyRow(c, quarantined=False, accepted=40, reference=1.0, **(row | changes)) for c in known]  # type: ignore[arg-type]
+        self.penalty = Penalty(PenaltyOptions(gates=tuple(map(GateName, gates))), rows)
+
+    def judge(self, cluster: str, *squares: float, **seen: object) -> Verdict:
+        return self.penalty.judge_push(PushEvidence(cluster, squares or (1.0,), 1, **seen))  # type: ignore[arg-type]
+
+    def settle(self, *verdicts: Verdict) -> None:
+        settled = [Settled(v.evidence.cluster, v) for v in verdicts]
+        self.penalty.keep_statistics(*self.penalty.compute_statistics(settled, list("abcd")))
+
+    def round(self, cluster: str, *squares: float, **seen: object) -> Verdict:
+        said = self.judge(cluster, *squares, **seen)
+        self.settle(said)
+        return said
+
+
+def test_every_name_has_its_gate() -> None:
+    assert set(GATES) == set(GateName)
+
+
+# ---- dips-paper ------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_rule_to_the_letter() -> None:
+    """E = (G − μ)/σ, μ and σ as §4.1 moves them; flagged when E > β·max(E) of those accepted."""
+    rng, penalty = random.Random(1), Penalty(PenaltyOptions(gates=(GateName.DIPS_PAPER,), gate_patience=1000))
+    mu, sigma, scores, n, gated = 0.0, 0.0, list[float](), 0, 0
+    for _ in range(300):
+        g = 1.0 + abs(rng.gauss(0.0, 0.2))
+        e = (g - mu) / sigma if n >= 2 else 0.0
+        flagged = n >= 2 and bool(scores[2:]) and e > 3.0 * max(scores[-50:])
+        said = penalty.judge_push(PushEvidence("a", (g * g,), 1))
+        assert said.accepted is not flagged, (said, e)
+        penalty.keep_statistics(*penalty.compute_statistics([Settled("a", said)], ["a"]))
+        gated += flagged
+        if not flagged:
+            n, scores = n + 1, [*scores, e]
+            mu += max(0.02, 1 / n) * (g - mu)
+            sigma = sqrt(0.98 * sigma**2 + 0.02 * (g - mu) ** 2)
+    assert 0 < gated < 300
+
+
+def test_the_papers_rule_gates_a_quiet_history_and_is_disarmed_by_a_loud_one() -> None:
+    """What `dips` bounds on both sides: max E near 0 gates what is usual, a score of 100 lets in one of 299."""
+    row = PenaltyRow("a", 40, 1.0, 0.1, 1.0, 0, 0, False, 40)
+    options = PenaltyOptions(gates=(GateName.DIPS_PAPER,))
+    quiet, loud = (Penalty(options, [row], ScoreHistory((e,), ())) for e in (0.01, 100.0))
+    assert not quiet.judge_push(PushEvidence("a", (1.02**2,), 1)).accepted
+    assert loud.judge_push(PushEvidence("a", (30.0**2,), 1)).accepted
+    assert not Penalty(OPTIONS, [row], ScoreHistory((100.0,), ())).judge_push(PushEvidence("a", (30.0**2,), 1)).accepted
+
+
+# ---- edit ------------------------------------------------------------------------------------------------------------
+
+
+def test_layers_equal_a_plain_z_test() -> None:
+    """z = (G − μ)/σ of each layer, above 3 it is left out and moves nothing; the warm-up flags none."""
+    rng, penalty = random.Random(2), Penalty(PenaltyOptions(gates=(GateName.EDIT,)))
+    known: list[list[float]] = [[], [], []]  # norms that entered, by layer
+    flagged = 0
+    for number in range(80):
+        norms = [abs(rng.gauss(1.0 + i, 0.1)) * (3.0 if rng.random() < 0.05 and number > 20 else 1.0) for i in range(3)]
+        steps = rng.choice((1, 4, 9))
+        said = penalty.judge_push(PushEvidence("a", tuple(g * g * steps for g in norms), steps))
+        expected = set()
+        for i, g in enumerate(norms):
+            mu, variance = 0.0, 0.0
+            for n, x in enumerate(known[i], 1):
+                w = max(0.02, 1 / n)
+                mu = w * x + (1 - w) * mu
+                variance = 0.98 * variance + 0.02 * (x - mu) ** 2
+            sigma = max(sqrt(variance) * spread_factor(len(known[i]), 0.02), 0.02 * mu) if known[i] else 1.0
+            if number >= 10 and (g - mu) / sigma > 3.0:
+                expected.add(i)
+        assert said.accepted is (len(expected) < 3)
+        assert said.flagged == (expected if said.accepted else set())
+        for i in range(3):
+            if i not in expected:
+                known[i].append(norms[i])
+        flagged += len(expected)
+        penalty.keep_statistics(*penalty.compute_statistics([Settled("a", said)], ["a"]))
+        assert [layer.n for layer in penalty.penalty_row("a").layers] == list(map(len, known))
+    assert flagged > 3
+
+
+def edit_rows(*layers: LayerStatistics, **changes: object) -> GateStory:
+    return GateStory("edit", known="a", layers=layers, **changes)
+
+
+USUAL = LayerStatistics(40, 1.0, 0.05)
+
+
+def test_a_push_with_one_good_layer_counts_and_one_without_does_not() -> None:
+    """EDiT: a layer that fails weighs 0; all of them, and the parameters roll back."""
+    story = edit_rows(USUAL, USUAL)
+    said = story.judge("a", 25.0, 1.0)
+    assert said.accepted and said.flagged == {0} and said.flags and "1 of 2 layers" in said.reason
+    said = story.judge("a", 25.0, 25.0)
+    assert not said.accepted and said.gate is GateName.EDIT
+    assert story.judge("a", 25.0, 25.0, exempt=True).accepted
+    warming = edit_rows(USUAL, USUAL, warm_left=1).judge("a", 25.0, 1.0)
+    assert warming.accepted and not warming.flagged
+
+
+def test_a_layer_that_never_moves_is_no_good_one() -> None:
+    """Shared buffers have norm 0 and are in no norm: they do not save a push whose layers all fail."""
+    story = edit_rows(USUAL, LayerStatistics())
+    assert not story.judge("a", 25.0, 0.0).accepted
+
+
+def test_a_layer_that_changed_for_good_begins_anew() -> None:
+    """Left out `gate_patience` times in a row: its statistics are of the past."""
+    story = edit_rows(USUAL, USUAL)
+    said = [story.round("a", 25.0, 1.0).flagged for _ in range(10)]
+    assert said[:3] == [{0}] * 3 and not any(said[3:])
+    assert story.penalty.penalty_row("a").layers[1].n == 50
+
+
+def test_other_layers_than_before_have_no_score() -> None:
+    """A run whose manifest has other layers, or that had another gate, measures anew."""
+    story = edit_rows(USUAL)
+    assert story.round("a", 100.0, 100.0).accepted
+    assert len(story.penalty.penalty_row("a").layers) == 2
+
+
+# ---- direction -------------------------------------------------------------------------------------------------------
+
+
+def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
+    """Against plain vectors: gated if negative beside two others at least."""
+    rng = random.Random(3)
+    for _ in range(300):
+        d, *others = [[rng.gauss(0.2, 1.0) for _ in range(5)] for _ in range(rng.randint(1, 4))]
+        acc = [sum(x) for x in zip(*others, strict=True)] if others else [0.0] * 5
+        dot, length = sum(x * y for x, y in zip(d, acc, strict=True)), sqrt(sum(x * x for x in acc))
+        seen = {"dot": dot, "acc_sq": length**2, "others": len(others)}
+        said = GateStory("direction").judge("a", sum(x * x for x in d), **seen)
+        assert said.accepted is not (len(others) >= 2 and dot < 0)
+        assert bool(said.flags) is (len(others) == 1 and dot < 0)
+        if others:
+            assert f"cosine {dot / length / sqrt(sum(x * x for x in d)):.2f}" in said.reason
+
+
+@pytest.mark.parametrize("seen", [{"acc_sq": 0.0}, {"acc_sq": nan}, {"acc_sq": 1.0, "dot": nan}])
+def test_a_zero_vector_has_no_direction(seen: dict[str, float]) -> None:
+    """A sentence, no NaN: two pushes that cancel, or one of no inner steps."""
+    said = GateStory("direction").judge("a", 1.0, others=2, **seen)
+    assert said.accepted and "no direction" in said.reason
+    zero = GateStory("direction").penalty.judge_push(PushEvidence("a", (0.0,), 0, acc_sq=1.0, others=2))
+    assert zero.accepted and "no direction" in zero.reason
+
+
+def against(cluster: str, others: int = 1, **seen: object) -> dict[str, object]:
+    return {"dot": -0.3, "acc_sq": 1.0, "others": others} | seen
+
+
+def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
+    """The bad push came first, a healthy one was flagged beside it: the next healthy one is not outvoted by the two."""
+    story = GateStory("direction")
+    said = story.judge("c", **against("c", 2, split=True))
+    assert said.accepted and "at odds themselves" in said.flags[0]
+    assert not story.judge("c", **against("c", 2)).accepted
+
+
+def test_who_is_out_of_line_with_many_is_suspected_most() -> None:
+    """Each push that is flagged speaks against its own cluster and, in equal parts, against those in the sum."""
+    story = GateStory("direction")
+    bad, b, c = story.judge("a"), story.judge("b", **against("b", 1)), story.judge("c", **against("c", 2, split=True))
+    settled = [Settled(v.evidence.cluster, v) for v in (bad, b, c)]
+    assert accuse(settled) == {"a": 1.5, "b": 1.5, "c": 1.0}
+    gated = story.judge("d", **against("d", 3))
+    assert not gated.accepted
+    assert accuse([*settled, Settled("d", gated)])["a"] == 1.5, "who was gated was wrong, and accuses nobody"
+    story.settle(bad, b, c)
+    assert [story.penalty.waits_for_others(x, list("abcd")) for x in "abcd"] == [True, True, True, False]
+    for _ in range(3):
+        story.settle(*(story.judge(x) for x in "abc"))
+    assert not any(story.penalty.waits_for_others(x, list("abcd")) for x in "abcd")
+
+
+def test_joiners_wait_for_those_who_are_known() -> None:
+    """In a run that has just begun nobody knows better, so nobody waits."""
+    story = GateStory("direction", known="ab")
+    assert story.penalty.waits_for_others("new", ["a", "b", "new"])
+    assert not story.penalty.waits_for_others("new", ["new"])
+    assert not GateStory("direction", known="").penalty.waits_for_others("new", ["a", "new"])
+    assert not GateStory("dips", known="ab").penalty.waits_for_others("new", ["a", "new"])
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_held_against_the_others_median_and_its_own_distance() -> None:
+    """Against plain lists: loss over the median of the others' last ones, less the mean of its own shares so far."""
+    rng, story = random.Random(4), GateStory("loss", known="")
+    last, shares, level = (
+        dict[str, float](),
+        {c: list[float]() for c in "abcd"},
+        {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.3},
+    )
+    gated = dict.fromkeys("abcd", 0)
+    for number in range(9):
+        for c in "abcd":
+            loss = (3.0 - number * 0.1) * level[c] * rng.gauss(1.0, 0.01)
+            said = story.round(c, loss=loss)
+            others = [x for k, x in last.items() if k != c] if number >= 10 else []
+            excess = loss / median(others) - 1.0 if others else None
+            if excess is not None and len(others) >= 2:
+                assert said.accepted is (excess <= (mean(shares[c]) if shares[c] else 0.0) + MARGIN)
+            last[c], gated[c] = loss, gated[c] + (not said.accepted)
+    assert gated == {"a": 0, "b": 0, "c": 0, "d": 0}, "in a run's first warm-up nothing is compared"
+
+
+def warm_losses(known: str = "abcd", **own: object) -> GateStory:
+    """Clusters that have warmed up and reported 2.0 last."""
+    return GateStory("loss", known=known, loss=2.0, **own)
+
+
+def test_a_loss_far_above_the_others_is_gated_and_one_below_is_not() -> None:
+    story = warm_losses()
+    assert story.judge("a", loss=2.0 * (1 + MARGIN) - 0.01).accepted
+    said = story.judge("a", loss=2.0 * (1 + MARGIN) + 0.01)
+    assert not said.accepted and said.gate is GateName.LOSS and "others' median 2" in said.reason
+    assert story.judge("a", loss=0.5).accepted
+    assert "no loss" in story.judge("a").reason
+
+
+def test_harder_data_becomes_usual_while_it_is_accepted() -> None:
+    """A cluster that is always 14 % above the others may be 28 % above them later, one that never was may not."""
+    story = warm_losses()
+    for _ in range(60):
+        assert story.round("a", loss=2.28).accepted
+    assert story.penalty.penalty_row("a").loss_shift == pytest.approx(0.14, rel=0.01)
+    assert story.judge("a", loss=2.56).accepted and not story.judge("b", loss=2.56).accepted
+
+
+def test_one_other_is_too_few_to_say() -> None:
+    """Two clusters cannot outvote each other: flagged, never gated."""
+    said = warm_losses("ab").judge("a", loss=9.0)
+    assert said.accepted and "too few" in said.flags[0]
+    assert "no others' losses" in warm_losses("a").judge("a", loss=9.0).reason
+
+
+def test_joiners_losses_are_nobodys_measure() -> None:
+    """What fresh models report is far above: it must not move the median that a bad push is held against."""
+    story = warm_losses("ab")
+    for c in "xyz":
+        story.round(c, loss=9.0)
+    said = story.judge("a", loss=5.0)
+    assert said.accepted and said.flags, "one other that has warmed up, whoever else has joined"
+
+
+def test_a_world_that_gets_harder_gates_only_until_all_have_said_so() -> None:
+    """New data for everybody, half again as hard: losses of gated pushes are remembered, so the median follows."""
+    story = warm_losses()
+    said = [story.round(c, loss=3.0).accepted for _ in range(3) for c in "abcd"]
+    assert all(said[4:]) and said.count(False) <= 3
+
+
+def test_an_operator_may_make_a_distance_usual() -> None:
+    """Gated three times in a row: quarantined, no warm-up; readmitted, its next loss is its usual one."""
+    story = warm_losses()
+    for _ in range(OPTIONS.gate_patience):
+        assert not story.round("a", loss=4.0).accepted
+    row = story.penalty.penalty_row("a")
+    assert row.quarantined and row.warm_left == 0
+    story.penalty.readmit_cluster("a")
+    assert [story.round("a", loss=4.0).accepted for _ in range(5)] == [True] * 5
+    assert story.penalty.penalty_row("a").loss_shift == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("loss", [0.0, -1.0, 1e300])
+def test_losses_that_have_no_shares_are_sentences(loss: float) -> None:
+    """A median of 0, a negative one, a huge one: no division by zero, no NaN."""
+    said = GateStory("loss", loss=loss).judge("a", loss=2.0)
+    assert said.reason and "nan" not in said.reason
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_parameters_count_once() -> None:
+    """A digest that was accepted is refused, whoever brings it; one that was gated, or is too old, is forgotten."""
+    story = GateStory("replay")
+    assert story.round("a", digest=7).accepted
+    for cluster in "ab":
+        said = story.judge(cluster, digest=7)
+        assert not said.accepted and said.gate is GateName.REPLAY and "1 pushes ago" in said.reason
+    for digest in range(100, 100 + DIGESTS_KEPT):
+        story.round("b", digest=digest)
+    assert len(story.penalty.history.digests) == DIGESTS_KEPT
+    assert story.judge("a", digest=7).accepted
+
+
+def test_a_frozen_trainer_is_quarantined_and_comes_back() -> None:
+    """It pushes what it pushed: gated from the second on; what is new again counts."""
+    story = GateStory("replay")
+    said = [story.round("a", digest=7).accepted for _ in range(5)]
+    assert said == [True, False, False, False, False]
+    assert story.penalty.penalty_row("a").quarantined
+    assert story.round("a", digest=8).accepted and not story.penalty.penalty_row("a").quarantined
+
+
+def test_without_the_gate_nothing_is_kept() -> None:
+    """Digests, losses and layers are not of a run that does not look at them."""
+    story = GateStory("dips")
+    story.round("a", digest=7, loss=2.0, dot=-1.0, acc_sq=1.0, others=1)
+    row = story.penalty.penalty_row("a")
+    assert (story.penalty.history.digests, row.loss, row.suspicion, row.layers) == ((), None, 0.0, ())
+
+
+# ---- together --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_gate_that_keeps_a_push_out_decides() -> None:
+    """All sentences of those that let it pass are told."""
+    story = GateStory("dips", "direction", "replay")
+    said = story.judge("a", others=1, dot=-0.5, acc_sq=1.0, digest=1)
+    assert said.accepted and said.scored and said.reason.count(";") == 2 and len(said.flags) == 1
+    assert story.judge("a", 100.0, others=3, dot=-0.5, acc_sq=1.0).gate is GateName.DIPS
+    assert GateStory("direction", "dips").judge("a", 100.0, **against("a", 3)).gate is GateName.DIRECTION
+
+
+@pytest.mark.parametrize("gate", list(GateName))
+def test_every_opinion_is_a_sentence(gate: GateName) -> None:
+    """Of a push without a past, without others and without anything that is optional."""
+    story = GateStory(gate, known="")
+    for push in (PushEvidence("a", (), 0), PushEvidence("a", (1.0,), 1), PushEvidence("a", (1.0,), 1, exempt=True)):
+        opinion = GATES[gate](push, story.penalty._past_of(story.penalty.penalty_row("a")))
+        assert opinion.finding is Finding.PASSED and opinion.sentence
