@@ -46,8 +46,6 @@ SABOTAGES: dict[str, Sabotage] = {
     "refold-on-retry": Sabotage(
         "a repeated order repeats its answer, not its work", (1, 4, 8), 0, slave.refold_on_retry
     ),
-        "a repeated order repeats its answer, not its work", (1, 4, 8), 0, slave.refold_on_retry
-    ),
     "reuse-round-after-restart": Sabotage(
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
     ),
