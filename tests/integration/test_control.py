@@ -132,7 +132,7 @@ class SlaveScript(OrderServiceServicer):
             case effects.Measure():
                 return events.Measured((0.25,) * self.layers, True)
             case effects.Fold():
-                return events.Folded((1.0,))
+                return events.Folded((1.0,) * self.layers)
             case effects.Apply():
                 return events.Prepared(body.version)
             case effects.Persist():

@@ -8,7 +8,7 @@ from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import mirrors, pushes, rollback, settlement, slaves
+from dips.protocol import mirrors, pushes, rollback, settlement, slaves, stepping
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.effects import Outcome, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Round, Slave
@@ -63,7 +63,7 @@ def row_of_what_is_tuned() -> list[Patch]:
     honest = settlement.commit_version
 
     def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
-        r.outer = run.options.outer
+        stepping.make_step(run, r)  # by what holds now
         honest(run, r, digests, durable=durable)
 
     return [(settlement, "commit_version", commit_version)]
