@@ -63,6 +63,8 @@ POINTS: dict[str, str] = {
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "held": "a push waited in its slot for the others of its round",
+    "flagged": "a gate spoke against a push that was accepted",
     "seeded": "slaves that began with empty disks were brought the first model",
     "seed_broken": "that broke on the way, and was begun anew",
     "extended": "a run was extended before its end",
@@ -76,6 +78,7 @@ POINTS: dict[str, str] = {
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
+NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged"}
 
 EXPELLED = "expelled by the operator of this simulation"
 
@@ -149,8 +152,8 @@ class Coverage(Observer):
             self.met("async")
         elif note.kind == "push_dropped" and ("silent" in fields["reason"] or "fenced" in fields["reason"]):
             self.met("push_dropped")
-        elif note.kind == "push_gated":
-            self.met("quarantine")
+        elif note.kind in NOTED:
+            self.met(NOTED[note.kind])
         elif note.kind == "stopped":
             self._stopped = True
         elif note.kind in ("blind", "degraded", "durable_again"):

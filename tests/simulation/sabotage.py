@@ -44,7 +44,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
     "refold-on-retry": Sabotage(
-        "a repeated order repeats its answer, not its work", (1, 4, 8), 0, slave.refold_on_retry
+        "a repeated order repeats its answer, not its work", (1, 4, 8), 3, slave.refold_on_retry
     ),
     "reuse-round-after-restart": Sabotage(
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
