@@ -85,8 +85,8 @@ class SeedTransfer:
         try:
             while True:
                 result = await self._ask_master(genesis)
-                if isinstance(result, Acknowledged):
-                    return
+                if isinstance(result, Acknowledged) or (isinstance(result, Refused) and self._has_moved()):
+                    return  # a run that has begun has its first model, which is this one: another was Failed
                 await self._follow_result(result)
                 await asyncio.sleep(ASK_S)
         finally:
@@ -108,6 +108,11 @@ class SeedTransfer:
             self._count_drop(str(self._moving.error) if self._moving is not None else "")
             self._moving = None
         return result
+
+    def _has_moved(self) -> bool:
+        """Whether all of it is at the slaves; they write it and begin while nobody asks."""
+        moving = self._moving
+        return moving is not None and moving.over and moving.error is None
 
     async def _follow_result(self, result: Result) -> None:
         match result:

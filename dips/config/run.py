@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from dips.config.limits import LimitsSection
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
 from dips.config.section import LogLevel, Section
@@ -25,6 +26,7 @@ class RunFile(Section):
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    limits: LimitsSection = LimitsSection()
     log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback

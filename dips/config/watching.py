@@ -97,8 +97,9 @@ class ConfigWatch(Generic[File]):
         taken = dict[str, Any]()
         found = list(find_changes(self.in_use.model_dump(mode="json"), new.model_dump(mode="json")))
         for key, before, after in found:
-            if key in self._changeable:
-                taken[key] = getattr(new, key)
+            section = key.partition(".")[0]
+            if section in self._changeable:
+                taken[section] = getattr(new, section)
             elif not any(fnmatchcase(key, pattern) for pattern in self._ignored) and self._said.get(key) != after:
                 self._said[key] = after
                 self._report(f"{key}: {_spell(before)} → {_spell(after)} is not used: {explain_key(key)}")

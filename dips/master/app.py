@@ -40,6 +40,7 @@ from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.guard import Guard
+from dips.transport.limits import MASTER_LIMITS, CallLimits
 from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
@@ -135,7 +136,8 @@ async def serve(
         stack.callback(timeline.close)
         outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
-        server = control.make_server(report, guard)
+        calls = _make_call_limits(config)
+        server = control.make_server(report, guard, calls=calls)
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
@@ -150,7 +152,7 @@ async def serve(
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
-        beside = asyncio.create_task(MasterReload(file, config, guard, runtime, log, fixed_level).run())
+        beside = asyncio.create_task(MasterReload(file, config, guard, calls, runtime, log, fixed_level).run())
         stack.callback(beside.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
@@ -228,6 +230,12 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
         runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat
         supervisor.start()
     return supervisor
+
+
+def _make_call_limits(config: RunFile) -> CallLimits:
+    calls = CallLimits(MASTER_LIMITS, time.monotonic())
+    calls.change_rates(config.limits.peer_calls_per_s, config.limits.calls_per_s)
+    return calls
 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from dips.master.runtime import EXIT_BUG, Runtime
 from dips.protocol import audit, events
 from dips.telemetry import logs
 from dips.transport.guard import Guard
+from dips.transport.limits import CallLimits
 from dips.wire import messages
 
-CHANGEABLE = ("clusters", "log_level")
+CHANGEABLE = ("clusters", "limits", "log_level")
 OTHERS = ("slaves.*",)  # keys that the slaves look at themselves
 RUN_FILE = "run file"  # who did it, in the ledger's audit
 OPERATOR_SERVICE = "/dips.v1.OperatorService/"
@@ -46,13 +47,14 @@ class MasterReload:
         file: Path | None,
         config: RunFile,
         guard: Guard | None,
+        calls: CallLimits,
         runtime: Runtime,
         log: logs.Log,
         fixed_level: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`file` None: there is nothing to look at; `fixed_level`: the command line named the log's level."""
-        self._guard, self._runtime, self._log, self._wall = guard, runtime, log, wall
+        self._guard, self._calls, self._runtime, self._log, self._wall = guard, calls, runtime, log, wall
         self._fixed_level = fixed_level
         self._hurry = asyncio.Event()
         self._watch = (
@@ -82,6 +84,8 @@ class MasterReload:
         if "clusters" in keys and self._guard is not None:
             self._guard.change_clusters(config.clusters)
             self._expel_clusters(self._guard)
+        if "limits" in keys:
+            self._calls.change_rates(config.limits.peer_calls_per_s, config.limits.calls_per_s)
         if "log_level" in keys and not self._fixed_level:
             logs.set_level(config.log_level)
         told = describe_keys(config, keys)

@@ -15,7 +15,7 @@ CHANGEABLE = ("log_level",)
 
 def watch_file(file: Path, config: RunFile, name: str, log: logs.Log, fixed_level: bool) -> asyncio.Task[None]:
     """Begin to look; SIGHUP hurries it. `fixed_level`: the command line named the log's level."""
-    others = ("clusters", "master.*", *(f"slaves.{s.name}.*" for s in config.slaves if s.name != name))
+    others = ("clusters", "limits.*", "master.*", *(f"slaves.{s.name}.*" for s in config.slaves if s.name != name))
     report = lambda problem: log.warning("run file", problem=problem)  # noqa: E731
 
     def apply(new: RunFile, keys: list[str]) -> None:

@@ -23,7 +23,7 @@ from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
 from dips.transport.gate import ERROR_KEY, CallGate, Report
 from dips.transport.guard import Guard
-from dips.transport.limits import MASTER_LIMITS, ServerLimits
+from dips.transport.limits import MASTER_LIMITS, CallLimits, ServerLimits
 from dips.transport.renewing import RenewingChannel
 from dips.transport.tls import make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
@@ -66,16 +66,22 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def make_server(report: Report, guard: Guard | None = None, limits: ServerLimits = MASTER_LIMITS) -> aio.Server:
+def make_server(
+    report: Report,
+    guard: Guard | None = None,
+    limits: ServerLimits = MASTER_LIMITS,
+    calls: CallLimits | None = None,
+) -> aio.Server:
     """Make a gRPC server whose handlers may raise DipsError.
 
     `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
     `guard` stands before each handler; None: plain text, which the configuration allows on loopback only.
     `limits` is what it takes at once and a second (limits.py); what is refused is counted by reason.
+    `calls` counts them; None: nobody changes how many there may be.
     """
     return aio.server(
         options=[*_SERVER_OPTIONS, *limits.to_options()],
-        interceptors=[CallGate(report, guard, limits)],
+        interceptors=[CallGate(report, guard, limits, calls)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )
 

@@ -45,10 +45,12 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         report: Report,
         guard: Guard | None,
         limits: ServerLimits,
+        calls: CallLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`calls`: whose rates somebody may change; None: its own, of `limits`."""
         self._report, self._guard, self._limits, self._clock = report, guard, limits, clock
-        self._calls = CallLimits(limits, clock())
+        self._calls = calls or CallLimits(limits, clock())
 
     async def intercept_service(
         self,

@@ -85,6 +85,10 @@ class TokenBucket:
     def __init__(self, per_s: float, burst: float, now: float) -> None:
         self._per_s, self._burst, self._left, self._at = per_s, burst, burst, now
 
+    def change_rate(self, per_s: float, burst: float) -> None:
+        """From the next call on; what is left stays, as far as it fits."""
+        self._per_s, self._burst, self._left = per_s, burst, min(self._left, burst)
+
     def take_token(self, now: float) -> bool:
         """Whether one more may pass now."""
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
@@ -98,11 +102,18 @@ class TokenBucket:
 class CallLimits:
     """The calls of one server: each peer has its bucket, all have one; a flooder empties its own first."""
 
-    def __init__(
-        self, limits: ServerLimits, now: float, per_s: float = CALLS_PER_S, at_once: float = CALLS_AT_ONCE
-    ) -> None:
-        self._limits, self._all = limits, TokenBucket(per_s, at_once, now)
+    def __init__(self, limits: ServerLimits, now: float) -> None:
+        self._peer_rate = limits.peer_calls_per_s, limits.peer_calls_at_once
+        self._per_s, self._all = CALLS_PER_S, TokenBucket(CALLS_PER_S, CALLS_AT_ONCE, now)
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def change_rates(self, peer_calls_per_s: float, calls_per_s: float) -> None:
+        """What an operator changed holds from the next call on, with bursts in the same proportion as before."""
+        self._peer_rate = peer_calls_per_s, peer_calls_per_s * (PEER_CALLS_AT_ONCE / PEER_CALLS_PER_S)
+        self._per_s = calls_per_s
+        self._all.change_rate(calls_per_s, calls_per_s * (CALLS_AT_ONCE / CALLS_PER_S))
+        for bucket in self._peers.values():
+            bucket.change_rate(*self._peer_rate)
 
     def find_excess(self, peer: str, now: float) -> str:
         """Why this call of `peer` comes too early; empty if it may pass."""
@@ -110,12 +121,12 @@ class CallLimits:
         if bucket is None:
             if len(self._peers) >= MOST_PEERS:
                 self._peers.popitem(last=False)
-            bucket = TokenBucket(self._limits.peer_calls_per_s, self._limits.peer_calls_at_once, now)
+            bucket = TokenBucket(*self._peer_rate, now)
             self._peers[peer] = bucket
         else:
             self._peers.move_to_end(peer)
         if not bucket.take_token(now):
-            return f"{peer} makes more than {self._limits.peer_calls_per_s:g} calls a second: wait and ask again"
+            return f"{peer} makes more than {self._peer_rate[0]:g} calls a second: wait and ask again"
         if not self._all.take_token(now):
-            return f"more than {CALLS_PER_S:g} calls a second come in: wait and ask again"
+            return f"more than {self._per_s:g} calls a second come in: wait and ask again"
         return ""

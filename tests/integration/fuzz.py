@@ -45,6 +45,8 @@ class MessageMaker:
             message.term_seen = TERMS[-1]  # else it would be a slave that starts anew
         if isinstance(message, operator_pb2.DrainAsked) and message.slave in SLAVES:
             message.slave = "nobody"  # operators may
+        if isinstance(message, operator_pb2.QuarantineAsked) and message.cluster in CLUSTERS:
+            message.cluster = "nobody"
         return message
 
     def _fill(self, message: Message, depth: int) -> None:

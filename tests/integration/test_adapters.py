@@ -91,6 +91,7 @@ def test_the_manifest_is_of_the_model_not_of_its_layout(four: list[dict[str, Any
     assert len({of[kind]["digest"] for of in four for kind in LAYOUTS}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> None:
     """1 rank plain, 2 ranks FSDP2, 4 ranks TP2 × FSDP2: after the last round all seven hold θ; the loss has fallen."""
@@ -206,6 +207,7 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
     assert parts[2]["stage"][last] == parts[3]["stage"][last] == whole["stage"][last]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -> None:
     """A tiny Llama on two ranks: the loss falls, the ledger has the tokens that the Trainer counted, both hold θ."""

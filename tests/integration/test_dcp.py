@@ -18,7 +18,10 @@ DELTA = 2.0**-10
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("overlap", "install"),
-    [("none", "lazy"), ("full", "whole"), pytest.param("full", "lazy", marks=pytest.mark.slow)],
+    [
+        ("full", "whole"),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("none", "lazy"), ("full", "lazy"))),
+    ],
 )
 def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
     tmp_path: Path, overlap: str, install: str

@@ -204,7 +204,7 @@ def test_the_readme_alone_makes_a_run(
     place = environment.place
     (place / "mymodel.py").write_text(MODEL)
     (place / "train.py").write_text(script_of_readme())
-    template, init, master, slave, client, status, history, plot, export = readme_commands()
+    template, init, check, master, slave, client, status, history, plot, export = readme_commands()
     environment.type_line(template)
     edits = [
         ("shared.yaml", "run: my-run ", "run: first-run "),
@@ -217,6 +217,7 @@ def test_the_readme_alone_makes_a_run(
         (place / name).write_text(text.replace(old, new))
 
     environment.type_line(init)
+    environment.type_line(check)
     lines = [master, *(slave.replace("slave-0", name) for name in ("slave-0", "slave-1"))]
     started += [environment.start(line, place / f"{i}.log") for i, line in enumerate(lines)]
     cluster = environment.start(

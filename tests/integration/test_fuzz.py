@@ -26,7 +26,7 @@ from tests.integration import train_constant as script
 from tests.integration.fuzz import RUN, MessageMaker, methods
 
 HERE = Path(__file__).parent
-AT_ONCE = 32
+AT_ONCE = 16
 SERVICES = ("Cluster", "Slave", "Operator", "Status")  # of the master; slaves serve Order
 OURS = "LocalProtocolError"  # a handler that failed: a bug
 

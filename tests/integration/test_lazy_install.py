@@ -49,6 +49,7 @@ def ran(
     return found(directory / "out", ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_with_it_is_the_run_without(tmp_path: Path) -> None:
     """Every inner step has the same loss on every rank, and θ is the same at the end."""
@@ -57,6 +58,7 @@ def test_a_run_with_it_is_the_run_without(tmp_path: Path) -> None:
     assert lazy == whole
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_it_goes_together_with_overlap_full(tmp_path: Path) -> None:
     """Trained beside the pull and merged by the forward: the loss falls, both ranks end with one θ."""

@@ -22,7 +22,7 @@ DELTA = 2.0**-10  # sums of it are exact in fp32
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("ranks", "fragments"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (2, 3)],
+    [(2, 3), *(pytest.param(*slow, marks=pytest.mark.slow) for slow in ((1, 1), (2, 1), (1, 3)))],
 )
 def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
     tmp_path: Path, ranks: int, fragments: int

@@ -133,5 +133,6 @@ def test_where_ranks_of_other_hosts_find_the_agent(run: Any, tmp_path: Path) -> 
     code, rows, _ = check(tmp_path, cluster(run, agent="192.0.2.1:29410"))
     assert code == 78 and "192.0.2.1 is no address of this host" in rows["agent's line"]["seen"]
     (tmp_path / "token").write_text("short")
+    (tmp_path / "token").chmod(0o600)
     code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0", token=str(tmp_path / "token")))
     assert code == 78 and "at least 16 characters" in rows["agent's line"]["seen"]

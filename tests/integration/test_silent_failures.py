@@ -33,7 +33,8 @@ def marks(timeline: Path, kind: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("overlap", "steps", "spoilt", "fragments"), [("none", H, H + 2, 1), ("full", H, H + 2, 1), ("full", 8, 9, 2)]
+    ("overlap", "steps", "spoilt", "fragments"),
+    [("none", H, H + 2, 1), ("full", H, H + 2, 1), pytest.param("full", 8, 9, 2, marks=pytest.mark.slow)],
 )
 def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, fragments: int) -> None:
     """One NaN in one of two ranks' gradients, in the second round or after the first fragment of the first push has

@@ -21,7 +21,7 @@ FAST, SLOW_STEP_S, LASTS_S = 12, 20.0, 1800.0
 SLOW = NAMES[FAST]
 MOST = 2.0  # times the mean
 SEEDS = 20
-QUICK = 2  # of them in `make test`; one takes about 10 s of a core
+QUICK = 1  # of them in `make test`; one takes about 10 s of a core
 CROWDS = 5
 
 

@@ -111,9 +111,11 @@ def _find_verdict(s: AgentState) -> Answer:
         return sync.verdict
     if sync.phase is SyncPhase.PUSHING and sync.grant:
         pushes.freeze_push(s)
+        sync.ordered = s.push_id
         return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, _fragment_interval(s))
     if sync.phase is SyncPhase.PULLING and sync.grant:
         interval = _fragment_interval(s) if sync.merge else 0
+        sync.ordered = s.pull_id
         return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result, interval)
     return AskAgain(sync.reason, s.pace.steps_until_ask)
 

@@ -133,6 +133,7 @@ class OuterSync:
     frozen: bool = False  # the ranks have the order to freeze the model for the present push
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps what was trained since the push was frozen
+    ordered: PushId | PullId | None = None  # what the ranks were told to move last
     moved: tuple[int, int] = (0, 0)  # of the present or last transfer: bytes, in all
     moved_at: float = 0.0  # when that was told
     moving_s: float = 0.0  # in which it moved

@@ -24,7 +24,9 @@ def record_moved(s: AgentState, nbytes: int, total: int) -> None:
 
 
 def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
-    """Take note; end a transfer that the master has dropped."""
+    """Take note; end a transfer that the master has dropped, or that was another incarnation's."""
+    if s.sync.ordered != moving_transfer(s):
+        return Halt(f"{s.sync.ordered} is over")
     record_moved(s, message.nbytes, message.total)
     return Halt(s.sync.halt) if s.sync.halt else Noted()
 

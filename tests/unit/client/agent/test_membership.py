@@ -7,7 +7,20 @@ import pytest
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.membership import TAKEN_TRIES, past_incarnation
-from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, ManifestSent, PullMoved, PullNow, PushNow, TrainOn
+from dips.client.ipc.messages import (
+    AskAgain,
+    Detach,
+    ErrorReply,
+    Halt,
+    ManifestSent,
+    Noted,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    TrainOn,
+    TransferProgress,
+)
 from dips.client.ipc.packed_manifest import pack_manifest
 from dips.errors import DifferentModel
 from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Pending, Refused
@@ -36,6 +49,22 @@ def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
     play.reply(grant(V1))
     verdict = play.send(failed)
     assert isinstance(verdict, PullNow) and (verdict.inc, verdict.accepted) == (2, 0)
+
+
+def test_a_transfer_of_an_incarnation_that_is_over_is_halted(play: Play) -> None:
+    """Its ranks still move it, and nobody answers them: the pull that is due must not be taken for it (seed 109)."""
+    play.begin()
+    play.step()
+    pushing = play.push_until_granted()
+    moving = TransferProgress(1, 10, 100)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert isinstance(play.send(moving), Halt), "while it joins again"
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    play.reply(grant(V1))
+    assert isinstance(play.send(moving), Halt) and play.s.sync.moved == (0, 0)
+    pull = play.send(PushMoved(1, next(play.number), pushing.seq, False, "it is over", 10))
+    assert isinstance(pull, PullNow) and pull.inc == 2
+    assert play.send(moving) == Noted()
 
 
 def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: Play) -> None:
