@@ -60,6 +60,11 @@ def scenario_of(seed: int) -> Scenario:
     )
 
 
+def plain_of(seed: int) -> Scenario:
+    """Draw the same run with the paper's rules and gates, so that drawing others moves no seed of it."""
+    return replace(scenario_of(seed), options=_options(Chance(seed).generator_for("options")))
+
+
 def crowd_of(seed: int) -> Scenario:
     """Draw the same run with three times as many clusters, and one slot for all of them."""
     drawn = scenario_of(seed)

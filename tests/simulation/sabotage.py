@@ -16,7 +16,7 @@ from dips.sim.scenario import Scenario
 from tests.simulation import broken_cluster as cluster
 from tests.simulation import broken_master as master
 from tests.simulation import broken_slave as slave
-from tests.simulation.drawn import crowd_of, scenario_of
+from tests.simulation.drawn import crowd_of, plain_of, scenario_of
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -91,7 +91,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "row-of-what-is-tuned": Sabotage(
-        "a version's row has the numbers of its Apply", (1,), 90, master.row_of_what_is_tuned
+        "a version's row has the numbers of its Apply", (1,), 90, master.row_of_what_is_tuned, plain_of
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
