@@ -49,12 +49,24 @@ def changed(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     return copy
 
 
-@pytest.mark.parametrize("preset", ["paper", "diloco"])
-def test_presets_are_shared_sections(preset: str) -> None:
-    """Every preset is a whole shared section, and the two differ where their papers do."""
-    shared = Shared.model_validate(yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text()))
-    assert (shared.outer.lr, shared.outer.momentum) == {"paper": (0.7, 0.8), "diloco": (0.7, 0.9)}[preset]
-    assert (shared.outer.clip.norm, shared.penalty.gates) == {"paper": (1.0, ("dips",)), "diloco": (None, ())}[preset]
+PRESETS: dict[str, tuple[object, ...]] = {  # lr, momentum, clip's norm and whether per layer, merge, step, gates
+    "paper": (0.7, 0.8, 1.0, False, "mean", "nesterov", ("dips",)),
+    "diloco": (0.7, 0.9, None, False, "mean", "nesterov", ()),
+    "edit": (0.8, 0.85, 10.0, True, "edit-paper", "nesterov", ("edit",)),
+    "a-edit": (0.8, 0.85, 10.0, True, "edit", "nesterov", ("edit",)),
+    "dips": (0.7, 0.8, None, False, "rda", "share", ("dips", "replay")),
+}
+
+
+def test_presets_are_shared_sections() -> None:
+    """Every preset is a whole shared section that says what its paper does."""
+    said = dict[str, tuple[object, ...]]()
+    for file in CONFIGS.glob("*.yaml"):
+        shared = Shared.model_validate(yaml.safe_load(file.read_text()))
+        outer, clip = shared.outer, shared.outer.clip
+        rules = (outer.merge, outer.step, shared.penalty.gates)
+        said[file.stem] = (outer.lr, outer.momentum, clip.norm, clip.per_layer, *rules)
+    assert said == PRESETS
 
 
 def test_a_run_that_began_before_there_were_rules_goes_on() -> None:
