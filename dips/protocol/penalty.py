@@ -15,6 +15,7 @@ from functools import cached_property
 from dips.dataclass import replace
 from dips.protocol.enums import GateName
 from dips.protocol.gates import GATES, OF_NORMS
+from dips.protocol.gates.direction import is_suspect
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.last_norms import LastNorms
 from dips.protocol.norm_scores import Past, gate_threshold, is_joiner, longest_step
@@ -22,7 +23,6 @@ from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty_rows import (
     believe_world,
     fresh_row,
-    is_suspect,
     move_accepted,
     move_loss,
     move_suspicion,

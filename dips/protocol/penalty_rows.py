@@ -21,7 +21,7 @@ from dips.protocol.verdicts import Settled, Verdict
 MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
 LOSS_SHARE = 0.1  # of the newest push in a cluster's usual distance to the others' losses
 SUSPICION_KEPT = 0.5  # from one of a cluster's pushes to its next
-SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
+ACCUSED_STILL = 0.5  # by a push that is only foreign to the others: a suspect that goes on so remains one
 MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes
 
 
@@ -118,6 +118,7 @@ def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
     for settled in verdicts:
         push = settled.verdict.evidence
         if not is_against(push):
+            found[settled.cluster] += ACCUSED_STILL * (settled.verdict.gate is GateName.DIRECTION)
             continue
         found[settled.cluster] += 1.0
         if settled.verdict.accepted:
@@ -147,8 +148,3 @@ def believe_world(row: PenaltyRow, norm: float, options: PenaltyOptions) -> Pena
     """A run began with pushes that were far too short, of a learning rate near 0: `norm`, gated last, is usual."""
     anew = restart_warmup(row, max(row.reference, norm), options)
     return replace(anew, last_norm=max(row.last_norm, norm), accepted=max(row.accepted, OWN_REFERENCE))
-
-
-def is_suspect(row: PenaltyRow) -> bool:
-    """Whether its direction was out of line lately."""
-    return row.suspicion >= SUSPECT

@@ -103,6 +103,8 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         products.update(zip(slave.layers, answer.layer_dot, strict=False))
         digest = (digest + answer.digest) % PUSH_DIGESTS
     layers = range(len(run.manifest.layers))
+    before = [p.verdict.evidence for p in r.folded if p.verdict is not None]
+    cosines = [cosine for evidence in before if (cosine := evidence.cosine) is not None]
     return PushEvidence(
         push.id.cluster,
         tuple(squares.get(layer, nan) for layer in layers),
@@ -112,7 +114,8 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         dot=sum(products.get(layer, 0.0) for layer in layers),
         acc_sq=sum(r.acc_sq),
         others=len(r.folded),
-        split=any(is_against(p.verdict.evidence) for p in r.folded if p.verdict is not None),
+        split=any(map(is_against, before)),
+        usual=sum(cosines) / len(cosines) if cosines else 0.0,
         against=held_pushes.count_against(r),
         clusters=sum(cluster.live for cluster in run.clusters.values()),
         digest=digest,

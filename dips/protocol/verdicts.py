@@ -30,6 +30,7 @@ class PushEvidence:
     acc_sq: float = 0.0  # Σacc²
     others: int = 0  # pushes in acc
     split: bool = False  # some of these are at odds with those before them: acc says nothing for certain
+    usual: float = 0.0  # mean cosine of those in acc with what was before them
     against: int = 0  # pushes of the round that point away from acc and wait to be judged
     clusters: int = 0  # that live
     digest: int = 0  # of θ_j

@@ -4,28 +4,37 @@ Who has just joined, or was out of line before, is measured last (held_pushes.py
 rest beside what lies before them. Who gates must be sure to be right though a third of the clusters be wrong: more than
 that third in the sum, two at least, not at odds among themselves, and more than those that point away from it. Else a
 push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
+
+A bad push that was kept out does no harm, so the others need not undo it, and the next one of its cluster is no longer
+opposite to theirs, only foreign to them: a suspect must have half of the cosine that the others have among themselves.
 """
 
 from __future__ import annotations
 
 from dips.protocol.norm_scores import Past
+from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 LEAST_COSINE = 0.0  # healthy ones were at least 0.10 with the others' sum, shuffled and flipped ones at most −0.27
+SHARE_OF_USUAL = 0.5  # of the others' cosines, for suspects; shuffled ones had 0.1 to 0.45, healthy ones 0.8 and more
+SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
 LEAST_OTHERS = 2  # that gate: two clusters cannot outvote each other
 WRONG_SHARE = 3  # one of so many clusters may be wrong
 
 
 def judge_direction(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if its cosine with the sum of enough others is negative."""
+    """Gated if its cosine with the sum of enough others is negative; of a suspect's, if it is far below theirs."""
     if not push.others:
         return Opinion(Finding.PASSED, "no others in its round to compare its direction with")
     cosine = push.cosine
     if cosine is None:
         return Opinion(Finding.PASSED, "no direction: its pseudo-gradient or the others' sum is 0")
     said = f"cosine {cosine:.2f} with the sum of {push.others} other{'s' * (push.others > 1)} of its round"
-    if cosine >= LEAST_COSINE:
+    least = max(LEAST_COSINE, SHARE_OF_USUAL * push.usual) if is_suspect(past.row) else LEAST_COSINE
+    if cosine >= least:
         return Opinion(Finding.PASSED, said)
+    if least > LEAST_COSINE:
+        said = f"{said}, at least {least:.2f} after it was out of line"
     if push.others < max(LEAST_OTHERS, push.clusters // WRONG_SHARE + 1):
         return Opinion(Finding.FLAGGED, f"{said}, too few to say who is right")
     if push.split:
@@ -39,3 +48,8 @@ def is_against(push: PushEvidence) -> bool:
     """Whether it points away from those before it."""
     cosine = push.cosine
     return cosine is not None and cosine < LEAST_COSINE
+
+
+def is_suspect(row: PenaltyRow) -> bool:
+    """Whether its direction was out of line lately."""
+    return row.suspicion >= SUSPECT

@@ -207,6 +207,21 @@ def test_who_is_out_of_line_with_many_is_suspected_most() -> None:
     assert not any(story.penalty.waits_for_others(x, list("abcd")) for x in "abcd")
 
 
+def test_a_suspect_that_is_foreign_to_the_others_is_gated() -> None:
+    """After a bad push was kept out nobody has to undo it: the next is not opposite, but has far less than the others'
+    cosine. Such gates keep it suspected; one push like the others' passes, and in three it is trusted again.
+    """
+    story = GateStory("direction")
+    foreign = {"dot": 0.1, "acc_sq": 1.0, "others": 3, "usual": 0.6}
+    assert story.judge("a", **foreign).accepted, "data of another kind, never out of line"
+    assert not story.round("a", **against("a", 3)).accepted
+    for _ in range(9):
+        said = story.round("a", **foreign)
+        assert not said.accepted and "at least 0.30 after it was out of line" in said.reason
+    healthy = [story.round("a", **(foreign | {"dot": 0.4})).accepted for _ in range(3)]
+    assert all(healthy) and story.judge("a", **foreign).accepted
+
+
 def test_joiners_wait_for_those_who_are_known() -> None:
     """In a run that has just begun nobody knows better, so nobody waits."""
     story = GateStory("direction", known="ab")
