@@ -183,7 +183,7 @@ MUTANTS = (
         PARALLEL + "/megatron_names.py",
         "first + int(found[1])",
         "int(found[1])",
-        "tests/integration/test_experts.py -m slow",
+        "tests/integration/test_experts.py",
     ),
     Mutant("lists of names never travel", PARALLEL + "/rank_layout.py", "if len(first) > 1:", "if False:", GATHERED),
 )
