@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+pytestmark = pytest.mark.torchrun
 WAYS = ["dp2", "ep2", "pp2", "ep2, bf16, distributed optimizer", "tp2 ep2", "tp2 etp2"]
 
 
