@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from dips.config.reading import list_files
 from dips.config.section import Section
 from dips.errors import ConfigError
+from dips.file_stamps import FileStamp, stamp_file
 
 LOOK_S = 1.0  # between two looks at the files' dates
 MOST_VALUE = 80  # characters of a value in a message
@@ -156,14 +157,5 @@ def _spell(value: Any) -> str:
     return text if len(text) <= MOST_VALUE else f"{text[:MOST_VALUE]}…"
 
 
-def _stamp_of(files: tuple[Path, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Changes whenever one of them does, also if a link leads to another file (a ConfigMap)."""
-    return tuple(map(_stamp_of_one, files))
-
-
-def _stamp_of_one(path: Path) -> tuple[int, int, int]:
-    try:
-        stat = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+def _stamp_of(files: tuple[Path, ...]) -> tuple[FileStamp, ...]:
+    return tuple(map(stamp_file, files))

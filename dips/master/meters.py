@@ -12,14 +12,14 @@ from typing import Any
 from dips.telemetry.histogram import Histogram
 
 MOST_PUSHES = 4096  # granted and not yet committed; the oldest is forgotten beyond
-# A note → the phase that it ends, and the one that it begins.
-PHASES: Mapping[str, tuple[str, str]] = {
-    "round_opened": ("", "window"),
-    "round_applying": ("window", "apply"),
-    "round_persisting": ("apply", "persist"),
-    "version_committed": ("persist", ""),
-    "round_unchanged": ("", ""),
-    "round_skipped": ("", ""),
+# A note → the phases that it ends, and the one that it begins. With `durability: async` no round persists.
+PHASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "round_opened": ((), "window"),
+    "round_applying": (("window",), "apply"),
+    "round_persisting": (("apply",), "persist"),
+    "version_committed": (("apply", "persist"), ""),
+    "round_unchanged": ((), ""),
+    "round_skipped": ((), ""),
 }
 
 
@@ -27,7 +27,7 @@ class RoundMeters:
     """Histograms of one term."""
 
     def __init__(self) -> None:
-        self.phases = {ends: Histogram() for ends, _ in PHASES.values() if ends}
+        self.phases = {begins: Histogram() for _, begins in PHASES.values() if begins}
         self.push = Histogram()
         self._phase, self._since = "", 0.0
         self._granted: OrderedDict[str, float] = OrderedDict()
@@ -39,8 +39,8 @@ class RoundMeters:
         """Hear of every note, in order."""
         if kind in PHASES:
             ends, begins = PHASES[kind]
-            if ends and ends == self._phase:
-                self.phases[ends].observe_value(now - self._since)
+            if self._phase in ends:
+                self.phases[self._phase].observe_value(now - self._since)
             self._phase, self._since = begins, now
         elif kind == "push_granted":
             self._granted[fields["push"]] = now

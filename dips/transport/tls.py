@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
 from dips.errors import ConfigError
+from dips.file_stamps import FileStamp, stamp_file
 from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -22,7 +22,7 @@ from dips.identity.tls_files import LoadedTls, load_tls, require_identity
 
 LOOK_S = 1.0  # files are looked at again at most so often
 Report = Callable[[str], None]
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamp = tuple[FileStamp, ...]
 
 
 class TlsSource:
@@ -110,12 +110,4 @@ def _server_configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfigurat
 
 def _stamp(files: TlsFiles) -> _Stamp:
     """Changes whenever a file does; a file that is missing has a stamp as well."""
-    return tuple(_stamp_of(path) for path in (files.ca, files.cert, files.key, files.crl) if path is not None)
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    try:
-        stat = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl) if path is not None)

@@ -7,7 +7,6 @@ wire of wires.py ends TCP connections at itself; here the connections of gRPC an
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from tests.chaos.deployment import Deployment
 from tests.integration.cluster_harness import ROOT
+from tests.integration.machines import missing
 
 INSIDE = "DIPS_CHAOS_NAMESPACE"
 TABLE = "dips_chaos"
@@ -30,23 +30,12 @@ UP, DOWN = "out", "in"  # of the machine that is cut
 inside = pytest.mark.skipif(INSIDE not in os.environ, reason="runs within the namespace that the first test makes")
 
 
-def missing() -> str | None:
-    """What this machine lacks, or None."""
-    if os.geteuid() != 0:
-        return "only root may make network namespaces"
-    tools = [tool for tool in ("ip", "nft", "setpriv") if shutil.which(tool) is None]
-    if tools:
-        return f"{' and '.join(tools)} not found: install iproute2, nftables, util-linux"
-    probe = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
-    return probe.stderr.strip() or None
-
-
 @pytest.mark.skipif(INSIDE in os.environ, reason="it is this namespace")
 @pytest.mark.timeout(600)
 @pytest.mark.real_commands  # a fork has modules that plugins of the inner pytest would have it rewrite
 def test_partitions_in_a_network_namespace() -> None:
     """Everything below holds where packets are dropped; the namespace is gone afterwards."""
-    if why := missing():
+    if why := missing(("ip", "nft", "setpriv"), "iproute2, nftables, util-linux"):
         pytest.skip(f"NO NAMESPACES: {why}; the wires of test_partitions.py are what is left")
     name = f"dips-chaos-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True)

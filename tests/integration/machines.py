@@ -15,7 +15,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -52,13 +52,13 @@ with open(sys.argv[1], "wb", buffering=0) as file:
 MOST_CAPTURED = 1 << 30  # bytes
 
 
-def missing() -> str | None:
-    """What this machine lacks, or None."""
+def missing(tools: Sequence[str] = ("ip", "tc", "bash"), packages: str = "iproute2") -> str | None:
+    """What this machine lacks for namespaces and these tools, or None."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
-    tools = [tool for tool in ("ip", "tc", "bash") if shutil.which(tool) is None]
-    if tools:
-        return f"{' and '.join(tools)} not found: install iproute2"
+    lacking = [tool for tool in tools if shutil.which(tool) is None]
+    if lacking:
+        return f"{' and '.join(lacking)} not found: install {packages}"
     probe = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
     return probe.stderr.strip() or None
 

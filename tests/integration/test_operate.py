@@ -17,7 +17,7 @@ from dips.master.replay import replay_journal
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, type_words
-from tests.integration.test_secured_run import RUN, enroll, type_certs
+from tests.integration.test_secured_run import type_enrolment
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 LOADED_S = 10.0  # 0.6 s on a machine that is not busy: two heartbeats of a run are 4 s
@@ -29,12 +29,7 @@ NAMES = (
 
 @pytest.fixture(name="run")
 def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
-    type_certs("init", "ca", "--run", RUN, cwd=tmp_path)
-    for name, role in NAMES:
-        enroll(tmp_path, name, role)
-    (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
-    tls = {"ca": "certs/ca.crt", "cert": "certs/{name}.{role}.crt", "key": "certs/{name}.{role}.key"}
-    security = {"tls": {**tls, "crl": "ca/crl.pem"}}
+    security = type_enrolment(tmp_path, NAMES)
     with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}, slaves=1, security=security) as run:
         yield run
 

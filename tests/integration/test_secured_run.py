@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,20 +39,21 @@ def enroll(directory: Path, name: str, role: str) -> None:
     type_certs("issue", "ca", f"certs/{name}.{role}.csr", cwd=directory)
 
 
+def type_enrolment(directory: Path, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """An authority and these certificates, typed as a person would; return what the run file says of them."""
+    type_certs("init", "ca", "--run", RUN, cwd=directory)
+    for name, role in names:
+        enroll(directory, name, role)
+    (directory / "certs" / "ca.crt").write_bytes((directory / "ca" / "ca.crt").read_bytes())
+    own = {"cert": "certs/{name}.{role}.crt", "key": "certs/{name}.{role}.key"}
+    return {"tls": {"ca": "certs/ca.crt", **own, "crl": "ca/crl.pem"}}
+
+
 @pytest.fixture(name="run")
 def secured_run(tmp_path: Path) -> Iterator[harness.Run]:
-    type_certs("init", "ca", "--run", RUN, cwd=tmp_path)
-    for name, role in NAMES:
-        enroll(tmp_path, name, role)
-    (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
-    tls = {
-        "ca": "certs/ca.crt",
-        "cert": "certs/{name}.{role}.crt",
-        "key": "certs/{name}.{role}.key",
-        "crl": "ca/crl.pem",
-    }
+    security = type_enrolment(tmp_path, NAMES)
     shared = {"penalty": {"gates": []}, "stop": {"versions": 3}}
-    with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security={"tls": tls}) as run:
+    with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security=security) as run:
         yield run
 
 

@@ -24,9 +24,7 @@ MUTANTS = (
     Mutant("a slow request has no end", ROOM, "if self._request_timer is None:", "if False:", PORT),
     Mutant("a certificate is never renewed", ROOM, "if loaded is not self._loaded:", "if False:", PORT),
     Mutant("no certificate is asked for", ROOM, "= ssl.CERT_OPTIONAL", "= ssl.CERT_NONE", PORT),
-    Mutant(
-        "a phase that broke counts", "dips/master/meters.py", "if ends and ends == self._phase:", "if ends:", METERS
-    ),
+    Mutant("a phase that broke counts", "dips/master/meters.py", "if self._phase in ends:", "if self._phase:", METERS),
     Mutant("grants are kept for ever", "dips/master/meters.py", "> MOST_PUSHES:", "> 2 * MOST_PUSHES:", METERS),
     Mutant(
         "a version counts as durable too early",

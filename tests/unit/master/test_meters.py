@@ -32,6 +32,12 @@ def test_a_round_is_measured_by_phase() -> None:
     assert meters.phases["window"].list_buckets()[-1][1] == 2
 
 
+def test_a_round_whose_row_comes_first_is_applied_and_not_persisted() -> None:
+    """With `durability: async` the version is committed as soon as it is applied."""
+    meters = played((0.0, "round_opened", {}), (2.0, "round_applying", {}), (2.5, "version_committed", {}))
+    assert {name: phase.total for name, phase in meters.phases.items()} == {"window": 2.0, "apply": 0.5, "persist": 0.0}
+
+
 def test_a_push_is_measured_from_its_grant_to_its_commit() -> None:
     """One that is dropped is not; what is granted and never heard of again is forgotten at last."""
     meters = played(
