@@ -56,7 +56,7 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}
-EDIT = {
+EDIT = {  # A-EDiT: its clusters train for a time, as with pace `aligned`
     "outer.merge": "edit", "penalty.gates": ["edit"], "outer.lr": 0.8, "outer.momentum": 0.85,
     "outer.clip": {"norm": 10.0, "per_layer": True},
 }  # fmt: skip
@@ -109,7 +109,7 @@ def run_once(rows: Rows) -> Rows:
     return {name: {**keys, "seeds": [1]} for name, keys in rows.items()}
 
 
-FACTOR_ROWS: Rows = {  # one factor at a time
+FACTOR_ROWS: Rows = {  # one factor at a time (Di-PS, Figures 7 and 12; EDiT, Figures 6c and 7a)
     "synchronous": {"method": "synchronous"},
     "aligned": {},
     "aligned with rda": {"outer.merge": "rda"},
@@ -149,6 +149,12 @@ FACTOR_ROWS: Rows = {  # one factor at a time
         "aligned with the weights of EDiT's paper, fivefold": {
             **EDIT_MERGE, "outer.merge": "edit-paper", "fleet": "fivefold",
         },
+        "A-EDiT": EDIT,  # and its ablations (EDiT, Figure 7a)
+        "A-EDiT without its gate": {**EDIT, "penalty.gates": []},
+        "A-EDiT without its weights": {**EDIT, "outer.merge": "mean"},
+        "A-EDiT without its clip": {**EDIT, "outer.clip": {}},
+        "naive asynchronous": {"method": "naive"},  # Di-PS, Figure 2b
+        "naive asynchronous, apart 0%": {"method": "naive", "fleet": "apart 0%"},
         "aligned, the paper's clip": {"outer.clip": {"norm": 1.0}},
         "aligned, relative clip": {"outer.clip": {"relative": 2.0}},
         "aligned, no gate": {"penalty.gates": []},
