@@ -52,7 +52,7 @@ RECIPE_FLEETS = {  # a fleet → how many clusters synchronous DiLoCo has beside
 RECIPE_STEPS = {n: ROUNDS * 32 * max(n, 4) for n in (1, 2, 4, 9)}
 BASE: dict[str, Any] = {
     "fleet": "half", "inner_steps": 32, "pace": "aligned", "inner.lr": 4e-3, "outer.lr": 0.7, "outer.momentum": 0.8,
-    "outer.clip": {}, "inner.warmup": 0.05,
+    "outer.clip": {}, "inner.warmup": 0.05, "task.batch": 4,
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}
@@ -73,8 +73,8 @@ QUICK: Rows = {
     "steps with share, 50 %": {**SHARE, "seeds": QUICK_SEEDS[:3]},
     "the paper's preset, 50 %": {**PAPER, "seeds": [1]},
     "naive asynchronous, 50 %": {"method": "naive", "seeds": [1, 2]},
-    "aligned, 5.23 ×": {"fleet": "fivefold", "seeds": [1, 2]},
-    "aligned with rda, 5.23 ×": {"fleet": "fivefold", "outer.merge": "rda", "seeds": [1, 2]},
+    "aligned, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "seeds": [1, 2]},
+    "aligned with rda, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "outer.merge": "rda", "seeds": [1, 2]},
     "aligned with Muon, 5.23 ×": {"fleet": "fivefold", **MUON, "seeds": [1]},
     "data parallel": {"method": "data_parallel", "tune": DP_LRS, "seeds": [1]},
 }
