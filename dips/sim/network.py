@@ -127,7 +127,8 @@ class Network:
         if self._cut and self._cut.pop((sender, receiver), None) is not None:
             self._monitor.passes_again(sender, receiver)
         delay_s = _delay_s(weather, slow, spread)
-        clogged = self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now
+        clogs = self._clogged
+        clogged = clogs and (clogs.get(sender, 0.0) > now or clogs.get(receiver, 0.0) > now)
         label = f"{what} {sender} → {receiver}"
         self._heap.call_later(delay_s + CLOGGED_S * draw() if clogged else delay_s, label, arrive)
         if doubled:  # the other way round with the same numbers: the copy of a fast message is slow
