@@ -16,6 +16,9 @@ from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
 
+_WATCHED = frozenset({PushRequested, PushAborted})
+
+
 @dataclass
 class _Wait:
     """A cluster from its first request for a slot to its push; counted by what is seen from outside the queue."""
@@ -48,7 +51,7 @@ class QueueInvariant(Invariant):
         self.began.clear()
 
     def after_step(self, process: MasterProcess, event: Event) -> None:
-        if type(event) not in (PushRequested, PushAborted) or not process.presides:
+        if type(event) not in _WATCHED or not process.presides:
             return
         run = process.coordinator.capture_state()
         assert isinstance(run, RunState)

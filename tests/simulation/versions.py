@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dips.ids import GENESIS, VersionId
-from dips.outer.pool import Arrays
+from dips.outer.pool import F32, Arrays
 from dips.outer.versions import Versions
 from dips.protocol.records import (
     LedgerState,
@@ -21,10 +19,11 @@ from tests.simulation.checks import Invariant
 from tests.simulation.reference import LineageReference
 
 
-def whole_bank(arrays: Arrays) -> bytes:
-    """All bytes of a bank, whose layers are cut out of one piece of memory."""
-    whole: Any = next((layer.base for layer in arrays.values()), None)
-    return b"" if whole is None else bytes(whole.tobytes())
+def whole_bank(arrays: Arrays) -> F32:
+    """All of a bank, whose layers are cut out of one piece of memory."""
+    whole = next(iter(arrays.values())).base
+    assert whole is not None
+    return whole
 
 
 class LineageInvariant(Invariant):
@@ -35,8 +34,8 @@ class LineageInvariant(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.reference = LineageReference(world.genesis, world.scenario.parameters, world.scenario.pull_codec)
-        # By slave, what was last found to be the reference's: which arrays, of which version, and all their bytes.
-        self._found: dict[str, tuple[VersionId, Arrays, Arrays, bytes, bytes]] = {}
+        # By slave, what was last found to be the reference's: of which version, which banks, and all their bytes.
+        self._found: dict[str, tuple[VersionId, Arrays, Arrays, F32, bytes, F32, bytes]] = {}
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -81,8 +80,8 @@ class LineageInvariant(Invariant):
             and found[1] is theta
             and found[2] is momentum
             and found[0] == version
-            and found[3] == whole_bank(theta)
-            and found[4] == whole_bank(momentum)
+            and found[3].tobytes() == found[4]
+            and found[5].tobytes() == found[6]
         ):
             return
         expected = self._expected(version, layers)
@@ -90,7 +89,8 @@ class LineageInvariant(Invariant):
             if (theta[layer].tobytes(), momentum[layer].tobytes()) != content:
                 self.fail(f"{name} serves another {version} than the reference's (layer {layer})")
         if expected:
-            self._found[name] = (version, theta, momentum, whole_bank(theta), whole_bank(momentum))
+            banks = whole_bank(theta), whole_bank(momentum)
+            self._found[name] = (version, theta, momentum, banks[0], banks[0].tobytes(), banks[1], banks[1].tobytes())
 
     def _expected(self, version: VersionId, layers: tuple[int, ...]) -> list[tuple[int, tuple[bytes, bytes]]]:
         content = self.reference.versions.get(version)
