@@ -15,7 +15,6 @@ from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
-
 _WATCHED = frozenset({PushRequested, PushAborted})
 
 
