@@ -215,10 +215,8 @@ class MasterCore:
             quiet = quiet and _QUIET.issuperset(map(type, effects))
         if not quiet:
             self._held.on_change(now)
-        if question is not None and now >= question.until:
-            question = None
         for effect in effects:
-            if question is not None and _is_pending(effect):
+            if question is not None and now < question.until and _is_pending(effect):
                 self._held.hold_question(effect.req, question, now)
             else:
                 self._outbox.put_item(effect)
