@@ -3,7 +3,7 @@
 
 A window ends when its time is over, or before that when no push is expected any more. By `timing.window` its time may
 grow, up to `window_most` times its length: `sliding`, with each push that comes or is granted; `adaptive`, until those
-clusters are in that are due soon, as long as all in it wait no longer in the mean than a fixed one makes the first wait.
+clusters are in that are due soon, as long as all in it wait no longer in the mean than a fixed one lets the first wait.
 """
 
 from __future__ import annotations

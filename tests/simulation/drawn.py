@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from dips.protocol.enums import (
+    AnchorRule,
     DurabilityMode,
     GateName,
     MergeRule,
@@ -15,6 +16,7 @@ from dips.protocol.enums import (
     ScoreScale,
     StepRule,
     WeightRule,
+    WindowRule,
 )
 from dips.protocol.gates import OF_NORMS
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
@@ -46,9 +48,12 @@ def scenario_of(seed: int) -> Scenario:
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
-        options=_gates(
-            chance.generator_for("gates"),
-            _rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
+        options=_anchor(
+            chance.generator_for("anchor"),
+            _gates(
+                chance.generator_for("gates"),
+                _rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
+            ),
         ),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
@@ -120,6 +125,15 @@ def _rules(rng: Random, options: Options) -> Options:
         staleness_alpha=rng.choice((0.0, 0.0, 0.1, 1.0)),
     )
     return replace(options, outer=outer)
+
+
+def _anchor(rng: Random, options: Options) -> Options:
+    """Half of the seeds measure late pushes against their bases, and two thirds have windows that last longer."""
+    outer = replace(options.outer, anchor=rng.choice(tuple(AnchorRule)))
+    most = rng.choice((1.0, 1.5, 4.0))
+    return replace(
+        options, outer=outer, timing=replace(options.timing, window=rng.choice(tuple(WindowRule)), window_most=most)
+    )  # fmt: skip
 
 
 def _options(rng: Random) -> Options:
