@@ -33,6 +33,10 @@ OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a rou
 
 def scenario_of(seed: int) -> Scenario:
     """Draw a run; everything that is drawn later has a generator of its own, so that no seed changes by it."""
+    return _anchor(Chance(seed).generator_for("anchor"), _draw(seed))
+
+
+def _draw(seed: int) -> Scenario:
     chance = Chance(seed)
     rng = chance.generator_for("settings")
     slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
@@ -48,12 +52,9 @@ def scenario_of(seed: int) -> Scenario:
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
-        options=_anchor(
-            chance.generator_for("anchor"),
-            _gates(
-                chance.generator_for("gates"),
-                _rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
-            ),
+        options=_gates(
+            chance.generator_for("gates"),
+            _rules(chance.generator_for("rules"), _options(chance.generator_for("options"))),
         ),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
@@ -67,7 +68,7 @@ def scenario_of(seed: int) -> Scenario:
 
 def plain_of(seed: int) -> Scenario:
     """Draw the same run with the paper's rules and gates, so that drawing others moves no seed of it."""
-    return replace(scenario_of(seed), options=_options(Chance(seed).generator_for("options")))
+    return replace(_draw(seed), options=_options(Chance(seed).generator_for("options")))
 
 
 def crowd_of(seed: int) -> Scenario:
@@ -127,13 +128,13 @@ def _rules(rng: Random, options: Options) -> Options:
     return replace(options, outer=outer)
 
 
-def _anchor(rng: Random, options: Options) -> Options:
+def _anchor(rng: Random, drawn: Scenario) -> Scenario:
     """Half of the seeds measure late pushes against their bases, and two thirds have windows that last longer."""
-    outer = replace(options.outer, anchor=rng.choice(tuple(AnchorRule)))
-    most = rng.choice((1.0, 1.5, 4.0))
-    return replace(
-        options, outer=outer, timing=replace(options.timing, window=rng.choice(tuple(WindowRule)), window_most=most)
-    )  # fmt: skip
+    anchor, pinned = rng.choice(tuple(AnchorRule)), rng.choice((drawn.pinned, 2))
+    outer, window = replace(drawn.options.outer, anchor=anchor), rng.choice(tuple(WindowRule))
+    timing = replace(drawn.options.timing, window=window, window_most=rng.choice((1.0, 1.5, 4.0)))
+    options = replace(drawn.options, outer=outer, timing=timing)
+    return replace(drawn, options=options, pinned=pinned if anchor is AnchorRule.BASE else drawn.pinned)
 
 
 def _options(rng: Random) -> Options:
