@@ -9,8 +9,8 @@ pin ended.
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
 ones takes the place of θ′: `move_readers` moves its readers to a file of the same bytes, one after another, and the
 last of them frees the bank; until then, or if there is no file, `prepare_version` is Busy (docs/rationale.md#19).
-With `keeps_older` the newest older versions stay without readers, too, in pinned banks that no reader has: a late push is
-measured against the one that its cluster had pulled. They are freed before anybody is told to wait.
+With `keeps_older` the newest older versions stay without readers, too, in pinned banks that no reader has: a late push
+is measured against the one that its cluster had pulled. They are freed before anybody is told to wait.
 """
 
 from __future__ import annotations
