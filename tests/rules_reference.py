@@ -122,6 +122,29 @@ def rate_of(clusters: int) -> float:
     return float(np.interp(log2(clusters), (0, 1, 2, 3), (0.4, 0.6, 0.6, 0.8)))
 
 
+def pseudo_gradient(anchor: str, theta: Numbers, base: Numbers | None, pushed: Numbers) -> Numbers:
+    """θ − θ_j, of the θ that stands, or of that which the cluster had pulled; None: nobody holds that any more."""
+    origin = base if anchor == "base" and base is not None else theta
+    return [t - p for t, p in zip(origin, pushed, strict=True)]
+
+
+def window_end(rule: str, window_s: float, most: float, arrived: Sequence[float], coming: Sequence[float]) -> float:
+    """When a window ends that opened at 0; `arrived` is in it, `coming` is due, the last of it is what changed last.
+
+    Sliding: a window after the newest arrival, or until all are in that are under way. Adaptive: half a window after
+    the last that is due, of those up to whom all would have waited for a window in the mean.
+    """
+    ends = [window_s]
+    if rule == "sliding":
+        ends += [t + window_s for t in arrived] + list(coming)
+    if rule == "adaptive":
+        for last in (t for t in coming if t <= most * window_s):
+            inside = [*arrived, *(t for t in coming if t <= last)]
+            if sum(last - t for t in inside) / len(inside) <= window_s:
+                ends.append(last + window_s / 2)
+    return min(max(ends), most * window_s)
+
+
 def take_step(theta: float, m: float, g: float, lr: float, numbers: tuple[float, ...]) -> tuple[float, float]:
     """θ′ and m′ of one element."""
     a, b, c, e = numbers

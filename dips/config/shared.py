@@ -20,6 +20,7 @@ LATER_KEYS: Mapping[str, Any] = {  # what each says of a run that began before i
         "delay": 0,
         "weights": "tokens",
         "staleness_alpha": 0.0,
+        "anchor": "current",
         "clip": {"per_layer": False},
     },
     "penalty": {"score": "linear", "joiner_cap": 5.0},

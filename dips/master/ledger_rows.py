@@ -85,7 +85,7 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
         _insert_row(
             db,
             "folds",
-            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges)),
+            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges), f.anchored),
         )
         _write_factors(db, number, place, f.layer_weights)
     for slave, digest in r.digests:
@@ -276,10 +276,11 @@ def read_factors(db: sqlite3.Connection, first: int, last: int) -> dict[tuple[in
 
 
 def read_fold(row: Any, layer_weights: Factors = ()) -> FoldRow:
-    _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
+    _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, *told = row
+    weight, norm, score, loss, ranges, anchored = told
     reals = (read_real(weight), read_real(norm), read_real(score))
     push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
-    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges), layer_weights)
+    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges), layer_weights, bool(anchored))
 
 
 def read_outcome(row: Any) -> OutcomeRow:

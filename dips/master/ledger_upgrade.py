@@ -31,6 +31,7 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "UPDATE penalty SET loss_shift = 0",
         "ALTER TABLE penalty ADD COLUMN suspicion REAL NOT NULL DEFAULT 0",
         "ALTER TABLE penalty ADD COLUMN layers TEXT NOT NULL DEFAULT '[]'",
+        "ALTER TABLE folds ADD COLUMN anchored INTEGER NOT NULL DEFAULT 0",
     ),
 }
 

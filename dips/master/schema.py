@@ -59,6 +59,7 @@ CREATE TABLE folds (
     base_version INTEGER NOT NULL, base_round INTEGER NOT NULL,
     tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
     weight REAL, norm REAL, score REAL, loss REAL, ranges TEXT NOT NULL,
+    anchored INTEGER NOT NULL DEFAULT 0,  -- 1: folded as its difference to its base, not to the version's parent
     PRIMARY KEY (round, place),
     UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (docs/architecture.md#invariant-4)
 ) STRICT;

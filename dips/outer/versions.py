@@ -9,6 +9,8 @@ pin ended.
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
 ones takes the place of θ′: `move_readers` moves its readers to a file of the same bytes, one after another, and the
 last of them frees the bank; until then, or if there is no file, `prepare_version` is Busy (docs/rationale.md#19).
+With `keeps_older` the newest older versions stay without readers, too, in pinned banks that no reader has: a late push
+is measured against the one that its cluster had pulled. They are freed before anybody is told to wait.
 """
 
 from __future__ import annotations
@@ -57,14 +59,19 @@ class PushMeasures:
 class Versions:
     """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
-    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32") -> None:
-        """`pull_codec` is the run's: of the updates that clusters pull, and so of what every θ′ is made of."""
+    def __init__(
+        self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32", *, keeps_older: bool = False
+    ) -> None:
+        """
+        pull_codec   the run's: of the updates that clusters pull, and so of what every θ′ is made of
+        keeps_older  older versions stay without readers, too, as long as nobody else wants the pinned banks
+        """
         self._kernel_pool = kernel_pool
         self._updates = Updates(pull_codec, pinned)
         self._fields: Fields = {}
         self._averaged = AveragedLayers()
         self.slots = slots
-        self._pinned = pinned
+        self._pinned, self._keeps_older = pinned, keeps_older
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
         self._layers: dict[int, int] | None = None
         self._head: Theta | None = None
@@ -140,7 +147,7 @@ class Versions:
     @property
     def older_versions(self) -> tuple[VersionId, ...]:
         """Older versions whose readers hold a bank and are not being moved, oldest first."""
-        return tuple(theta.version for theta in self._older if not theta.moving)
+        return tuple(theta.version for theta in self._older if theta.pulls and not theta.moving)
 
     @property
     def excess_versions(self) -> int:
@@ -154,6 +161,10 @@ class Versions:
     @property
     def limit_bytes(self) -> int:
         return self._pool.limit_bytes + self._updates.nbytes
+
+    def is_older(self, version: VersionId) -> bool:
+        """Whether it is an older version in memory, which stays there until the open round's Apply."""
+        return any(theta.version == version and not theta.moving for theta in self._older)
 
     def bank_holders(self) -> list[str]:
         """Who holds each bank in use, for status and for those who check the sum."""
@@ -201,20 +212,23 @@ class Versions:
 
     # ---- the outer step --------------------------------------------------------------------------------
 
-    def measure_push(self, push: PushId) -> PushMeasures:
-        """Measure a push against the version that is served, and beside what is folded so far."""
-        theta, acc = self._current_theta().bank.arrays, self._acc.arrays if self._acc else None
+    def measure_push(self, push: PushId, anchor: VersionId | None = None) -> PushMeasures:
+        """Measure a push against `anchor`, or the version that is served, and beside what is folded so far."""
+        theta, acc = self._arrays_of(anchor), self._acc.arrays if self._acc else None
         found = self._kernel_pool.measure(theta, self._slot_of(push).arrays, acc)
         squares = self._averaged.leave_out(theta, found.squares)
         return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
 
-    def fold_push(self, push: PushId, weight: float, layer_weights: Factors = ()) -> tuple[float, ...]:
+    def fold_push(
+        self, push: PushId, weight: float, layer_weights: Factors = (), anchor: VersionId | None = None
+    ) -> tuple[float, ...]:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc² of each layer.
 
         weight         its tokens over those of the round's first, by which buffers are averaged
         layer_weights  of what is stepped, if they are not that: of each layer, or one number of all
+        anchor         the older version that it was measured against; None: that which is served
         """
-        theta, bank = self._current_theta().bank.arrays, self._slot_of(push)
+        theta, bank = self._arrays_of(anchor), self._slot_of(push)
         weights = self._averaged.weigh_layers(theta, weight, layer_weights)
         if self._next is not None:
             raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
@@ -237,6 +251,7 @@ class Versions:
         head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
+        self._free_kept(self._pinned)
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
             steps = self._averaged.step_layers(head.bank.arrays, step)
@@ -260,6 +275,7 @@ class Versions:
         self._leave_served()
         self._serve_version(version, made.theta, made.momentum)
         self._next = None
+        self._free_kept(self._pinned)
 
     def abort_round(self, written: VersionId | None = None) -> None:
         """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are.
@@ -295,9 +311,10 @@ class Versions:
             raise LocalProtocolError(
                 f"{version} cannot be loaded over the open pushes {', '.join(map(str, self._open))}"
             )
-        if self._head and self._head.pulls and len(self._older) > self._pinned:
+        if self._head and self._head.pulls and sum(bool(theta.pulls) for theta in self._older) > self._pinned:
             raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
         self.abort_round()
+        self._free_kept(0)  # of another lineage, perhaps
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
         self._loading = Next(version, theta, momentum)
         return theta.arrays, momentum.arrays
@@ -314,6 +331,7 @@ class Versions:
             self._pool.give_back(self._momentum)
         self._leave_served()
         self._serve_version(loaded.version, loaded.theta, loaded.momentum)
+        self._free_kept(0)
 
     # ---- readers --------------------------------------------------------------------------------
 
@@ -371,19 +389,28 @@ class Versions:
             self._kernel_pool.round_update(codec, theta, theta_next, momentum, back, update, self._fields)
 
     def _free_unread(self) -> None:
+        for theta in [t for t in self._older if not t.pulls and (t.moving or not self._keeps_older)]:
+            self._free_older(theta)
+
+    def _free_kept(self, room: int) -> None:
+        """Free what is older and has no readers, the oldest first, until no more than `room` older ones are held."""
         for theta in [t for t in self._older if not t.pulls]:
-            self._older.remove(theta)
-            self._pool.give_back(theta.bank)
+            if len(self._older) > room:
+                self._free_older(theta)
+
+    def _free_older(self, theta: Theta) -> None:
+        self._older.remove(theta)
+        self._pool.give_back(theta.bank)
 
     def _serve_version(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
         theta.holder, momentum.holder = f"θ {version}", f"m {version}"
         self._head, self._momentum = Theta(version, theta), momentum
 
     def _leave_served(self) -> None:
-        """Let go of the served θ: to its readers, if it has any."""
+        """Let go of the served θ: to its readers, if it has any, or to pushes that will be measured against it."""
         if self._head is None:
             return
-        if self._head.pulls:
+        if self._head.pulls or self._keeps_older:
             self._head.bank.holder = f"older θ {self._head.version}"
             self._older.append(self._head)
         else:
@@ -410,6 +437,14 @@ class Versions:
         if push not in self._open:
             raise StalePush(f"push {push} has no slot; open: {', '.join(map(str, self._open)) or 'none'}")
         return self._open[push]
+
+    def _arrays_of(self, anchor: VersionId | None) -> Arrays:
+        """θ that a push is subtracted from; of an older one but for buffers, whose mean is about what is served."""
+        served = self._current_theta().bank.arrays
+        if anchor is None:
+            return served
+        older, averaged = self._theta_of(anchor).bank.arrays, self._averaged.layers
+        return {layer: served[layer] if layer in averaged else older[layer] for layer in served}
 
     def _current_theta(self) -> Theta:
         if self._head is None:

@@ -60,6 +60,7 @@ class Measure:
     round: int
     push: PushId
     version: VersionId
+    anchor: VersionId | None = None  # measured against this one, if it is held; None: against `version`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Fold:
     push: PushId
     weight: float  # T_j / T_first; 1.0 for the first, whose buffer becomes acc
     layer_weights: Factors = ()  # of the slave's layers, buffers excepted, if not that; one number: of all of them
+    anchor: VersionId | None = None  # as measured; None: the version that is served
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Push:
     first: int = 0  # its rank r is worker first + r of all that push
     unstaged: dict[str, None] = field(default_factory=dict)  # slaves that do not have all of it yet
     committed: bool = False
+    committed_at: float = 0.0
     tokens: int = 0
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
@@ -83,6 +84,8 @@ class Push:
     layer_weights: Factors = ()
     merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
     freshness: float = 1.0  # e^(−α·staleness)
+    anchor: VersionId | None = None  # its base, if it is measured against that; None: against the head
+    why_unanchored: str = ""  # though it should be: decided once, whatever round it gets into
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
     was_against: bool = False  # and points away from those that were folded before it waited
 
@@ -208,6 +211,7 @@ class Round:
     reason: str
     opened: float
     closes: float
+    window_s: float = 0.0  # its length before anything made it longer
     queue: deque[Push] = field(default_factory=deque)  # committed, to be measured in this order
     current: Push | None = None  # being measured or folded
     folded: list[Push] = field(default_factory=list)

@@ -11,6 +11,21 @@ from enum import StrEnum
 # ---- rounds and pushes ---------------------------------------------------------------------------------------------
 
 
+class AnchorRule(StrEnum):
+    """`outer.anchor`: from which θ a push's pseudo-gradient goes."""
+
+    CURRENT = "current"  # that which stands when the push is folded (Di-PS, Algorithm 1)
+    BASE = "base"  # that which the cluster had pulled, while all slaves hold it
+
+
+class WindowRule(StrEnum):
+    """`timing.window`: what makes a window longer than `window_s`; see window.py."""
+
+    FIXED = "fixed"  # nothing
+    SLIDING = "sliding"  # each push that comes, or begins to
+    ADAPTIVE = "adaptive"  # clusters that are due soon, by what was seen of their pushes
+
+
 class OutcomeKind(StrEnum):
     """The outcome of one push in its round."""
 

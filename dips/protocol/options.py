@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.protocol.enums import (
+    AnchorRule,
     AskOrder,
     DurabilityMode,
     GateName,
@@ -23,11 +24,13 @@ from dips.protocol.enums import (
     ScoreScale,
     StepRule,
     WeightRule,
+    WindowRule,
 )
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
 AUTO = "auto"  # the word for an outer learning rate that follows the number of clusters
 MOST_DELAY = 1_000_000  # contributions
+MOST_WINDOWS = 1_000.0  # times window_s: a round must end
 
 
 def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
@@ -70,10 +73,12 @@ class OuterOptions:
     delay: int = 0  # contributions from one use of momentum to the next (delayed_nesterov); 0: as many as live clusters
     weights: WeightRule = WeightRule.TOKENS
     staleness_alpha: float = 0.0  # weights times e^(−α·staleness)
+    anchor: AnchorRule = AnchorRule.CURRENT  # the θ of a pseudo-gradient θ − θ_j
 
     def __post_init__(self) -> None:
-        for key, words in (("merge", MergeRule), ("step", StepRule), ("weights", WeightRule)):
-            _coerce_word(self, key, words, f"outer.{key}")
+        words = {"merge": MergeRule, "step": StepRule, "weights": WeightRule, "anchor": AnchorRule}
+        for key, of_key in words.items():
+            _coerce_word(self, key, of_key, f"outer.{key}")
         is_rate = self.lr == AUTO or (not isinstance(self.lr, str) and self.lr > 0)
         _require_holds(is_rate, "outer.lr", "a number above 0 or auto", self.lr)
         _require_holds(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
@@ -184,6 +189,8 @@ class TimingOptions:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     window_s: float | None = None  # None: 5 % of the median time between a cluster's pushes, at least 1 s
+    window: WindowRule = WindowRule.FIXED  # others last longer than window_s, for pushes about to come
+    window_most: float = 4.0  # times window_s, at most
     heartbeat_s: float = 2.0
     lease_heartbeats: int = 5  # silence of so many heartbeats is death
     hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
@@ -198,6 +205,9 @@ class TimingOptions:
         _require_holds(
             self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s
         )
+        _coerce_word(self, "window", WindowRule, "timing.window")
+        longest = f"a number from 1 to {MOST_WINDOWS:g}"
+        _require_holds(1 <= self.window_most <= MOST_WINDOWS, "timing.window_most", longest, self.window_most)
         _require_holds(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
         above_0 = (
             "heartbeat_s",

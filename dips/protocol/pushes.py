@@ -130,6 +130,7 @@ def on_push_opened(run: RunState, fanout: Fanout) -> None:
         return
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster)
     cluster.reason = "pushing"
+    window.extend_open_window(run)
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
@@ -185,7 +186,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         return Pending(f"not yet staged on {name_some(list(push.unstaged))}")
     if reason := _why_untold(cluster, event):
         return Pending(reason)
-    push.committed = True
+    push.committed, push.committed_at = True, run.now
     loss = event.loss if isfinite(event.loss) else None  # shown to people only
     push.tokens, push.inner_steps, push.loss = event.tokens, event.inner_steps, loss
     push.ranges, push.begun = event.ranges, event.begun

@@ -42,6 +42,7 @@ class FoldRow:
     loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
     layer_weights: Factors = ()  # of each layer, as folded, if not `weight`; one number: of all of them
+    anchored: bool = False  # folded as its difference to `base`; False: to the version's parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from math import nan
 from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
-from dips.protocol import durability, held_pushes, pushes, settlement, stepping, window
+from dips.protocol import anchors, durability, held_pushes, pushes, settlement, stepping, window
 from dips.protocol.effects import Apply, DropPush, Measure, Persist
 from dips.protocol.entities import Fanout, Push, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
@@ -38,6 +38,7 @@ def advance_round(run: RunState) -> None:
     if run.waiting:
         r.queue += run.waiting
         run.waiting = []
+        window.extend_window(run, r)
     while r.current is None and r.queue:
         _measure_unless_held(run, r, r.queue.popleft())
     if r.current is None and (held := held_pushes.take_held(run, r)) is not None:
@@ -61,7 +62,7 @@ def _measure_unless_held(run: RunState, r: Round, push: Push) -> None:
 
 def _measure_push(run: RunState, r: Round, push: Push) -> None:
     r.current = push
-    order = Measure(r.number, push.id, run.head)
+    order = Measure(r.number, push.id, run.head, anchors.choose_anchor(run, push))
     run.order_all(FanoutKind.MEASURE, push.id, order, run.options.timing.compute_s)
 
 
@@ -70,6 +71,9 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
+    if not anchors.settle_anchor(run, push, fanout):
+        _measure_push(run, r, push)
+        return
     evidence = _gather_evidence(run, r, push, fanout)
     push.verdict = judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
     if push.tokens <= 0:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from dips.dataclass import replace
 from dips.ids import VersionId
-from dips.protocol import durability, flip, held_pushes, pushes
+from dips.protocol import anchors, durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
@@ -91,7 +91,7 @@ def _version_row(
     folds = tuple(
         FoldRow(
             p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
-            p.layer_weights,
+            p.layer_weights, p.anchor is not None,
         )
         for p in r.folded
         if p.verdict is not None
@@ -182,6 +182,8 @@ def _kind_of(push: Push) -> OutcomeKind:
 def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = "") -> OutcomeRow:
     verdict = push.verdict
     measured = verdict.reason if verdict else ""
+    if verdict and (anchored := anchors.explain_anchor(push)):
+        measured = f"{measured}; {anchored}"
     why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
     norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
     return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges, push.begun)

@@ -39,7 +39,7 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
 def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
     """The order of a slave that holds these layers."""
     weights = push.layer_weights
-    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
+    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else (), push.anchor)
 
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:

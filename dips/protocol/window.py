@@ -1,15 +1,18 @@
 """The window in which a round takes commits: how long it is, which pushes it waits for, when it ends
 (docs/rationale.md#24).
 
-A window ends when its time is over, or before that when no push is expected any more.
+A window ends when its time is over, or before that when no push is expected any more. By `timing.window` its time may
+grow, up to `window_most` times its length: `sliding`, with each push that comes or is granted; `adaptive`, until those
+clusters are in that are due soon, as long as all in it wait no longer in the mean than a fixed one lets the first wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
 from dips.protocol.entities import Cluster, Push, Round
+from dips.protocol.enums import WindowRule
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
@@ -17,6 +20,7 @@ from dips.protocol.run_state import RunState
 WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
 LEAST_WINDOW_S = 1.0
 LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
+SPREAD_SHARE = 0.5  # of a window: waited for that much longer than a cluster is due by its last pushes
 
 
 def window_s(run: RunState) -> float:
@@ -40,9 +44,58 @@ def open_window(run: RunState) -> None:
     run.emit_record(RoundReserved(number, run.now))
     state = check_move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
     lasts_s = window_s(run)
-    run.round = Round(number, state, "window open", run.now, run.now + lasts_s)
+    run.round = Round(number, state, "window open", run.now, run.now + lasts_s, window_s=lasts_s)
     run.opened_at = run.now
     run.emit_note("round_opened", round=number, head=run.head, window_s=f"{lasts_s:.3f}")
+
+
+def extend_open_window(run: RunState) -> None:
+    """A push has been granted, or come: the open window may become longer."""
+    if run.round is not None and run.round.state is RoundState.COLLECTING:
+        extend_window(run, run.round)
+
+
+def extend_window(run: RunState, r: Round) -> None:
+    """Let the window last as long as its rule wants by now; never less than before, or more than `window_most`."""
+    timing = run.options.timing
+    find_end = EXTENSIONS.get(timing.window)
+    if find_end is not None:
+        r.closes = max(r.closes, min(find_end(run, r), r.opened + timing.window_most * r.window_s))
+
+
+def _slide(run: RunState, r: Round) -> float:
+    """A whole length after the newest arrival, or until what is under way is due."""
+    ends = [push.committed_at + r.window_s for push in r.pushes]
+    for push in run.transfers.uncommitted_pushes():
+        if run.clusters[push.id.cluster].moving:
+            ends.append(push.due or push.opened_at + r.window_s)
+    return max(ends, default=r.closes)
+
+
+def _adapt(run: RunState, r: Round) -> float:
+    """Until the last due cluster is in for which all in the window wait `window_s` or less in the mean."""
+    latest = r.opened + run.options.timing.window_most * r.window_s
+    arrivals = [push.committed_at for push in r.pushes]
+    total, count, end = sum(arrivals), len(arrivals), r.closes
+    for due in sorted(due for due in _predict_arrivals(run) if run.now < due <= latest):
+        total, count = total + due, count + 1
+        if due - total / count <= r.window_s:
+            end = due + SPREAD_SHARE * r.window_s
+    return end
+
+
+def _predict_arrivals(run: RunState) -> Iterator[float]:
+    """When pushes should be here that are not: of those under way, and of clusters that train; -inf is unknown."""
+    for push in run.transfers.uncommitted_pushes():
+        if push.due and run.clusters[push.id.cluster].moving:
+            yield push.due
+    yield from run.next_pushes.at.values()
+
+
+EXTENSIONS: Mapping[WindowRule, Callable[[RunState, Round], float]] = {
+    WindowRule.SLIDING: _slide,
+    WindowRule.ADAPTIVE: _adapt,
+}
 
 
 def explain_round(run: RunState, r: Round) -> str:

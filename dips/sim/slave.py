@@ -19,6 +19,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Registered
+from dips.protocol.enums import AnchorRule
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
@@ -133,7 +134,10 @@ class SlaveProcess:
             self.gate,
             self.world.frame_refused,
         )
-        self.versions = Versions(KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec)
+        self.versions = Versions(
+            KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec,
+            keeps_older=self.world.options.outer.anchor is AnchorRule.BASE,
+        )  # fmt: skip
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
             SlaveIdentity(

@@ -12,6 +12,7 @@ import torch
 
 from dips.ids import VersionId
 from dips.outer import kernels
+from dips.protocol.enums import AnchorRule
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
@@ -28,6 +29,7 @@ HANG_S = 10_000.0
 SLOTS_MORE = 1  # than clusters: nobody waits for a slot
 PATIENCE = 4.0  # times what the run would take if nothing were gated: then it is over, finished or not
 LEAST_S = 300.0  # for joining, pulling and ending, however short it is
+PINNED = 2  # older versions; with `anchor: base` one for each cluster, so that bases are held
 RANGES = 1 << 20  # more than any study's inner steps: each takes one
 
 
@@ -87,9 +89,10 @@ class _Comings(Observer):
 def _make_scenario(fleet: Fleet, options: Options, tokens: int, lasts_s: float, pull_codec: str) -> Scenario:
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
     options = replace(options, stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES), timing=timing)
+    pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
-        slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=2, inner_steps=fleet.inner_steps,
+        slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=pinned, inner_steps=fleet.inner_steps,
         options=options, lasts_s=LEAST_S + PATIENCE * lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip

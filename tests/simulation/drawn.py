@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from dips.protocol.enums import (
+    AnchorRule,
     DurabilityMode,
     GateName,
     MergeRule,
@@ -15,6 +16,7 @@ from dips.protocol.enums import (
     ScoreScale,
     StepRule,
     WeightRule,
+    WindowRule,
 )
 from dips.protocol.gates import OF_NORMS
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
@@ -31,6 +33,10 @@ OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a rou
 
 def scenario_of(seed: int) -> Scenario:
     """Draw a run; everything that is drawn later has a generator of its own, so that no seed changes by it."""
+    return _anchor(Chance(seed).generator_for("anchor"), _draw(seed))
+
+
+def _draw(seed: int) -> Scenario:
     chance = Chance(seed)
     rng = chance.generator_for("settings")
     slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
@@ -62,7 +68,7 @@ def scenario_of(seed: int) -> Scenario:
 
 def plain_of(seed: int) -> Scenario:
     """Draw the same run with the paper's rules and gates, so that drawing others moves no seed of it."""
-    return replace(scenario_of(seed), options=_options(Chance(seed).generator_for("options")))
+    return replace(_draw(seed), options=_options(Chance(seed).generator_for("options")))
 
 
 def crowd_of(seed: int) -> Scenario:
@@ -120,6 +126,15 @@ def _rules(rng: Random, options: Options) -> Options:
         staleness_alpha=rng.choice((0.0, 0.0, 0.1, 1.0)),
     )
     return replace(options, outer=outer)
+
+
+def _anchor(rng: Random, drawn: Scenario) -> Scenario:
+    """Half of the seeds measure late pushes against their bases, and two thirds have windows that last longer."""
+    anchor, pinned = rng.choice(tuple(AnchorRule)), rng.choice((drawn.pinned, 2))
+    outer, window = replace(drawn.options.outer, anchor=anchor), rng.choice(tuple(WindowRule))
+    timing = replace(drawn.options.timing, window=window, window_most=rng.choice((1.0, 1.5, 4.0)))
+    options = replace(drawn.options, outer=outer, timing=timing)
+    return replace(drawn, options=options, pinned=pinned if anchor is AnchorRule.BASE else drawn.pinned)
 
 
 def _options(rng: Random) -> Options:

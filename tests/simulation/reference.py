@@ -79,7 +79,8 @@ class LineageReference:
         theta, momentum = dict[int, Numbers](), dict[int, Numbers]()
         pushed = [{layer: unpack(a) for layer, a in content.items()} for content in contents]
         for layer, numbers in old.theta.items():
-            acc = self._sum(layer, numbers, row.folds, pushed)
+            anchors = [self.versions[f.base].theta[layer] if f.anchored else numbers for f in row.folds]
+            acc = self._sum(layer, anchors, row.folds, pushed)
             theta[layer], momentum[layer] = self._step(row, layer, numbers, acc, old.momentum[layer])
             if self._codec != "fp32":
                 self._round(row, numbers, theta[layer], momentum[layer])
@@ -87,10 +88,13 @@ class LineageReference:
         return made
 
     @staticmethod
-    def _sum(layer: int, theta: Numbers, folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]) -> Numbers:
+    def _sum(
+        layer: int, anchors: list[Numbers], folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]
+    ) -> Numbers:
+        """Σ w·(θ − θ_j), each θ being the version's parent or the push's own base."""
         counts = weight_in(folds[0], layer) > 0
-        acc = [f32(t - p) if counts else 0.0 for t, p in zip(theta, pushed[0][layer], strict=True)]
-        for fold, content in zip(folds[1:], pushed[1:], strict=True):
+        acc = [f32(t - p) if counts else 0.0 for t, p in zip(anchors[0], pushed[0][layer], strict=True)]
+        for fold, theta, content in zip(folds[1:], anchors[1:], pushed[1:], strict=True):
             w = f32(weight_in(fold, layer))
             acc = [f32(a + f32(w * f32(t - p))) for a, t, p in zip(acc, theta, content[layer], strict=True)]
         return acc

@@ -111,7 +111,8 @@ class Teller:
         match body:
             case Measure():
                 finite = "nan" not in words
-                return ev.Measured((float(words.get("norm", "0.1")) ** 2 if finite else float("nan"),), finite)
+                square = float(words.get("norm", "0.1")) ** 2 if finite else float("nan")
+                return ev.Measured((square,), finite, anchored=body.anchor is not None and "unheld" not in words)
             case Fold():
                 return ev.Folded((BASE_NORM_SQ,))
             case Apply():

@@ -747,21 +747,27 @@ class Measure(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def anchor(self) -> _names_pb2.VersionId:
+        """measured against this one, if it is held; absent: against `version`"""
+
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         push: _names_pb2.PushId | None = ...,
         version: _names_pb2.VersionId | None = ...,
+        anchor: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "round", b"round", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push", "round", b"round", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,6 +781,7 @@ class Fold(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     LAYER_WEIGHTS_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     weight: _builtins.float
     @_builtins.property
@@ -783,6 +790,10 @@ class Fold(_message.Message):
     def layer_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the slave's layers, if not `weight`; one number: of all of them"""
 
+    @_builtins.property
+    def anchor(self) -> _names_pb2.VersionId:
+        """as measured; absent: the version that is served"""
+
     def __init__(
         self,
         *,
@@ -790,10 +801,11 @@ class Fold(_message.Message):
         push: _names_pb2.PushId | None = ...,
         weight: _builtins.float = ...,
         layer_weights: _abc.Iterable[_builtins.float] | None = ...,
+        anchor: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_weights", b"layer_weights", "push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "layer_weights", b"layer_weights", "push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,9 +1149,12 @@ class Measured(_message.Message):
     FINITE_FIELD_NUMBER: _builtins.int
     LAYER_DOT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    ANCHORED_FIELD_NUMBER: _builtins.int
     finite: _builtins.bool
     digest: _builtins.int
     """below 2^53; those of all slaves add up modulo that"""
+    anchored: _builtins.bool
+    """against the order's anchor"""
     @_builtins.property
     def layer_sq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
@@ -1153,10 +1168,11 @@ class Measured(_message.Message):
         finite: _builtins.bool = ...,
         layer_dot: _abc.Iterable[_builtins.float] | None = ...,
         digest: _builtins.int = ...,
+        anchored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finite", b"finite", "layer_dot", b"layer_dot", "layer_sq", b"layer_sq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchored", b"anchored", "digest", b"digest", "finite", b"finite", "layer_dot", b"layer_dot", "layer_sq", b"layer_sq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,10 @@ CLAIMS = "tests/unit/protocol/test_claims.py"
 HELD = TUNED = "tests/unit/protocol/test_operators.py"
 INDEXES = "tests/unit/protocol/test_indexes.py"
 
+ANCHORS, ROUND_PY, WINDOW = "dips/protocol/anchors.py", "dips/protocol/round.py", "dips/protocol/window.py"
+ANCHORED = "tests/unit/protocol/test_anchors.py"
+WINDOWS = "tests/unit/protocol/test_windows.py"
+
 MUTANTS = (
     # ---- a name that is taken
     Mutant(
@@ -154,6 +158,20 @@ MUTANTS = (
     Mutant("a cluster's pace is forgotten", ROOM, "requested_at + interval_s +", "requested_at +", ROUND),
     Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
     Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
+    Mutant("a window slides without end", WINDOW, "min(find_end(run, r), r", "max(find_end(run, r), r", WINDOWS),
+    Mutant("a window slides back", WINDOW, "max(r.closes, min(", "max(0.0, min(", WINDOWS),
+    Mutant("windows adapt to the last alone", WINDOW, "due - total / count <=", "due - r.opened <=", WINDOWS),
+    Mutant("an arrival makes no window longer", ROUND_PY, "window.extend_window(run, r)", "pass", WINDOWS),
+    Mutant("a grant makes no window longer", ROOM, "window.extend_open_window(run)", "pass", WINDOWS),
+    # ---- the anchor
+    Mutant("one push has two anchors", ANCHORS, "in (0, len(fanout.answers))", "!= -1", STORIES),
+    Mutant("a base that is not held goes unsaid", ANCHORS, 'run.emit_note("push_unanchored"', "print(", ANCHORED),
+    Mutant("a base of another lineage is an anchor", ANCHORS, "not run.is_ancestor(push.base)", "False", ANCHORED),
+    Mutant("what was decided is decided anew", ANCHORS, "or push.why_unanchored", "", ANCHORED),
+    Mutant("a push is folded against another θ than it was measured", ROOM, "(), push.anchor)", "())", ANCHORED),
+    Mutant(
+        "the row does not say the anchor", ROOM, "p.layer_weights, p.anchor is not None,", "p.layer_weights,", ANCHORED
+    ),
     Mutant("windows are half of a pace", ROOM, "WINDOW_SHARE = 0.05", "WINDOW_SHARE = 0.5", ROUND),
     Mutant("windows follow the slowest", ROOM, "WINDOW_SHARE * median(paces)", "WINDOW_SHARE * max(paces)", ROUND),
     Mutant(

@@ -18,12 +18,36 @@ RULES = "tests/unit/protocol/test_rules.py"
 STEP = "dips/outer_step.py"
 AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
+ANCHORED = "tests/unit/protocol/test_anchors.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 LAST = "tests/unit/slave/test_last_process.py"
 REBALANCE = "tests/unit/commands/test_rebalance.py"
 
+OLDER = "tests/unit/outer/test_older_versions.py"
+
 MUTANTS = (
+    # ---- older versions
+    Mutant(
+        "older versions take the bank of θ′",
+        OUTER,
+        "self._free_kept(self._pinned)\n        theta_next",
+        "theta_next",
+        OLDER,
+    ),
+    Mutant("older versions outlast a load", OUTER, "self._free_kept(0)  # of", "self._free_kept(9)  # of", OLDER),
+    Mutant("what is read is freed", OUTER, "[t for t in self._older if not t.pulls]:", "list(self._older):", OLDER),
+    Mutant("an older version is kept by everybody", OUTER, "pulls or self._keeps_older:", "pulls or True:", OLDER),
+    Mutant(
+        "a version that moves out is an anchor", OUTER, "== version and not theta.moving for", "== version for", OLDER
+    ),
+    Mutant(
+        "buffers go from older ones",
+        OUTER,
+        "served[layer] if layer in averaged else older[layer]",
+        "older[layer]",
+        ANCHORED,
+    ),
     # ---- registration
     Mutant("a copied directory proves who held it", ROOM, "inode == self._lock.stat().st_ino", "inode != 0", LAST),
     Mutant("a name of any length is told", ROOM, "len(nonce) <= NONCE_CHARS", "len(nonce) <= 1 << 20", LAST),

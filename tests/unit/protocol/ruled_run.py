@@ -13,6 +13,7 @@ from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
+from dips.protocol.enums import AnchorRule
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
 from tests import rules_reference
@@ -30,8 +31,8 @@ Difference = list[np.ndarray]  # θ − θ_j of each layer
 class RuledRun(ScriptedRun):
     """`push_all` stages differences and has them folded in one round."""
 
-    def __init__(self, outer: OuterOptions, **more: Any) -> None:
-        self.memory = Versions(KernelPool(reference), slots=4, pinned=1)
+    def __init__(self, outer: OuterOptions, pinned: int = 1, **more: Any) -> None:
+        self.memory = Versions(KernelPool(reference), 4, pinned, keeps_older=outer.anchor is AnchorRule.BASE)
         self.memory.allocate_banks({i: layer.numel for i, layer in enumerate(RULED.layers)}, None, frozenset({BUFFERS}))
         load_version(self.memory, GENESIS, _initial)
         self.staged: dict[str, Difference] = {}  # of a cluster's next push
@@ -47,10 +48,11 @@ class RuledRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                found = self.memory.measure_push(body.push)
-                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest)
+                held = body.anchor if body.anchor is not None and self.memory.is_older(body.anchor) else None
+                found = self.memory.measure_push(body.push, held)
+                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest, held is not None)
             case Fold():
-                return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
+                return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights, body.anchor))
             case Apply():
                 self.memory.prepare_version(body.version, body.step)
             case Commit():

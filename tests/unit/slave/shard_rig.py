@@ -179,11 +179,17 @@ class ShardRig:
     """A shard with its flow and disk, and a master's hand: `order` numbers and sends."""
 
     def __init__(
-        self, slots: int = 2, pinned: int = 1, disk: MemoryDisk | None = None, manifest: Manifest = MANIFEST
+        self,
+        slots: int = 2,
+        pinned: int = 1,
+        disk: MemoryDisk | None = None,
+        manifest: Manifest = MANIFEST,
+        keeps_older: bool = False,
     ) -> None:
         self._manifest = manifest
         self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
-        self.shard = Shard("s", Versions(KernelPool(reference), slots, pinned), self.disk, self.flow)
+        versions = Versions(KernelPool(reference), slots, pinned, keeps_older=keeps_older)
+        self.shard = Shard("s", versions, self.disk, self.flow)
         self.term, self.number = 1, 0
 
     def ready(self) -> ShardRig:
