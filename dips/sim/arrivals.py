@@ -61,6 +61,11 @@ def read_arrivals(rounds: Iterable[SettledRound]) -> list[tuple[Arrival, ...]]:
     return [pushes for pushes in read if pushes]
 
 
+def find_settled(record: VersionCommitted | RoundEnded) -> list[str]:
+    """The clusters whose pushes a round has settled; of a skipped one, none."""
+    return [o.push.cluster for o in record.outcomes if o.kind is not OutcomeKind.SKIPPED]
+
+
 class PlannedPace(Pace):
     """A push is due after the inner steps that the first of `plan` says."""
 
@@ -124,9 +129,7 @@ class _Door(Observer):
 
     def record_written(self, record: Record) -> None:
         """A round is settled: the commits of the next one may come."""
-        if not isinstance(record, VersionCommitted | RoundEnded):
-            return
-        settled = [o.push.cluster for o in record.outcomes if o.kind is not OutcomeKind.SKIPPED]
+        settled = find_settled(record) if isinstance(record, VersionCommitted | RoundEnded) else []
         if not settled:
             return
         for name in settled:

@@ -7,6 +7,7 @@ by the same rules, and each version must have the other's bits. tests/integratio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,9 @@ import xxhash
 from dips.errors import ConfigError
 from dips.outer import kernels
 from dips.protocol.options import DataOptions, Options, StopOptions
-from dips.protocol.records import Record, VersionCommitted
+from dips.protocol.records import Record, RoundEnded, VersionCommitted
 from dips.sim.agent import SimAgent
-from dips.sim.arrivals import Arrival, ArrivalWorld
+from dips.sim.arrivals import Arrival, ArrivalWorld, find_settled
 from dips.sim.observer import Observer
 from dips.sim.site import Site
 from dips.slave.ports import F32
@@ -44,23 +45,27 @@ class EmulatedVersion:
 def emulate_arrivals(
     task: Task, fleet: Fleet, recipe: Recipe, rounds: Sequence[tuple[Arrival, ...]], seed: int, options: Options
 ) -> list[EmulatedVersion]:
-    """Make a version of each round's pushes; raise ConfigError where this cannot be what made them.
+    """Make the rounds' versions of their pushes; raise ConfigError where this cannot be what made them.
 
     fleet   whose clusters' names are those of the arrivals; when they push is what the arrivals say
     recipe  its schedule goes by versions: a cluster that trains on version v of n is at v/n
     """
     torch.set_num_threads(1)
     model = _PlannedModel(task, recipe, seed, fleet.names)
-    steps = sum(push.inner_steps for pushes in rounds for push in pushes)
+    steps, versions = sum(push.inner_steps for pushes in rounds for push in pushes), sum(map(_is_applied, rounds))
     timing = replace(options.timing, window_s=WINDOW_S)
-    options = replace(options, stop=StopOptions(versions=len(rounds)), data=DataOptions(ranges=RANGES), timing=timing)
+    options = replace(options, stop=StopOptions(versions=versions), data=DataOptions(ranges=RANGES), timing=timing)
     lasts_s = ROUND_S * len(rounds) + steps * max(member.step_s for member in fleet.members)
     world = ArrivalWorld(seed, make_scenario(fleet, options, lasts_s, "fp32"), rounds, model, kernels)
-    watch = _Watch(world, model, rounds)
+    watch = _Watch(world, model, rounds, versions)
     world.run([world.door, watch])
-    if len(watch.versions) < len(rounds):
-        raise ConfigError(f"arrivals: of {len(rounds)} rounds {len(watch.versions)} could be made again")
+    if watch.rounds:
+        raise ConfigError(f"arrivals: {len(rounds) - len(watch.rounds)} of {len(rounds)} rounds could be made again")
     return watch.versions
+
+
+def _is_applied(pushes: tuple[Arrival, ...]) -> bool:
+    return any(push.base is not None for push in pushes)
 
 
 class _PlannedModel(LearnedModel):
@@ -75,20 +80,37 @@ class _PlannedModel(LearnedModel):
 
 
 class _Watch(Observer):
-    """Keeps every version, and holds it against the round that it must be of."""
+    """Keeps every version, and holds each round against the one that it must be."""
 
-    def __init__(self, world: ArrivalWorld, model: _PlannedModel, rounds: Sequence[tuple[Arrival, ...]]) -> None:
-        self._world, self._model, self._rounds = world, model, rounds
+    def __init__(
+        self, world: ArrivalWorld, model: _PlannedModel, rounds: Sequence[tuple[Arrival, ...]], versions: int
+    ) -> None:
+        self._world, self._model, self._of_versions = world, model, versions
+        self.rounds = deque(rounds)  # to come
         self.versions: list[EmulatedVersion] = []
 
     def pull_installed(self, agent: SimAgent) -> None:
         assert agent.base is not None
-        self._model.progress[agent.name] = agent.base.version / len(self._rounds)
+        self._model.progress[agent.name] = agent.base.version / self._of_versions
 
     def record_written(self, record: Record) -> None:
-        if not isinstance(record, VersionCommitted):
+        if not isinstance(record, VersionCommitted | RoundEnded) or not find_settled(record):
             return
-        self._compare_folds(record, self._rounds[len(self.versions)])
+        self._compare_folds(record)
+        if isinstance(record, VersionCommitted):
+            self._keep_version(record)
+        if not self.rounds:
+            self._world.stop()
+
+    def _compare_folds(self, record: VersionCommitted | RoundEnded) -> None:
+        folds = record.folds if isinstance(record, VersionCommitted) else ()
+        made = [Arrival(f.push.cluster, f.tokens, f.inner_steps, f.base) for f in folds]
+        wanted = [push for push in self.rounds.popleft() if push.base is not None]
+        if made != wanted:
+            what = record.version if isinstance(record, VersionCommitted) else f"round {record.round}"
+            raise ConfigError(f"arrivals: {what} was made of {wanted}; emulated, it is of {made}")
+
+    def _keep_version(self, record: VersionCommitted) -> None:
         theta: dict[int, F32] = {}
         momentum: dict[int, F32] = {}
         for machine in self._world.machines.values():
@@ -96,14 +118,6 @@ class _Watch(Observer):
             theta |= dict(machine.process.versions.theta(record.version))
             momentum |= dict(machine.process.versions.momentum(record.version))
         self.versions.append(EmulatedVersion(record, _digest_layers(theta), _digest_layers(momentum)))
-        if len(self.versions) == len(self._rounds):
-            self._world.stop()
-
-    def _compare_folds(self, record: VersionCommitted, pushes: tuple[Arrival, ...]) -> None:
-        made = [Arrival(f.push.cluster, f.tokens, f.inner_steps, f.base) for f in record.folds]
-        wanted = [push for push in pushes if push.base is not None]
-        if made != wanted:
-            raise ConfigError(f"arrivals: {record.version} was made of {wanted}; emulated, it is of {made}")
 
 
 def _digest_layers(layers: dict[int, F32]) -> tuple[str, ...]:

@@ -67,15 +67,15 @@ def test_each_version_has_the_bits_of_a_plain_loop() -> None:
 
 def test_what_cannot_have_been_is_said() -> None:
     """A base that the cluster cannot have had: it pulls what its last round has made."""
-    with pytest.raises(ConfigError, match="v2@r2 was made of .* emulated, it is of"):
+    with pytest.raises(ConfigError, match=r"v2@r2 was made of .* emulated, it is of"):
         emulate_arrivals(TASK, TWO, TINY, [ROUNDS[0], (push("a", 2, 0),)], SEED, OPTIONS)
 
 
 def test_a_gated_push_takes_its_turn() -> None:
     """It is in no version, and its cluster pulls with the others; a ledger tells of it in outcomes only."""
-    strict = PenaltyOptions(gates=(GateName.DIPS,), warmup_rounds=1, beta=0.01)
-    gated = Arrival("b", 16 * TOKENS, 16)
-    rounds = [(push("a", 2, 0), push("b", 2, 0)), (push("a", 1, 1), gated), (push("b", 1, 2),)]
+    strict = PenaltyOptions(gates=(GateName.DIPS,), warmup_rounds=1)
+    gated = Arrival("b", 64 * TOKENS, 64)
+    rounds = [(push("a", 2, 0), push("b", 2, 0)), (push("a", 2, 1), gated), (push("b", 1, 2),)]
     made = emulate_arrivals(TASK, TWO, TINY, rounds, SEED, replace(OPTIONS, penalty=strict))
     assert [len(version.row.folds) for version in made] == [2, 1, 1]
     assert read_arrivals([version.row for version in made]) == rounds
