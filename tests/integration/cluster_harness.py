@@ -69,6 +69,13 @@ class Process:
         """Its exit code, None while it lives."""
         return self._popen.poll()
 
+    def wait_for_end(self, within_s: float) -> None:
+        """Wait until it has ended by itself; fail showing its log."""
+        try:
+            self._popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {within_s:g} s\n{self.tail()}") from None
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self._popen.kill()
