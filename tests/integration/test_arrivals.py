@@ -22,7 +22,7 @@ from tests.integration import train_study as script
 
 HERE = Path(__file__).parent
 VERSIONS = 20
-PACES = ({"steps": 6}, {"seconds": 0.5}, {"aligned": 4})
+PACES = ({"steps": 6}, {"seconds": 0.3}, {"aligned": 4})
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "dips": {
@@ -32,8 +32,9 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rules", [pytest.param("default", marks=pytest.mark.slow), "dips"])
+@pytest.mark.parametrize("rules", ["default", "dips"])
 def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> None:
     """θ and m of every version, norms, scores, weights and scales: all from the order of the arrivals."""
     shared = {"stop": {"versions": VERSIONS}, **RULES[rules]}

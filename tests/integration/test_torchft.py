@@ -34,7 +34,7 @@ def test_its_outer_steps_are_ours(tmp_path: Path) -> None:
     assert len(ours) == len(theirs) == VERSIONS * len(list(make_model(script.make_task(), script.SEED).parameters()))
     apart = {name: float(np.abs(theirs[name] - a).max()) for name, a in ours.items()}
     worst = max(apart, key=lambda name: apart[name])
-    print(f"largest difference: {apart[worst]:.2e}, in {worst}")  # noqa: T201 (what is measured)
+    print(f"largest difference: {apart[worst]:.2e}, in {worst}")
     assert apart[worst] < WITHIN
 
 
