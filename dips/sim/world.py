@@ -80,13 +80,14 @@ class World:
         placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
-            name: SimCluster(self, self._make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
+            name: SimCluster(self, self.make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
         }
         row = self._run_row(placement)
         self.master = MasterMachine(self, row)
         self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
-    def _make_site(self, number: int) -> Site:
+    def make_site(self, number: int) -> Site:
+        """Where a cluster of the scenario runs."""
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
