@@ -176,9 +176,16 @@ class LearnedModel:
 
     def _present_fault(self, cluster: str) -> Fault | None:
         fault = self._faults.get(cluster)
-        if fault is None or not fault.holds(self.steps.get(cluster, 0) / self._due[cluster]):
-            return None
-        return fault
+        return fault if fault is not None and fault.holds(self._share_of(cluster)) else None
+
+    def is_mended(self, cluster: str) -> bool:
+        """Whether it had a fault that is over."""
+        fault = self._faults.get(cluster)
+        return fault is not None and fault.is_over(self._share_of(cluster))
+
+    def _share_of(self, cluster: str) -> float:
+        """Of the inner steps that it is due."""
+        return self.steps.get(cluster, 0) / self._due[cluster]
 
     def _begin_worker(self, cluster: str, attempt: int, theta: Arrays) -> Inner:
         model = self._make_model()
