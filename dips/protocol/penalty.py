@@ -105,6 +105,10 @@ class Penalty:
     def gates_direction(self) -> bool:
         return GateName.DIRECTION in self._options.gates
 
+    def count_trusted(self, cluster: str, live: Sequence[str]) -> int:
+        """How many others live that were not out of line lately."""
+        return sum(c != cluster and not is_suspect(self.penalty_row(c)) for c in live)
+
     def suspicion_of(self, cluster: str) -> tuple[float, bool]:
         """What orders those that wait: who was least out of line is measured first."""
         row = self.penalty_row(cluster)

@@ -10,7 +10,7 @@ from math import sqrt
 
 from dips.dataclass import replace
 from dips.protocol.enums import GateName
-from dips.protocol.gates.direction import is_against
+from dips.protocol.gates.direction import is_against, lacks_witnesses
 from dips.protocol.gates.layers import layer_norms
 from dips.protocol.gates.losses import excess_loss, known_losses
 from dips.protocol.norm_scores import OWN_REFERENCE, Past, corrected_sigma, has_score, is_joiner, scale_norm
@@ -111,20 +111,29 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
 
 def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
     """By whom in the round is a cluster's direction spoken against: 1 for its own push, and a share of 1 for each in
-    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody.
+    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody. Whose push is θ itself after
+    inner steps does not train: what it pushes in a later round is how θ moved, backwards.
     """
     folded = [s.cluster for s in verdicts if s.verdict.accepted]
     found = dict.fromkeys((s.cluster for s in verdicts), 0.0)
     for settled in verdicts:
         push = settled.verdict.evidence
         if not is_against(push):
-            found[settled.cluster] += ACCUSED_STILL * (settled.verdict.gate is GateName.DIRECTION)
+            found[settled.cluster] += _accuse_itself(settled.verdict)
             continue
         found[settled.cluster] += 1.0
         if settled.verdict.accepted:
             for cluster in folded[: push.others]:
                 found[cluster] += 1.0 / push.others
     return found
+
+
+def _accuse_itself(verdict: Verdict) -> float:
+    """By a push that does not point away."""
+    if verdict.is_unmoved:
+        return 1.0
+    is_foreign = verdict.gate is GateName.DIRECTION and not lacks_witnesses(verdict.evidence)
+    return ACCUSED_STILL if is_foreign else 0.0
 
 
 def move_suspicion(rows: Mapping[str, PenaltyRow], verdicts: Sequence[Settled]) -> dict[str, PenaltyRow]:
