@@ -21,8 +21,9 @@ from dips.protocol.verdicts import Settled, Verdict
 MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
 LOSS_SHARE = 0.1  # of the newest push in a cluster's usual distance to the others' losses
 SUSPICION_KEPT = 0.5  # from one of a cluster's pushes to its next
+KEPT_UNHEARD = 0.75  # likewise, if it was gated for want of witnesses, which tells little
 ACCUSED_STILL = 0.5  # by a push that is only foreign to the others: a suspect that goes on so remains one
-MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes
+MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes, in thirteen that cannot be compared
 
 
 def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
@@ -132,16 +133,22 @@ def _accuse_itself(verdict: Verdict) -> float:
     """By a push that does not point away."""
     if verdict.is_unmoved:
         return 1.0
-    is_foreign = verdict.gate is GateName.DIRECTION and not lacks_witnesses(verdict.evidence)
-    return ACCUSED_STILL if is_foreign else 0.0
+    return ACCUSED_STILL * (verdict.gate is GateName.DIRECTION and not _is_unheard(verdict))
+
+
+def _is_unheard(verdict: Verdict) -> bool:
+    """Gated because too few could speak for it."""
+    return verdict.gate is GateName.DIRECTION and lacks_witnesses(verdict.evidence)
 
 
 def move_suspicion(rows: Mapping[str, PenaltyRow], verdicts: Sequence[Settled]) -> dict[str, PenaltyRow]:
     """The rows of all whose pushes were settled, half of what they were suspected of before forgotten."""
     moved = dict[str, PenaltyRow]()
+    unheard = {s.cluster for s in verdicts if _is_unheard(s.verdict)}
     for cluster, accused in accuse(verdicts).items():
         if (row := rows.get(cluster)) is not None:
-            suspicion = min(MOST_SUSPICION, SUSPICION_KEPT * row.suspicion + accused)
+            kept = KEPT_UNHEARD if cluster in unheard else SUSPICION_KEPT
+            suspicion = min(MOST_SUSPICION, kept * row.suspicion + accused)
             moved[cluster] = replace(row, suspicion=suspicion)
     return moved
 

@@ -29,7 +29,7 @@ class PushEvidence:
     dot: float = 0.0  # Σd·acc over the model
     acc_sq: float = 0.0  # Σacc²
     others: int = 0  # pushes in acc
-    strangers: int = 0  # of these, trained from another version: what θ moved since is in their d, or missing in it
+    strangers: int = 0  # of these, none of whose directions can be held against its own: one of both is stale
     split: bool = False  # some of these are at odds with those before them: acc says nothing for certain
     usual: float = 0.0  # mean cosine of those in acc with what was before them
     against: int = 0  # pushes of the round that point away from acc and wait to be judged
@@ -47,7 +47,7 @@ class PushEvidence:
 
     @property
     def witnesses(self) -> int:
-        """Pushes in acc that its direction can be held against: those from its own base."""
+        """Pushes in acc that its direction can be held against: those that were trained from θ, as it was."""
         return self.others - self.strangers
 
     @property

@@ -5,14 +5,15 @@ rest beside what lies before them. Who gates must be sure to be right though a t
 that third in the sum, two at least, not at odds among themselves, and more than those that point away from it. Else a
 push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
 
-Only pushes from its own base are witnesses. d = θ − θ_j of an older base holds what θ moved since then: such pushes
-agree with each other and with no fresh one, whoever is right.
+Only fresh pushes, trained from θ as it is, are witnesses of each other. d = θ − θ_j of an older base holds what θ moved
+since then, often more than what was learned: stale pushes agree with each other, a frozen trainer's too, and with no
+fresh one, whoever is right.
 
 A bad push that was kept out does no harm, so the others need not undo it, and the next one of its cluster is no longer
 opposite to theirs, only foreign to them: a suspect must have half of the cosine that the others have among themselves.
 Alone in its round a push is a whole outer step: a suspect whose last push was gated counts only beside enough
 witnesses, as long as there are enough clusters that could be. What is gated for want of them accuses nobody, so
-suspicion ends after a few pushes.
+suspicion ends after some pushes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
     if least > LEAST_COSINE:
         said = f"{said}, at least {least:.2f} after it was out of line"
     if lacks_witnesses(push):
-        among = f", {push.witnesses} of its base" * (push.strangers > 0)
+        among = f", {push.strangers} of another base" * (push.strangers > 0)
         return Opinion(Finding.FLAGGED, f"{said}{among}, too few to say who is right")
     if push.split:
         return Opinion(Finding.FLAGGED, f"{said}, which are at odds themselves")
@@ -62,12 +63,12 @@ def enough_witnesses(push: PushEvidence) -> int:
 
 
 def lacks_witnesses(push: PushEvidence) -> bool:
-    """Whether too few pushes in the sum have its base, or fewer than have another."""
+    """Whether too few pushes in the sum can be compared with it, or most cannot."""
     return push.witnesses < max(enough_witnesses(push), push.strangers)
 
 
 def is_against(push: PushEvidence) -> bool:
-    """Whether it points away from those before it, and these are of its own base in the main."""
+    """Whether it points away from those before it, most of which can be compared with it."""
     cosine = push.cosine
     return cosine is not None and cosine < LEAST_COSINE and push.witnesses >= max(1, push.strangers)
 
