@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.convergence_bad import bad_fleets, bad_rows, report_gates
 from benchmarks.convergence_rows import (
     BAD_STEPS,
     BASE,
@@ -28,13 +29,11 @@ from benchmarks.convergence_rows import (
     QUICK_STEPS,
     SEEDS,
     Rows,
-    bad_fleets,
-    bad_rows,
 )
 from benchmarks.harness import ROOT, Bench, main
 from dips.errors import ConfigError
 from dips.study.report import SHOWN as COLUMNS
-from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
+from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study
 from dips.study.store import ResultStore
 from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
@@ -67,7 +66,8 @@ def measure(bench: Bench) -> None:
         _report_table(bench, _run_rows(bench, "factors", {**rows, **FACTOR_ROWS}, base, FLEETS), "synchronous")
     if "bad" in chosen:
         bad_base = {**base, "steps": bench.args.steps or BAD_STEPS}
-        _report_gates(bench, _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets()))
+        result = _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets())
+        report_gates(bench, result, bench.args.output / "gates.csv")
 
 
 def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> StudyResult:
@@ -151,22 +151,6 @@ def _report_table(bench: Bench, result: StudyResult, against: str) -> None:
     heads = ("row", "best", "loss", f"against {against}", *COLUMNS)
     for line in spell_table([heads, *list_lines(result)]):
         bench.note(line)
-
-
-def _report_gates(bench: Bench, result: StudyResult) -> None:
-    """What each list of gates made of each kind of bad data, and what that cost."""
-    for row in result.study.rows:
-        runs = result.runs.get(row.name)
-        if not runs:
-            continue
-        numbers = next(iter(runs.values()))
-        where = row.name.partition(": ")[2].partition(",")[0]
-        without = losses_of(result, f"dips: {where}, without").get(row.seeds[0])
-        loss = losses_of(result, row.name).get(row.seeds[0])
-        cost = f"{loss / without - 1:+.1%} against the run without them" if loss and without else ""
-        ended = "diverged" if loss is None else f"{loss:.3f} nats"
-        late = "" if numbers["finished"] else "; not finished in its time"
-        bench.note(f"{row.name}: {describe_gating(numbers)}; {ended}{'; ' if cost else ''}{cost}{late}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

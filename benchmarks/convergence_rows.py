@@ -13,7 +13,6 @@ Rows = dict[str, dict[str, Any]]
 STEP_S = 4.0
 FULL_STEPS, BAD_STEPS, QUICK_STEPS, LOOK_STEPS = 10_240, 5_120, 6_000, 600
 SEEDS, QUICK_SEEDS = [1, 2, 3], [1, 2, 3, 4, 5]
-KINDS = ("nan", "inf", "zeros", "lr_x100", "frozen", "shuffled", "sign")
 
 
 def make_fleet(*times: float, **keys: Any) -> list[dict[str, Any]]:
@@ -134,33 +133,3 @@ FACTOR_ROWS: Rows = {  # one factor at a time
     "larger: synchronous": {"task.width": 128, "task.hidden": 352, "method": "synchronous", "seeds": [1]},
     "larger: data parallel": {"task.width": 128, "task.hidden": 352, "method": "data_parallel", "seeds": [1]},
 }
-
-GATES: dict[str, dict[str, Any]] = {  # what is to see bad data
-    "none": {"penalty.gates": []},
-    "dips": {},
-    "dips-paper": {"penalty.gates": ["dips-paper"]},
-    "edit": {"penalty.gates": ["edit"]},
-    "all of ours": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
-}
-
-
-def bad_fleets() -> dict[str, list[Any]]:
-    """One of four, two of nine, all at once; and the same without the bad ones."""
-    four, nine = make_fleet(*HALF), spread(9, 0.5)
-    fleets: dict[str, list[Any]] = {"one of four, without": four[1:], "two of nine, without": nine[2:]}
-    for kind in KINDS:
-        fleets[f"one of four, {kind}"] = [{**four[0], "fault": kind}, *four[1:]]
-        fleets[f"two of nine, {kind}"] = [*({**m, "fault": kind} for m in nine[:2]), *nine[2:]]
-        fleets[f"all, {kind}"] = [{**m, "fault": kind} for m in four]
-    return fleets
-
-
-def bad_rows() -> Rows:
-    """Every kind of bad data under every list of gates; `without`: the run that they are held against."""
-    return {
-        f"{gates}: {fleet}": {"fleet": fleet, "inner_steps": 16, **keys, "seeds": [1]}
-        for gates, keys in GATES.items()
-        for fleet in bad_fleets()
-        if not (fleet.endswith("without") and gates != "dips")
-        and not (gates == "none" and not fleet.startswith("one of four"))
-    }

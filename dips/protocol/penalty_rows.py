@@ -112,8 +112,8 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
 
 def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
     """By whom in the round is a cluster's direction spoken against: 1 for its own push, and a share of 1 for each in
-    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody. Whose push is θ itself after
-    inner steps does not train: what it pushes in a later round is how θ moved, backwards.
+    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody. Whose push is θ itself does
+    not train: what it pushes in a later round is how θ moved, backwards.
     """
     folded = [s.cluster for s in verdicts if s.verdict.accepted]
     found = dict.fromkeys((s.cluster for s in verdicts), 0.0)

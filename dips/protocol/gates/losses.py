@@ -1,8 +1,8 @@
 """The gate `loss`: a push whose reported loss is far above the others' is of bad data or a broken trainer.
 
 A cluster's usual distance to the others is allowed for, so data that is harder from the start gates nobody. Only above
-them: while losses fall fast, every push is below what the others reported last, and that ends. It believes what clusters
-report.
+them: while losses fall fast every push is below what the others reported last, but that ends. What clusters report is
+believed.
 """
 
 from __future__ import annotations
