@@ -207,8 +207,8 @@ class Penalty:
             return row
         if not verdict.evidence.finite:
             return replace(row, quarantined=True, broken=True)
-        if verdict.gate is not None and verdict.gate not in OF_NORMS:
-            return replace(row, quarantined=True)  # no warm-up makes a direction, a loss or a replay usual
+        if verdict.is_unmoved or (verdict.gate is not None and verdict.gate not in OF_NORMS):
+            return replace(row, quarantined=True)  # no warm-up makes a direction, a loss, a replay or a norm of 0 usual
         others = picture.norms.median_without(row)
         is_world = others is None or picture.most_are_gated or picture.is_alone(row.cluster)
         if is_world and self._is_joiner(row):
