@@ -22,7 +22,7 @@ from dips.protocol.norm_scores import Past
 from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
-LEAST_COSINE = 0.0  # healthy ones were at least 0.10 with the others' sum, shuffled and flipped ones at most −0.27
+LEAST_COSINE = -0.1  # healthy ones were at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
 SHARE_OF_USUAL = 0.5  # of the others' cosines, for suspects; shuffled ones had 0.1 to 0.45, healthy ones 0.8 and more
 SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
 LEAST_WITNESSES = 2  # that gate: two clusters cannot outvote each other
@@ -30,7 +30,7 @@ WRONG_SHARE = 3  # one of so many clusters may be wrong
 
 
 def judge_direction(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if its cosine with the sum of enough others is negative; of a suspect's, if it is far below theirs."""
+    """Gated if it points away from the sum of enough others; a suspect's, if its cosine is far below theirs."""
     suspect = is_suspect(past.row)
     convicted = suspect and past.row.gated_in_a_row > 0
     if convicted and lacks_witnesses(push) and push.trusted >= enough_witnesses(push):
@@ -42,10 +42,10 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
     if cosine is None:
         return Opinion(Finding.PASSED, "no direction: its pseudo-gradient or the others' sum is 0")
     said = f"cosine {cosine:.2f} with the sum of {push.others} other{'s' * (push.others > 1)} of its round"
-    least = max(LEAST_COSINE, SHARE_OF_USUAL * push.usual) if suspect else LEAST_COSINE
+    least = max(0.0, SHARE_OF_USUAL * push.usual) if suspect else LEAST_COSINE
     if cosine >= least:
         return Opinion(Finding.PASSED, said)
-    if least > LEAST_COSINE:
+    if suspect:
         said = f"{said}, at least {least:.2f} after it was out of line"
     if lacks_witnesses(push):
         among = f", {push.strangers} of another base" * (push.strangers > 0)
