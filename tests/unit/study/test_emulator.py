@@ -115,6 +115,7 @@ def test_a_cluster_leaves_for_a_while() -> None:
     made, _ = emulated(away, steps=240)
     incarnations = {push.inc for push, _ in made.outcomes if push.cluster == "a"}
     assert made.finished and len(incarnations) == 2
+    assert made.gated == 0, "it trains what it pulled, not what it held before it left"
     assert made.shares["a"] < made.shares["b"]
     with pytest.raises(ConfigError, match="returns: expected a share above leaves"):
         FleetCluster(leaves=0.5, returns=0.4)
