@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.convergence_bad import bad_fleets, bad_rows, report_gates
 from benchmarks.convergence_rows import (
     BAD_STEPS,
     BASE,
@@ -29,12 +30,10 @@ from benchmarks.convergence_rows import (
     RECIPE_ROWS,
     SEEDS,
     Rows,
-    bad_fleets,
-    bad_rows,
 )
 from benchmarks.harness import ROOT, Bench, main
 from dips.study.report import SHOWN as COLUMNS
-from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
+from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study
 from dips.study.store import ResultStore
 from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
@@ -65,7 +64,8 @@ def measure(bench: Bench) -> None:
         _report_table(bench, result, "synchronous, 4")
     if "bad" in chosen:
         bad_base = {**base, "task.batch": 8, "steps": bench.args.steps or BAD_STEPS}
-        _report_gates(bench, _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets()))
+        result = _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets())
+        report_gates(bench, result, bench.args.output / "gates.csv")
 
 
 def _run_rows(
@@ -149,22 +149,6 @@ def _report_table(bench: Bench, result: StudyResult, against: str) -> None:
     heads = ("row", "best", "loss", f"against {against}", *COLUMNS)
     for line in spell_table([heads, *list_lines(result)]):
         bench.note(line)
-
-
-def _report_gates(bench: Bench, result: StudyResult) -> None:
-    """What each list of gates made of each kind of bad data, and what that cost."""
-    for row in result.study.rows:
-        runs = result.runs.get(row.name)
-        if not runs:
-            continue
-        numbers = next(iter(runs.values()))
-        where = row.name.partition(": ")[2].partition(",")[0]
-        without = losses_of(result, f"dips: {where}, without").get(row.seeds[0])
-        loss = losses_of(result, row.name).get(row.seeds[0])
-        cost = f"{loss / without - 1:+.1%} against the run without them" if loss and without else ""
-        ended = "diverged" if loss is None else f"{loss:.3f} nats"
-        late = "" if numbers["finished"] else "; not finished in its time"
-        bench.note(f"{row.name}: {describe_gating(numbers)}; {ended}{'; ' if cost else ''}{cost}{late}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

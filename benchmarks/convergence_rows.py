@@ -14,7 +14,6 @@ STEP_S = 4.0
 ROUNDS = 40  # of a run, and of every cluster in it: the fewer, the less is seen of the outer step
 FULL_STEPS, BAD_STEPS, QUICK_STEPS, LOOK_STEPS = ROUNDS * 4 * 64, 5_120, 6_000, 600
 SEEDS, QUICK_SEEDS, FACTOR_SEEDS = [1, 2, 3], [1, 2, 3, 4, 5], [1, 2]
-KINDS = ("nan", "inf", "zeros", "lr_x100", "frozen", "shuffled", "sign")
 
 
 def make_fleet(*times: float, **keys: Any) -> list[dict[str, Any]]:
@@ -182,33 +181,3 @@ RECIPE_ROWS: Rows = {
     "recipe with Muon, fivefold": {**RECIPE, **MUON, "fleet": "fivefold", "steps": RECIPE_STEPS[4], "compare": DP},
     DP: {"method": "data_parallel", "fleet": "4 clusters", "steps": RECIPE_STEPS[4], "tune": DP_LRS},
 }
-
-GATES: dict[str, dict[str, Any]] = {  # what is to see bad data
-    "none": {"penalty.gates": []},
-    "dips": {},
-    "dips-paper": {"penalty.gates": ["dips-paper"]},
-    "edit": {"penalty.gates": ["edit"]},
-    "all of ours": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
-}
-
-
-def bad_fleets() -> dict[str, list[Any]]:
-    """One of four, two of nine, all at once; and the same without the bad ones."""
-    four, nine = make_fleet(*HALF), spread(9, 0.5)
-    fleets: dict[str, list[Any]] = {"one of four, without": four[1:], "two of nine, without": nine[2:]}
-    for kind in KINDS:
-        fleets[f"one of four, {kind}"] = [{**four[0], "fault": kind}, *four[1:]]
-        fleets[f"two of nine, {kind}"] = [*({**m, "fault": kind} for m in nine[:2]), *nine[2:]]
-        fleets[f"all, {kind}"] = [{**m, "fault": kind} for m in four]
-    return fleets
-
-
-def bad_rows() -> Rows:
-    """Every kind of bad data under every list of gates; `without`: the run that they are held against."""
-    return {
-        f"{gates}: {fleet}": {"fleet": fleet, "inner_steps": 16, **keys, "seeds": [1]}
-        for gates, keys in GATES.items()
-        for fleet in bad_fleets()
-        if not (fleet.endswith("without") and gates != "dips")
-        and not (gates == "none" and not fleet.startswith("one of four"))
-    }

@@ -21,6 +21,7 @@ from dips.slave.ports import F32
 from dips.study.account import Emulated, GateCount, RunAccount
 from dips.study.fleet import LINK_S, Fleet, FleetCluster
 from dips.study.learner import LearnedModel, Recipe
+from dips.study.operator import MendingOperator
 from dips.study.task import Task
 
 CHUNK_BYTES = 1 << 16
@@ -50,10 +51,11 @@ def emulate(
     options = replace(options or Options(), stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES))
     scenario = make_scenario(fleet, options, LEAST_S + PATIENCE * steps / fleet.step_rate, pull_codec)
     world = World(seed, scenario, model, kernels)
-    account = RunAccount(world, result)
-    world.run([account, _Comings(world, fleet, result, tokens)])
+    operator = MendingOperator(world, model.is_mended)
+    world.run([RunAccount(world, result), _Comings(world, fleet, result, tokens), operator])
     result.lasted_s, result.steps = world.heap.now, model.steps
-    result.loss = model.evaluate(_read_head(world, account.head))
+    result.readmitted = operator.readmitted
+    result.loss = model.evaluate(_read_head(world, result.head))
     return result, GateCount.of_run(result.outcomes, model.bad_pushes)
 
 
@@ -82,6 +84,7 @@ class _Comings(Observer):
         planned = [
             (member.joins, f"{name} joins", cluster.start, member.joins > 0),
             (member.leaves, f"{name} leaves", cluster.leave_run, member.leaves < 1),
+            (member.returns, f"{name} comes back", cluster.start, member.returns < 1),
             (member.fails, f"{name} is killed", fail, member.fails < 1),
         ]
         return [(share, what, action) for share, what, action, wanted in planned if wanted]

@@ -16,7 +16,7 @@ BLIND = 0.1  # of the bad pushes: a gate that stops no more has not seen the fau
 COLUMNS = (
     "loss", "first_loss", "diverged", "finished", "tokens", "fastest_steps", "effective_clusters", "versions",
     "clipped", "gated", "staleness", "cosine", "lasted_s", "of_ideal", "bad", "bad_gated", "healthy", "healthy_gated",
-    "recovered_after", "took_s", "unit",
+    "recovered_after", "readmitted", "took_s", "unit",
 )  # fmt: skip
 SHOWN: Mapping[str, tuple[str, Callable[[Numbers], str]]] = {
     "steps": ("of the fastest cluster's optimizer", lambda n: str(n["fastest_steps"])),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import convergence, convergence_rows
+from benchmarks import convergence, convergence_bad, convergence_rows
 from benchmarks.harness import Bench
 from tests.unit.study.in_place import compute_in_place
 from tests.unit.study.tiny import FACTORY
@@ -41,12 +41,27 @@ def test_the_quick_rows_say_what_holds(bench: Bench, monkeypatch: pytest.MonkeyP
 
 
 def test_bad_data_is_told_by_gates_and_kind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its cost against the run without the bad clusters."""
-    chosen = ("dips: one of four, without", "dips: one of four, nan", "none: one of four, sign")
-    every = convergence_rows.bad_rows()
-    monkeypatch.setattr(convergence, "bad_rows", lambda: {name: {**every[name], "inner_steps": 4} for name in chosen})
+    """Each with its cost against the run in which the bad clusters were away, and who is blind."""
+    chosen = ("dips: one of four, away", "dips: one of four, nan", "none: one of four, sign", "dips: all, lr_x100")
+    every = convergence_bad.bad_rows()
+    rows = {name: {**every[name], "inner_steps": 4} for name in chosen}
+    monkeypatch.setattr(convergence, "bad_rows", lambda: rows)
     bench.quick, bench.args.part, bench.args.steps = False, ["bad"], 192
     convergence.measure(bench)
-    told = {note.partition(": ")[2].partition(":")[0]: note for note in bench.notes}
-    assert "100% of" in told["one of four, nan"] and "against the run without them" in told["one of four, nan"]
-    assert "blind" in told["one of four, sign"]
+    told = {" ".join(note.split()[:4]): note for note in bench.notes}
+    assert "100% of" in told["one of four nan"] and "readmitted" in told["one of four nan"]
+    assert "blind" in told["one of four sign"] and "%" in told["one of four sign"]
+    held = {row.name.partition(" (")[0]: row for row in bench.rows}
+    assert held["dips, one of four: bad pushes gated after the first"].holds
+    assert "dips, one of four: of the loss with the bad ones away" in held
+    assert (bench.args.output / "gates.csv").read_text().count("\n") == 4
+
+
+def test_bad_ones_are_away_as_long_as_they_would_be_bad() -> None:
+    """Of a run without them for a third of its time, as many tokens are accepted meanwhile."""
+    fleets = convergence_bad.bad_fleets()
+    away = fleets["one of four, away"][0]
+    rates = [1 / member["step_s"] for member in fleets["one of four, without"]]
+    share = sum(rates) / (sum(rates) + 1 / away["step_s"])
+    assert away["returns"] - away["leaves"] == pytest.approx(share / 3)
+    assert sum("leaves" in member for member in fleets["two of nine, away"]) == 2

@@ -156,16 +156,17 @@ def test_other_layers_than_before_have_no_score() -> None:
 
 
 def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
-    """Against plain vectors: gated if negative beside two others at least."""
+    """Against plain vectors: gated if below −0.1 beside two others at least."""
     rng = random.Random(3)
     for _ in range(300):
         d, *others = [[rng.gauss(0.2, 1.0) for _ in range(5)] for _ in range(rng.randint(1, 4))]
         acc = [sum(x) for x in zip(*others, strict=True)] if others else [0.0] * 5
         dot, length = sum(x * y for x, y in zip(d, acc, strict=True)), sqrt(sum(x * x for x in acc))
-        seen = {"dot": dot, "acc_sq": length**2, "others": len(others)}
+        seen = {"dot": dot, "acc_sq": length**2, "others": len(others), "usual": 0.5}
         said = GateStory("direction").judge("a", sum(x * x for x in d), **seen)
-        assert said.accepted is not (len(others) >= 2 and dot < 0)
-        assert bool(said.flags) is (len(others) == 1 and dot < 0)
+        away = bool(others) and dot < -0.1 * length * sqrt(sum(x * x for x in d))
+        assert said.accepted is not (len(others) >= 2 and away)
+        assert bool(said.flags) is (len(others) == 1 and away)
         if others:
             assert f"cosine {dot / length / sqrt(sum(x * x for x in d)):.2f}" in said.reason
 
@@ -180,7 +181,7 @@ def test_a_zero_vector_has_no_direction(seen: dict[str, float]) -> None:
 
 
 def against(cluster: str, others: int = 1, **seen: object) -> dict[str, object]:
-    return {"dot": -0.3, "acc_sq": 1.0, "others": others} | seen
+    return {"dot": -0.3, "acc_sq": 1.0, "others": others, "usual": 0.5} | seen
 
 
 def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
@@ -361,8 +362,8 @@ def test_the_first_gate_that_keeps_a_push_out_decides() -> None:
     story = GateStory("dips", "direction", "replay")
     said = story.judge("a", others=1, dot=-0.5, acc_sq=1.0, digest=1)
     assert said.accepted and said.scored and said.reason.count(";") == 2 and len(said.flags) == 1
-    assert story.judge("a", 100.0, others=3, dot=-0.5, acc_sq=1.0).gate is GateName.DIPS
-    assert GateStory("direction", "dips").judge("a", 100.0, **against("a", 3)).gate is GateName.DIRECTION
+    assert story.judge("a", 100.0, **against("a", 3, dot=-5.0)).gate is GateName.DIPS
+    assert GateStory("direction", "dips").judge("a", 100.0, **against("a", 3, dot=-3.0)).gate is GateName.DIRECTION
 
 
 @pytest.mark.parametrize("gate", list(GateName))
