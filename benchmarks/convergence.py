@@ -29,6 +29,7 @@ from benchmarks.convergence_rows import (
     QUICK_STEPS,
     RECIPE_ROWS,
     SEEDS,
+    STEADY,
     Rows,
 )
 from benchmarks.harness import ROOT, Bench, main
@@ -63,7 +64,7 @@ def measure(bench: Bench) -> None:
         result = _run_rows(bench, "recipe", RECIPE_ROWS, recipe_base, FLEETS, FACTOR_SEEDS)
         _report_table(bench, result, "synchronous, 4")
     if "bad" in chosen:
-        bad_base = {**base, "task.batch": 8, "steps": bench.args.steps or BAD_STEPS}
+        bad_base = {**base, **STEADY, "steps": bench.args.steps or BAD_STEPS}
         result = _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets())
         report_gates(bench, result, bench.args.output / "gates.csv")
 

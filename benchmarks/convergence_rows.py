@@ -26,6 +26,9 @@ def spread(clusters: int, disparity: float) -> list[dict[str, Any]]:
     return make_fleet(*(1.0 + disparity * i / max(clusters - 1, 1) for i in range(clusters)))
 
 
+STEADY = {"task.batch": 8}  # under bad data: as in long runs, a push tells its cluster's data from noise
+
+
 def spell_clusters(count: int) -> str:
     return f"{count} cluster{'s' if count > 1 else ''}"
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks import convergence_rows
+from benchmarks import convergence_bad, convergence_rows
 from dips.cli import cli
 from dips.commands.templates import read_template
 from dips.errors import ConfigError
@@ -214,9 +214,15 @@ def test_the_template_is_a_study(tmp_path: Path) -> None:
 def test_the_benchmark_s_rows_can_be_read() -> None:
     """All of them, so that none fails after hours."""
     rows_of = convergence_rows
-    fleets = {**rows_of.FLEETS, **rows_of.bad_fleets()}
+    fleets = {**rows_of.FLEETS, **convergence_bad.bad_fleets()}
     content = {"study": "s", "fleets": fleets, "base": {**rows_of.BASE, "steps": 6000}}
-    for rows in (rows_of.QUICK, rows_of.METHOD_ROWS, rows_of.FACTOR_ROWS, rows_of.RECIPE_ROWS, rows_of.bad_rows()):
+    for rows in (
+        rows_of.QUICK,
+        rows_of.METHOD_ROWS,
+        rows_of.FACTOR_ROWS,
+        rows_of.RECIPE_ROWS,
+        convergence_bad.bad_rows(),
+    ):
         make_study(StudyFile.model_validate({**content, "rows": rows}))
     seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in rows_of.QUICK.values()]
     assert sum(seeds) == 24
