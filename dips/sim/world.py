@@ -120,13 +120,15 @@ class World:
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s
         next_event, touched, time_passed = heap.next_event, self.touched, self.monitor.time_passed
+        often = self._everywhere
         while (timer := next_event()) is not None and timer.at < lasts_s and not self._stopped:
             trace(timer)
             timer.action()
-            everywhere = self._look_everywhere or heap.events % self._everywhere == 0
+            events = heap.events
+            everywhere = self._look_everywhere or events % often == 0
             if everywhere or touched:
                 self._look_at_touched(everywhere)
-            if heap.events % EVERY == 0:
+            if events % EVERY == 0:
                 time_passed()
 
     def stop(self) -> None:

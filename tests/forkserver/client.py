@@ -84,7 +84,9 @@ def start() -> tuple[ForkServer, subprocess.Popen[bytes]]:
     door.bind(f"\0{name}")  # in no directory
     door.listen()
     space = "." * 4096  # for the command lines of its children, see set_command_line
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # threads would not be forked
+    # Threads would not be forked: no OpenMP's, and not that of pyarrow's allocator, which transformers imports.
+    single = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    environment = {**os.environ, **single, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.forkserver.server", str(its.fileno()), str(door.fileno()), space],
         cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno(), door.fileno()],

@@ -68,7 +68,9 @@ class FencingInvariant(Invariant):
         if kind in OF_SLAVES:
             old = inc < self.sinc.get(name, 0)
         else:
-            old = master.coordinator.cluster_standing(name, inc)[0] is ClusterStanding.FENCED
+            newest = master.coordinator._run.clusters.get(name)  # no look at all for who is not older than that
+            old = newest is not None and inc < newest.inc
+            old = old and master.coordinator.cluster_standing(name, inc)[0] is ClusterStanding.FENCED
         # What a master that does not preside changes is in itself only: nothing that leaves it changes anybody. And
         # when something is due, a master does it whatever it hears.
         return old and master.presides and master.coordinator.next_deadline() > self.world.heap.now
