@@ -314,7 +314,6 @@ class Versions:
         if self._head and self._head.pulls and sum(bool(theta.pulls) for theta in self._older) > self._pinned:
             raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
         self.abort_round()
-        self._free_kept(0)  # of another lineage, perhaps
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
         self._loading = Next(version, theta, momentum)
         return theta.arrays, momentum.arrays
@@ -331,7 +330,7 @@ class Versions:
             self._pool.give_back(self._momentum)
         self._leave_served()
         self._serve_version(loaded.version, loaded.theta, loaded.momentum)
-        self._free_kept(0)
+        self._free_kept(0)  # of another lineage, perhaps
 
     # ---- readers --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer_step import nesterov_step
 from tests.loading import load_version
 from tests.unit.outer.test_bites_versions import fill, prepared
 
@@ -63,6 +64,23 @@ def test_every_slot_and_the_next_version_find_their_banks() -> None:
         for push in others:
             versions.free_slot(push)
     assert versions.used_bytes <= versions.limit_bytes
+
+
+def test_what_readers_left_behind_is_freed_before_anybody_waits() -> None:
+    """Two older versions were read, one more than there are pinned banks; now nobody does, and θ′ finds its bank."""
+    versions = made(pinned=1)
+    for number in (1, 2):
+        assert versions.served_version is not None
+        versions.pin_version(PullId("a", 1, number), versions.served_version)
+        flip(versions, number)
+    for number in (1, 2):
+        versions.unpin_version(PullId("a", 1, number))
+    fill(versions.open_slot(PushId("b", 1, 3)), 0.5)
+    versions.fold_push(PushId("b", 1, 3), 1.0)
+    for number in (4, 5):
+        versions.open_slot(PushId("b", 1, number))
+    versions.prepare_version(VersionId(3, 3), nesterov_step(1.0, 1.0, 0.0))
+    assert not versions.is_older(GENESIS) and versions.used_bytes == versions.limit_bytes
 
 
 def test_a_load_forgets_them() -> None:
