@@ -389,7 +389,7 @@ MUTANTS = (
     Mutant("a layer is left out for ever", ROOM, "elif layer.left_out_in_a_row + 1 >= patience:", "elif False:", GATES),
     Mutant("a push without a layer left counts", ROOM, "if len(flagged) == moving:", "if False:", GATES),
     Mutant("no warm-up for layers", ROOM, "past.row.warm_left > 0 or push.exempt or", "push.exempt or", GATES),
-    Mutant("a direction that is out of line warms up", ROOM, "verdict.gate not in OF_NORMS:", "False:", GATES),
+    Mutant("a direction that is out of line warms up", ROOM, "verdict.gate not in OF_NORMS):", "False):", GATES),
     Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY
