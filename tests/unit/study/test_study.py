@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks import convergence_rows
+from benchmarks import convergence_bad, convergence_rows
 from dips.cli import cli
 from dips.commands.templates import read_template
 from dips.errors import ConfigError
@@ -197,8 +197,8 @@ def test_the_template_is_a_study(tmp_path: Path) -> None:
 def test_the_benchmark_s_rows_can_be_read() -> None:
     """But for those that need an option which is not there: they are named by it."""
     missing, rows_of = set(), convergence_rows
-    groups = (rows_of.QUICK, rows_of.METHOD_ROWS, rows_of.FACTOR_ROWS, rows_of.bad_rows())
-    fleets = {**rows_of.FLEETS, **rows_of.bad_fleets()}
+    groups = (rows_of.QUICK, rows_of.METHOD_ROWS, rows_of.FACTOR_ROWS, convergence_bad.bad_rows())
+    fleets = {**rows_of.FLEETS, **convergence_bad.bad_fleets()}
     content = {"study": "s", "fleets": fleets, "base": {**rows_of.BASE, "steps": 6000}}
     for name, keys in (row for rows in groups for row in rows.items()):
         try:
