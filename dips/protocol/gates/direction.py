@@ -2,8 +2,9 @@
 
 Who has just joined, or was out of line before, is measured last (held_pushes.py), beside the sum of all others; the
 rest beside what lies before them. Who gates must be sure to be right though a third of the clusters be wrong: more than
-that third in the sum, two at least, of one mind, not at odds among themselves, and more than those that point away from
-it. Else a push is flagged, which makes its cluster and those in the sum wait next time, and the better known come first.
+that third in the sum, two at least, that have something in common, not at odds among themselves, and more than those
+that point away from it. Else a push is flagged, which makes its cluster and those in the sum wait next time, and the
+better known come first.
 
 Only fresh pushes, trained from θ as it is, are witnesses of each other. d = θ − θ_j of an older base holds what θ moved
 since then, often more than what was learned: stale pushes agree with each other, a frozen trainer's too, and with no
@@ -23,9 +24,7 @@ from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 LEAST_COSINE = -0.1  # healthy ones were at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
-LEAST_USUAL = (
-    0.1  # of the others' cosines: below, as with data unlike each other's, what they share is within the noise
-)
+LEAST_USUAL = 0.1  # of the others' cosines: below, as with data of other kinds, what they share is within the noise
 SHARE_OF_USUAL = 0.5  # of the others' cosines, for suspects; shuffled ones had 0.1 to 0.45, healthy ones 0.8 and more
 SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
 LEAST_WITNESSES = 2  # that gate: two clusters cannot outvote each other
