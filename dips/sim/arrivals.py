@@ -29,7 +29,10 @@ from dips.sim.world import World
 
 NEVER = 1 << 30  # inner steps, and seconds of one: a cluster without further pushes takes none
 PATIENCE_S = 1.0  # for so long a commit before its turn waits for an answer; then it asks again
-STAGED_S = 1.0  # after a commit has come all slaves have reported the push: what is not staged would be overtaken
+SETTLED_HEARTBEATS = (
+    1.5  # after so many heartbeats the master knows all of a push that its commit must wait for: that it is
+)
+# staged on every slave, and from a heartbeat what it brings. A commit that had to wait would be overtaken
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class _Door(Observer):
         self._held: dict[str, tuple[PushFinished, Answer]] = {}  # by cluster, the newest
         self._passed: set[PushId] = set()
         self._taken = False  # the present round has its commits
+        self._settled_s = SETTLED_HEARTBEATS * world.options.timing.heartbeat_s
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         """A SimHost's."""
@@ -125,7 +129,7 @@ class _Door(Observer):
             return
         self._held[sender] = message, answer
         self._world.call_later(PATIENCE_S, "a commit waits for its turn", partial(self._put_off, message, answer))
-        self._world.call_later(STAGED_S, "a commit may come", self._let_in)
+        self._world.call_later(self._settled_s, "a commit may come", self._let_in)
 
     def record_written(self, record: Record) -> None:
         """A round is settled: the commits of the next one may come."""
@@ -138,7 +142,7 @@ class _Door(Observer):
             site.plan.popleft()
         self._rounds.popleft()
         self._taken = False
-        self._world.call_later(STAGED_S, "the next round's commits", self._let_in)
+        self._world.call_later(self._settled_s, "the next round's commits", self._let_in)
 
     def _let_in(self) -> None:
         """All commits of a round at one moment: the window that the first one opens takes the others."""
