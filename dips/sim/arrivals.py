@@ -29,7 +29,8 @@ from dips.sim.world import World
 
 NEVER = 1 << 30  # inner steps, and seconds of one: a cluster without further pushes takes none
 PATIENCE_S = 1.0  # for so long a commit before its turn waits for an answer; then it asks again
-STAGED_S = 1.0  # after a commit has come all slaves have reported the push: what is not staged would be overtaken
+SETTLED_HEARTBEATS = 1.5  # a commit is held so long at least: until the push is staged on every slave, and a heartbeat
+# has told what it brings. The master would let a commit wait for these, and others overtake it
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,10 @@ class _Door(Observer):
         self._world, self._master = world, master
         self._rounds = deque(tuple(push.cluster for push in pushes) for pushes in rounds)
         self._held: dict[str, tuple[PushFinished, Answer]] = {}  # by cluster, the newest
+        self._came: dict[PushId, float] = {}  # when, first
         self._passed: set[PushId] = set()
         self._taken = False  # the present round has its commits
+        self._settled_s = SETTLED_HEARTBEATS * world.options.timing.heartbeat_s
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         """A SimHost's."""
@@ -124,8 +127,9 @@ class _Door(Observer):
             self._master.on_message(sender, message, answer)
             return
         self._held[sender] = message, answer
+        self._came.setdefault(message.push, self._world.heap.now)
         self._world.call_later(PATIENCE_S, "a commit waits for its turn", partial(self._put_off, message, answer))
-        self._world.call_later(STAGED_S, "a commit may come", self._let_in)
+        self._world.call_later(self._settled_s, "a commit may come", self._let_in)
 
     def record_written(self, record: Record) -> None:
         """A round is settled: the commits of the next one may come."""
@@ -138,17 +142,21 @@ class _Door(Observer):
             site.plan.popleft()
         self._rounds.popleft()
         self._taken = False
-        self._world.call_later(STAGED_S, "the next round's commits", self._let_in)
+        self._world.call_later(0.0, "the next round's commits", self._let_in)
 
     def _let_in(self) -> None:
         """All commits of a round at one moment: the window that the first one opens takes the others."""
-        if self._taken or not self._rounds or not all(name in self._held for name in self._rounds[0]):
+        if self._taken or not self._rounds or not all(map(self._is_settled, self._rounds[0])):
             return
         self._taken = True
         for name in self._rounds[0]:
             message, answer = self._held.pop(name)
             self._passed.add(message.push)
             self._master.on_message(name, message, answer)
+
+    def _is_settled(self, cluster: str) -> bool:
+        held = self._held.get(cluster)
+        return held is not None and self._world.heap.now >= self._came[held[0].push] + self._settled_s
 
     def _put_off(self, message: PushFinished, answer: Answer) -> None:
         if message.push not in self._passed:

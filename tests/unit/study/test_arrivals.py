@@ -65,6 +65,12 @@ def test_each_version_has_the_bits_of_a_plain_loop() -> None:
         assert version.momentum == _digest_layers(m), version.row.version
 
 
+def test_the_order_of_arrivals_is_in_the_bits() -> None:
+    """The same two pushes the other way round are another θ, by rounding."""
+    made = [emulate_arrivals(TASK, TWO, TINY, [pushes], SEED, OPTIONS) for pushes in (ROUNDS[0], ROUNDS[0][::-1])]
+    assert made[0][0].theta != made[1][0].theta
+
+
 def test_what_cannot_have_been_is_said() -> None:
     """A base that the cluster cannot have had: it pulls what its last round has made."""
     with pytest.raises(ConfigError, match=r"v2@r2 was made of .* emulated, it is of"):
