@@ -156,6 +156,19 @@ def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
     versions.prepare_version(VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0))
 
 
+def test_an_older_version_never_takes_the_bank_of_a_slot() -> None:
+    """Though a slot is free: a push that is granted it while θ′ is made must find its bank."""
+    versions = made(slots=2, pinned=0)
+    versions.pin_version(pull(1), GENESIS)
+    outer_step(versions, 1, 0.5)
+    fill(versions.open_slot(push(2)), 0.25)
+    versions.fold_push(push(2), 1.0)
+    with pytest.raises(Busy, match="θ′ v2@r2: its bank is held by older θ v0@r0"):
+        versions.prepare_version(VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0))
+    versions.open_slot(push(3))
+    versions.open_slot(push(4))
+
+
 def test_a_bank_is_free_when_its_last_reader_has_moved() -> None:
     """Readers leave a bank one by one; a version that is being left takes no new one, and the pins stay known."""
     versions = made(slots=1, pinned=0)
