@@ -165,7 +165,9 @@ MUTANTS = (
     Mutant("a grant makes no window longer", ROOM, "window.extend_open_window(run)", "pass", WINDOWS),
     # ---- the anchor
     Mutant("one push has two anchors", ANCHORS, "in (0, len(fanout.answers))", "!= -1", STORIES),
-    Mutant("a base that is not held goes unsaid", ANCHORS, 'run.emit_note("push_unanchored"', "print(", ANCHORED),
+    Mutant(
+        "a base that is not held goes unsaid", ANCHORS, 'emit_note("push_unanchored"', "emit_note('push_held'", ANCHORED
+    ),
     Mutant("a base of another lineage is an anchor", ANCHORS, "not run.is_ancestor(push.base)", "False", ANCHORED),
     Mutant("what was decided is decided anew", ANCHORS, "or push.why_unanchored", "", ANCHORED),
     Mutant("a push is folded against another θ than it was measured", ROOM, "(), push.anchor)", "())", ANCHORED),
