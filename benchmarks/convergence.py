@@ -1,40 +1,40 @@
 """What a model learns in an asynchronous outer loop, against data parallel and synchronous DiLoCo at equal tokens.
 
-Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. `--quick` is 24 runs
-of 6,000 inner steps, some 15 minutes on two cores: what must hold. Without it the methods are compared each at the best
-of its own inner learning rates, then one factor at a time, then gates under bad data: hours, so every finished run is
-kept in --output, and the same command goes on. `--look` is the quick table with a tenth of the steps, and promises
-nothing.
-
-Rows that need an option which this version does not have are named and left out.
+Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. The quick table, 24
+runs of 6,000 inner steps, some 15 minutes on two cores, is what must hold. With `--full` the methods are compared each
+at the best of its own inner learning rates, then one factor at a time, then one recipe wherever it is put, then gates
+under bad data: hours, so every finished run is kept in --output, and the same command goes on. `--look` is the quick
+table with a tenth of the steps, and promises nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.convergence_bad import bad_fleets, bad_rows, report_gates
 from benchmarks.convergence_rows import (
     BAD_STEPS,
     BASE,
     FACTOR_ROWS,
+    FACTOR_SEEDS,
     FLEETS,
     FULL_STEPS,
     LOOK_STEPS,
     METHOD_ROWS,
     QUICK,
     QUICK_STEPS,
+    RECIPE_ROWS,
     SEEDS,
+    STEADY,
     Rows,
-    bad_fleets,
-    bad_rows,
 )
 from benchmarks.harness import ROOT, Bench, main
-from dips.errors import ConfigError
 from dips.study.report import SHOWN as COLUMNS
-from dips.study.report import compare_row, describe_gating, list_lines, losses_of, spell_table, write_csv
+from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study
 from dips.study.store import ResultStore
 from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
@@ -42,13 +42,13 @@ from dips.transport.pipeline import available_cores
 
 FACTORY = DEFAULT_FACTORY
 KEPT = ROOT / "runs" / "convergence"
-PARTS = ("methods", "factors", "bad")
+PARTS = ("methods", "factors", "recipe", "bad")
 NO_WORSE, SHARE_NO_WORSE, RDA_BETTER, NAIVE_WORSE = 0.005, 0.02, 0.01, 0.5  # nats for the last
 THROUGHPUT = 0.97  # of what all clusters make alone
 
 
 def measure(bench: Bench) -> None:
-    if bench.quick or bench.args.look:
+    if not (bench.args.full or bench.args.part):
         steps = bench.args.steps or (LOOK_STEPS if bench.args.look else QUICK_STEPS)
         result = _run_rows(bench, "quick", QUICK, {**BASE, "steps": steps}, FLEETS)
         _report_quick(bench, result, promises=not bench.args.look)
@@ -58,29 +58,26 @@ def measure(bench: Bench) -> None:
     if "methods" in chosen:
         _report_table(bench, _run_rows(bench, "methods", METHOD_ROWS, base, FLEETS), "synchronous")
     if "factors" in chosen:
-        rows = {
-            "synchronous": {"method": "synchronous"},
-            "aligned": {},
-            "steps with share": METHOD_ROWS["steps with share"],
-        }
-        rows = {name: {k: v for k, v in row.items() if k != "tune"} for name, row in rows.items()}
-        _report_table(bench, _run_rows(bench, "factors", {**rows, **FACTOR_ROWS}, base, FLEETS), "synchronous")
+        _report_table(bench, _run_rows(bench, "factors", FACTOR_ROWS, base, FLEETS, FACTOR_SEEDS), "synchronous")
+    if "recipe" in chosen:
+        recipe_base = {**BASE, "steps": FULL_STEPS}
+        result = _run_rows(bench, "recipe", RECIPE_ROWS, recipe_base, FLEETS, FACTOR_SEEDS)
+        _report_table(bench, result, "synchronous, 4")
     if "bad" in chosen:
-        bad_base = {**base, "steps": bench.args.steps or BAD_STEPS}
-        _report_gates(bench, _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets()))
+        bad_base = {**base, **STEADY, "steps": bench.args.steps or BAD_STEPS}
+        result = _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets())
+        report_gates(bench, result, bench.args.output / "gates.csv")
 
 
-def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> StudyResult:
-    """Run those rows whose keys this version knows; name the others."""
-    known: Rows = {}
-    for row, keys in rows.items():
-        try:
-            _make_study(name, {row: keys}, base, fleets)
-        except ConfigError as error:
-            bench.note(f"{row}: left out: {error}")
-        else:
-            known[row] = keys
-    study = _make_study(name, known, base, fleets)
+def _run_rows(
+    bench: Bench,
+    name: str,
+    rows: Rows,
+    base: dict[str, Any],
+    fleets: dict[str, list[Any]],
+    seeds: Sequence[int] = SEEDS,
+) -> StudyResult:
+    study = _make_study(name, rows, base, fleets, seeds)
     store = ResultStore(bench.args.output / "runs", FACTORY)
     bench.say(f"{name}: {study.run_count} runs; finished ones are kept in {bench.args.output}")
     result = run_study(study, store, bench.args.workers or available_cores(), bench.say)
@@ -91,8 +88,10 @@ def _run_rows(bench: Bench, name: str, rows: Rows, base: dict[str, Any], fleets:
     return result
 
 
-def _make_study(name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]]) -> Study:
-    content = {"study": name, "factory": FACTORY, "seeds": SEEDS, "fleets": fleets, "base": base, "rows": rows}
+def _make_study(
+    name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]], seeds: Sequence[int]
+) -> Study:
+    content = {"study": name, "factory": FACTORY, "seeds": seeds, "fleets": fleets, "base": base, "rows": rows}
     return make_study(StudyFile.model_validate(content))
 
 
@@ -103,7 +102,7 @@ def _report_quick(bench: Bench, result: StudyResult, promises: bool) -> None:
         return
     _hold_no_worse(bench, result, "aligned, 50 %", NO_WORSE)
     _hold_no_worse(bench, result, "steps with share, 50 %", SHARE_NO_WORSE)
-    _hold_below(bench, result, "aligned with rda, 5.23 ×", "aligned, 5.23 ×", 1.0 - RDA_BETTER)
+    _hold_below(bench, result, "aligned with rda, 5.23 ×, H 64", "aligned, 5.23 ×, H 64", 1.0 - RDA_BETTER)
     _hold_below(bench, result, "aligned with Muon, 5.23 ×", "data parallel", 1.0)
     _hold_throughput(bench, result, "aligned, 50 %")
     naive = result.runs.get("naive asynchronous, 50 %")
@@ -153,26 +152,11 @@ def _report_table(bench: Bench, result: StudyResult, against: str) -> None:
         bench.note(line)
 
 
-def _report_gates(bench: Bench, result: StudyResult) -> None:
-    """What each list of gates made of each kind of bad data, and what that cost."""
-    for row in result.study.rows:
-        runs = result.runs.get(row.name)
-        if not runs:
-            continue
-        numbers = next(iter(runs.values()))
-        where = row.name.partition(": ")[2].partition(",")[0]
-        without = losses_of(result, f"dips: {where}, without").get(row.seeds[0])
-        loss = losses_of(result, row.name).get(row.seeds[0])
-        cost = f"{loss / without - 1:+.1%} against the run without them" if loss and without else ""
-        ended = "diverged" if loss is None else f"{loss:.3f} nats"
-        late = "" if numbers["finished"] else "; not finished in its time"
-        bench.note(f"{row.name}: {describe_gating(numbers)}; {ended}{'; ' if cost else ''}{cost}{late}")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="runs at a time; by default, one for each core")
     parser.add_argument("--output", type=Path, default=KEPT, help=f"where finished runs are kept; default {KEPT}")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part of the whole; may be repeated")
+    parser.add_argument("--full", action="store_true", help=f"{', '.join(PARTS)}: hours; a killed one goes on")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part of --full; may be repeated")
     parser.add_argument("--steps", type=int, help="inner steps of a run, of all clusters together")
     parser.add_argument(
         "--look", action="store_true", help=f"the quick table with {LOOK_STEPS} steps: promises nothing"

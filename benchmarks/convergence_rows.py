@@ -11,9 +11,9 @@ from typing import Any
 Rows = dict[str, dict[str, Any]]
 
 STEP_S = 4.0
-FULL_STEPS, BAD_STEPS, QUICK_STEPS, LOOK_STEPS = 10_240, 5_120, 6_000, 600
-SEEDS, QUICK_SEEDS = [1, 2, 3], [1, 2, 3, 4, 5]
-KINDS = ("nan", "inf", "zeros", "lr_x100", "frozen", "shuffled", "sign")
+ROUNDS = 40  # of a run, and of every cluster in it: the fewer, the less is seen of the outer step
+FULL_STEPS, BAD_STEPS, QUICK_STEPS, LOOK_STEPS = ROUNDS * 4 * 64, 5_120, 6_000, 600
+SEEDS, QUICK_SEEDS, FACTOR_SEEDS = [1, 2, 3], [1, 2, 3, 4, 5], [1, 2]
 
 
 def make_fleet(*times: float, **keys: Any) -> list[dict[str, Any]]:
@@ -26,30 +26,46 @@ def spread(clusters: int, disparity: float) -> list[dict[str, Any]]:
     return make_fleet(*(1.0 + disparity * i / max(clusters - 1, 1) for i in range(clusters)))
 
 
+STEADY = {"task.batch": 8}  # under bad data: as in long runs, a push tells its cluster's data from noise
+
+
+def spell_clusters(count: int) -> str:
+    return f"{count} cluster{'s' if count > 1 else ''}"
+
+
 HALF = (1.0, 1.17, 1.33, 1.5)
 FIVEFOLD = (1.0, 1.38, 2.18, 5.23)
 FLEETS: dict[str, list[dict[str, Any]]] = {
     "half": make_fleet(*HALF),
     "fivefold": make_fleet(*FIVEFOLD),
     **{f"apart {share:.0%}": spread(4, share) for share in (0.0, 0.25, 1.0, 2.0)},
-    **{f"{n} clusters": spread(n, 0.5) for n in (1, 2, 8)},
+    **{spell_clusters(n): spread(n, 0.5) for n in (1, 2, 4, 8, 9)},
+    "tenfold": make_fleet(1.0, 2.0, 5.0, 10.0),
+    "a third bad": [*({"step_s": STEP_S, "fault": "shuffled"} for _ in range(3)), *spread(6, 0.5)],
     "stragglers": make_fleet(*HALF, straggles=0.01),
     "jitter": make_fleet(*HALF, jitter=1.0),
     "growing": [{"step_s": STEP_S, "joins": at} for at in (0.0, 0.25, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75)],
     "shrinking": [{"step_s": STEP_S, "leaves": at} for at in (1.0, 0.75, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25)],
 }
+RECIPE_FLEETS = {  # a fleet → how many clusters synchronous DiLoCo has beside it
+    "1 cluster": 1, "2 clusters": 2, "half": 4, "fivefold": 4, "tenfold": 4, "jitter": 4, "growing": 4,
+    "9 clusters": 9, "a third bad": 9,
+}  # fmt: skip
+RECIPE_STEPS = {n: ROUNDS * 32 * max(n, 4) for n in (1, 2, 4, 9)}
 BASE: dict[str, Any] = {
     "fleet": "half", "inner_steps": 32, "pace": "aligned", "inner.lr": 4e-3, "outer.lr": 0.7, "outer.momentum": 0.8,
-    "outer.clip": {}, "inner.warmup": 0.05,
+    "outer.clip": {}, "inner.warmup": 0.05, "task.batch": 4,
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}
-EDIT = {
+EDIT = {  # A-EDiT: its clusters train for a time, as with pace `aligned`
     "outer.merge": "edit", "penalty.gates": ["edit"], "outer.lr": 0.8, "outer.momentum": 0.85,
     "outer.clip": {"norm": 10.0, "per_layer": True},
 }  # fmt: skip
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
+OURS = {"outer.merge": "rda", "outer.step": "share"}  # of the preset: beside pace aligned and no clip
+DP = "data parallel"
 LRS = {"inner.lr": [2e-3, 4e-3, 8e-3]}
 DP_LRS = {"inner.lr": [4e-3, 8e-3, 1.6e-2]}
 
@@ -59,108 +75,115 @@ QUICK: Rows = {
     "steps with share, 50 %": {**SHARE, "seeds": QUICK_SEEDS[:3]},
     "the paper's preset, 50 %": {**PAPER, "seeds": [1]},
     "naive asynchronous, 50 %": {"method": "naive", "seeds": [1, 2]},
-    "aligned, 5.23 ×": {"fleet": "fivefold", "seeds": [1, 2]},
-    "aligned with rda, 5.23 ×": {"fleet": "fivefold", "outer.merge": "rda", "seeds": [1, 2]},
+    "aligned, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "seeds": [1, 2]},
+    "aligned with rda, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "outer.merge": "rda", "seeds": [1, 2]},
     "aligned with Muon, 5.23 ×": {"fleet": "fivefold", **MUON, "seeds": [1]},
     "data parallel": {"method": "data_parallel", "tune": DP_LRS, "seeds": [1]},
 }
 
 METHOD_ROWS: Rows = {  # each at the best of its inner learning rates
-    "data parallel": {"method": "data_parallel", "tune": DP_LRS},
-    "data parallel with Muon": {"method": "data_parallel", **MUON, "tune": DP_LRS},
     "synchronous": {"method": "synchronous", "tune": LRS},
+    "synchronous with Muon": {"method": "synchronous", **MUON, "tune": LRS},
+    "data parallel": {"method": "data_parallel", "tune": DP_LRS},
+    "data parallel with Muon": {"method": "data_parallel", **MUON, "tune": LRS},
     "post-local SGD": {"method": "post_local", "tune": LRS},
     "naive asynchronous": {"method": "naive", "tune": LRS},
-    "the paper's preset": {**PAPER, "tune": LRS},
+    "Di-PS, the paper's preset": {**PAPER, "tune": LRS},
     "EDiT": {**EDIT, **WAITING, "tune": LRS},
     "A-EDiT": {**EDIT, "tune": LRS},
-    "aligned": {"tune": LRS},
-    "aligned with rda": {"outer.merge": "rda", "tune": LRS},
-    "aligned with Muon": {**MUON, "tune": LRS},
-    "steps with share": {**SHARE, "tune": LRS},
+    "ours": {**OURS, "tune": LRS},
+    "ours, steps": {**OURS, "pace": "steps", "tune": LRS},
+    "ours with Muon": {**OURS, **MUON, "tune": LRS},
 }
 APART = ("apart 0%", "apart 25%", "apart 100%", "apart 200%", "fivefold")
-FACTOR_ROWS: Rows = {  # one factor at a time
+LARGER = {"task.width": 128, "task.hidden": 352}
+EDIT_MERGE = {"outer.merge": "edit", "outer.clip": {"norm": 10.0, "per_layer": True}}
+
+
+def hold_against_synchronous(row: str, **keys: Any) -> Rows:
+    """A row of a setting of its own, and synchronous DiLoCo in the same one."""
+    beside = f"synchronous, {row.partition(', ')[2]}"
+    return {beside: {"method": "synchronous", **keys}, row: {**keys, "compare": beside}}
+
+
+def run_once(rows: Rows) -> Rows:
+    """One seed each: a difference of less than a percent says nothing there."""
+    return {name: {**keys, "seeds": [1]} for name, keys in rows.items()}
+
+
+FACTOR_ROWS: Rows = {  # one factor at a time (Di-PS, Figures 7 and 12; EDiT, Figures 6c and 7a)
+    "synchronous": {"method": "synchronous"},
+    "aligned": {},
+    "aligned with rda": {"outer.merge": "rda"},
+    "steps": {"pace": "steps"},
+    "steps with share": SHARE,
     **{f"aligned, {fleet}": {"fleet": fleet} for fleet in APART},
     **{f"aligned with rda, {fleet}": {"fleet": fleet, "outer.merge": "rda"} for fleet in APART},
     **{f"steps with share, {fleet}": {**SHARE, "fleet": fleet} for fleet in APART},
-    **{f"aligned, H {h}": {"inner_steps": h} for h in (16, 32, 128, 256)},
-    **{f"synchronous, H {h}": {"method": "synchronous", "inner_steps": h} for h in (16, 32, 128, 256)},
-    **{f"aligned, {n} clusters": {"fleet": f"{n} clusters"} for n in (1, 2, 8)},
-    **{f"synchronous, {n} clusters": {"fleet": f"{n} clusters", "method": "synchronous"} for n in (1, 2, 8)},
-    "overlap": {"overlap": True},
-    "overlap in four fragments": {"overlap": True, "fragments": 4},
-    "int8 pushes": {"codec": "int8"},
-    "int4 pushes": {"codec": "int4"},
-    "int8 both ways": {"codec": "int8", "pull_codec": "int8"},
-    "stragglers": {"fleet": "stragglers"},
-    "jitter of 100 %": {"fleet": "jitter"},
-    "unlike data": {"task.unlike": True},
-    "unlike data, synchronous": {"task.unlike": True, "method": "synchronous"},
-    "growing 1-2-4-8": {"fleet": "growing"},
-    "shrinking 8-4-2-1": {"fleet": "shrinking"},
-    "steps": {"pace": "steps"},
-    "steps, the paper's clip": PAPER,
-    "steps with rda": {"pace": "steps", "outer.merge": "rda"},
-    "steps with share and rda": {**SHARE, "outer.merge": "rda"},
-    "steps with share and rda, fivefold": {**SHARE, "outer.merge": "rda", "fleet": "fivefold"},
-    "aligned with rda and Muon, fivefold": {"outer.merge": "rda", "fleet": "fivefold", **MUON},
-    "aligned with edit's weights": {"outer.merge": "edit", "outer.clip": {"norm": 10.0, "per_layer": True}},
-    "aligned with edit's weights, fivefold": {
-        "outer.merge": "edit",
-        "outer.clip": {"norm": 10.0, "per_layer": True},
-        "fleet": "fivefold",
+    **hold_against_synchronous("aligned, H 16", inner_steps=16),
+    **hold_against_synchronous("aligned, H 32", inner_steps=32),
+    **hold_against_synchronous("aligned, H 128", inner_steps=128, steps=ROUNDS * 4 * 128),
+    **hold_against_synchronous("aligned, H 256", inner_steps=256, steps=ROUNDS * 4 * 256, seeds=[1]),
+    **hold_against_synchronous("aligned, 1 cluster", fleet="1 cluster"),
+    **hold_against_synchronous("aligned, 2 clusters", fleet="2 clusters"),
+    **hold_against_synchronous("aligned, 8 clusters", fleet="8 clusters", steps=ROUNDS * 8 * 64),
+    **hold_against_synchronous("aligned, unlike data", **{"task.unlike": True}),
+    **hold_against_synchronous("aligned, larger model", **LARGER, seeds=[1]),
+    **run_once({
+        "overlap": {"overlap": True},
+        "overlap in four fragments": {"overlap": True, "fragments": 4},
+        "int8 pushes": {"codec": "int8"},
+        "int4 pushes": {"codec": "int4"},
+        "int8 both ways": {"codec": "int8", "pull_codec": "int8"},
+        "stragglers": {"fleet": "stragglers"},
+        "jitter of 100 %": {"fleet": "jitter"},
+        "growing 1-2-4-8": {"fleet": "growing"},
+        "shrinking 8-4-2-1": {"fleet": "shrinking"},
+        "steps, the paper's clip": PAPER,
+        "steps with rda": {"pace": "steps", "outer.merge": "rda"},
+        "steps with share and rda": {**SHARE, "outer.merge": "rda"},
+        "steps with share and rda, fivefold": {**SHARE, "outer.merge": "rda", "fleet": "fivefold"},
+        "steps, delayed Nesterov": {"pace": "steps", "outer.step": "delayed_nesterov"},
+        "steps, anchor base": {"pace": "steps", "outer.anchor": "base"},
+        "steps, sliding window": {"pace": "steps", "timing.window": "sliding"},
+        "steps, adaptive window": {"pace": "steps", "timing.window": "adaptive"},
+        "steps, tokens per step": {"pace": "steps", "outer.weights": "tokens_per_step"},
+        "steps, stale ones weigh less": {"pace": "steps", "outer.staleness_alpha": 0.5},
+        "aligned with edit's weights": EDIT_MERGE,
+        "aligned with edit's weights, fivefold": {**EDIT_MERGE, "fleet": "fivefold"},
+        "aligned with the weights of EDiT's paper, fivefold": {
+            **EDIT_MERGE, "outer.merge": "edit-paper", "fleet": "fivefold",
+        },
+        "A-EDiT": EDIT,  # and its ablations (EDiT, Figure 7a)
+        "A-EDiT without its gate": {**EDIT, "penalty.gates": []},
+        "A-EDiT without its weights": {**EDIT, "outer.merge": "mean"},
+        "A-EDiT without its clip": {**EDIT, "outer.clip": {}},
+        "naive asynchronous": {"method": "naive"},  # Di-PS, Figure 2b
+        "naive asynchronous, apart 0%": {"method": "naive", "fleet": "apart 0%"},
+        "aligned, the paper's clip": {"outer.clip": {"norm": 1.0}},
+        "aligned, relative clip": {"outer.clip": {"relative": 2.0}},
+        "aligned, no gate": {"penalty.gates": []},
+        "aligned, log scores": {"penalty.score": "log"},
+        "aligned, all gates": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
+        "aligned, plain averaging": {"outer.lr": 1.0, "outer.momentum": 0.0},
+        "aligned, momentum 0.9": {"outer.momentum": 0.9},
+        "aligned, outer lr 0.5": {"outer.lr": 0.5},
+        "aligned, outer lr 1.0": {"outer.lr": 1.0},
+        "aligned, outer lr auto": {"outer.lr": "auto"},
+    }),
+}  # fmt: skip
+
+# One recipe without a knob, wherever it is put; `synchronous` beside it at the best of its inner learning rates.
+RECIPE = {**OURS, "codec": "int8", "pull_codec": "int8", "penalty.gates": ["dips", "direction", "loss", "replay"]}
+RECIPE_ROWS: Rows = {
+    **{
+        f"synchronous, {n}": {"method": "synchronous", "fleet": spell_clusters(n), "steps": steps, "tune": LRS}
+        for n, steps in RECIPE_STEPS.items()
     },
-    "aligned with edit's weights of the paper, fivefold": {
-        "outer.merge": "edit-paper",
-        "outer.clip": {"norm": 10.0, "per_layer": True},
-        "fleet": "fivefold",
+    **{
+        f"recipe, {fleet}": {**RECIPE, "fleet": fleet, "steps": RECIPE_STEPS[n], "compare": f"synchronous, {n}"}
+        for fleet, n in RECIPE_FLEETS.items()
     },
-    "aligned, the paper's clip": {"outer.clip": {"norm": 1.0}},
-    "aligned, relative clip": {"outer.clip": {"relative": 2.0}},
-    "aligned, no gate": {"penalty.gates": []},
-    "aligned, log scores": {"penalty.score": "log"},
-    "aligned, all gates": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
-    "aligned, plain averaging": {"outer.lr": 1.0, "outer.momentum": 0.0},
-    "aligned, momentum 0.9": {"outer.momentum": 0.9},
-    "aligned, outer lr 0.5": {"outer.lr": 0.5},
-    "aligned, outer lr 1.0": {"outer.lr": 1.0},
-    "aligned, outer lr auto": {"outer.lr": "auto"},
-    "aligned, delayed Nesterov": {"outer.step": "delayed_nesterov"},
-    "steps, delayed Nesterov": {"pace": "steps", "outer.step": "delayed_nesterov"},
-    "steps, tokens per step": {"pace": "steps", "outer.weights": "tokens_per_step"},
-    "steps, stale ones weigh less": {"pace": "steps", "outer.staleness_alpha": 0.5},
-    "larger: aligned": {"task.width": 128, "task.hidden": 352, "seeds": [1]},
-    "larger: synchronous": {"task.width": 128, "task.hidden": 352, "method": "synchronous", "seeds": [1]},
-    "larger: data parallel": {"task.width": 128, "task.hidden": 352, "method": "data_parallel", "seeds": [1]},
+    "recipe with Muon, fivefold": {**RECIPE, **MUON, "fleet": "fivefold", "steps": RECIPE_STEPS[4], "compare": DP},
+    DP: {"method": "data_parallel", "fleet": "4 clusters", "steps": RECIPE_STEPS[4], "tune": DP_LRS},
 }
-
-GATES: dict[str, dict[str, Any]] = {  # what is to see bad data
-    "none": {"penalty.gates": []},
-    "dips": {},
-    "dips-paper": {"penalty.gates": ["dips-paper"]},
-    "edit": {"penalty.gates": ["edit"]},
-    "all of ours": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
-}
-
-
-def bad_fleets() -> dict[str, list[Any]]:
-    """One of four, two of nine, all at once; and the same without the bad ones."""
-    four, nine = make_fleet(*HALF), spread(9, 0.5)
-    fleets: dict[str, list[Any]] = {"one of four, without": four[1:], "two of nine, without": nine[2:]}
-    for kind in KINDS:
-        fleets[f"one of four, {kind}"] = [{**four[0], "fault": kind}, *four[1:]]
-        fleets[f"two of nine, {kind}"] = [*({**m, "fault": kind} for m in nine[:2]), *nine[2:]]
-        fleets[f"all, {kind}"] = [{**m, "fault": kind} for m in four]
-    return fleets
-
-
-def bad_rows() -> Rows:
-    """Every kind of bad data under every list of gates; `without`: the run that they are held against."""
-    return {
-        f"{gates}: {fleet}": {"fleet": fleet, "inner_steps": 16, **keys, "seeds": [1]}
-        for gates, keys in GATES.items()
-        for fleet in bad_fleets()
-        if not (fleet.endswith("without") and gates != "dips")
-        and not (gates == "none" and not fleet.startswith("one of four"))
-    }

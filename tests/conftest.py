@@ -18,6 +18,7 @@ DEAREST = (  # the longest files, the longest first; --durations=0 tells
     "simulation/test_seeds.py",
     "integration/test_adapters.py",
     "integration/test_lazy_install.py",
+    "integration/test_silent_failures.py",
     "simulation/test_sabotages.py",
     "integration/test_client_agent.py",
     "integration/test_nodes.py",
@@ -37,6 +38,9 @@ DEAREST = (  # the longest files, the longest first; --durations=0 tells
     "simulation/test_month.py",
     "simulation/test_slow_cluster.py",
     "integration/test_ranges.py",
+    "integration/test_trainer.py",
+    "integration/test_experts.py",
+    "simulation/test_fairness.py",
     "integration/test_preflight.py",
     "unit/protocol/test_bounded.py",
 )

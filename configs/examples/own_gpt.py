@@ -79,11 +79,11 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
 
 def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     """Train until the run is over; return the model and the loss of each inner step on this rank."""
-    args = _arguments(words)
-    model, rank, world = _spread_model(build())
+    args = read_arguments(words)
+    model, rank, world = spread_model(build())
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    batches, losses = _draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
+    batches, losses = draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
     with OuterLoop(model) as outer:  # 2
         rate = schedule(optimizer, outer, lambda share: cosine(share) * warmup(outer.inner_steps, args.warmup))  # 3
         while not outer.finished:
@@ -103,7 +103,7 @@ def warmup(steps: int, over: int) -> float:
     return min(1.0, (steps + 1) / over)
 
 
-def _spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
+def spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
     """The model on this rank's device, sharded if there are several ranks; rank and number of ranks."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" not in os.environ:
@@ -118,7 +118,7 @@ def _spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
     return fully_shard(model, mesh=mesh), dist.get_rank(), dist.get_world_size()
 
 
-def _draw_batches(text: Path, sequences: int, seed: int) -> Iterator[torch.Tensor]:
+def draw_batches(text: Path, sequences: int, seed: int) -> Iterator[torch.Tensor]:
     """Windows from anywhere in the text: int64 [sequences, LENGTH + 1]."""
     data, random = np.memmap(text, np.uint8, "r"), np.random.default_rng(seed)
     while True:
@@ -126,7 +126,7 @@ def _draw_batches(text: Path, sequences: int, seed: int) -> Iterator[torch.Tenso
         yield torch.from_numpy(data[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int64))
 
 
-def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="any file of more than a few thousand bytes")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -23,6 +23,9 @@ def demo(
     secure: Annotated[
         bool, typer.Option("--secure", help="Make an authority and certificates first; everything talks TLS.")
     ] = False,
+    preset: Annotated[
+        Path | None, typer.Option(help="A `shared` section, configs/dips.yaml say: its rules in place of the demo's.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
 ) -> None:
@@ -49,13 +52,14 @@ def demo(
       dips demo --seconds 60 --no-kill
       dips demo --secure              (with certificates)
       dips demo --mirror              (two machines are lost; about six minutes)
+      dips demo --preset configs/paper.yaml
       dips demo --recover             (one machine is lost, and nothing has mirrored it)
     """
     if (mirror and recover) or (no_kill and (mirror or recover)):
         raise ConfigError("--mirror, --recover and --no-kill: expected at most one of them")
     run = _of_the_demo("run").run_demo
     way = "mirrored" if mirror else "unmirrored" if recover else "kept"
-    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, way=way, secure=secure))
+    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, way=way, secure=secure, preset=preset))
 
 
 def _of_the_demo(module: str) -> Any:

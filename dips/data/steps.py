@@ -61,8 +61,9 @@ class StepCutter:
 
     def take_step(self, *, whole: bool = True) -> list[Part]:
         """The next step; [] if there is none. Not `whole`: a smaller one, of all samples that are left."""
-        wanted = self._samples if whole else min(self._samples, self.left)
-        if self.left < wanted:
+        left = self.left
+        wanted = self._samples if whole else min(self._samples, left)
+        if left < wanted:
             return []
         step: list[Part] = []
         while wanted:

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from dips.config.reading import load_file, read_yaml
+from dips.config.shared import Shared
 from dips.errors import ConfigError
 
 RUN, MIRROR = "demo", "mirror"
@@ -33,6 +35,7 @@ SHARED: dict[str, Any] = {
     # Most versions here have one contribution, so momentum adds up fast: in an emulation 0.5 ended 0.07 nats below 0.8.
     "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}},
 }
+OWN_KEYS = frozenset({"run", "stop", "data"})  # of `shared`: the demo's, whatever the preset
 EVALUATE_EVERY = 10  # versions: half a minute
 EVALUATE_S = 120.0  # at most, on cores that train meanwhile
 TIMING = {
@@ -105,6 +108,14 @@ def make_layout(out: Path | None) -> DemoLayout:
     return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 
+def read_preset(path: Path | None) -> dict[str, Any]:
+    """What a run with this `shared` section agrees on, but for its name, its end and its data; None: the demo's own."""
+    if path is None:
+        return SHARED
+    load_file(path, Shared)  # refuses by name what the daemons would
+    return {key: value for key, value in read_yaml(path).items() if key not in OWN_KEYS}
+
+
 def write_configs(
     layout: DemoLayout,
     ranges: int,
@@ -113,18 +124,25 @@ def write_configs(
     mirror: bool = False,
     seed: int = 0,
     secure: bool = False,
+    preset: Path | None = None,
 ) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
     seed    of the corpus, for those who evaluate versions
     secure  with certificates, in place of plain text
+    preset  a `shared` section whose rules take the place of the demo's
     mirror  master and slaves copy what they have into `mirror/`, which stands for another disk
     tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
     spoken: dict[str, Any] = {"tls": TLS} if secure else {"insecure": True}
-    shared = {"run": RUN, **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
+    shared = {
+        "run": RUN,
+        **read_preset(preset),
+        "stop": {"tokens": tokens, "wall_s": wall_s},
+        "data": {"ranges": ranges},
+    }
     _dump_yaml(layout.directory / "shared.yaml", shared)
     mirrored = {"mirror": MIRROR} if mirror else {}
     if mirror:

@@ -43,19 +43,28 @@ EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes
 
 
 def run_demo(
-    *, seconds: float, kill: bool, out: Path | None, seed: int, way: Way = "kept", secure: bool = False
+    *,
+    seconds: float,
+    kill: bool,
+    out: Path | None,
+    seed: int,
+    way: Way = "kept",
+    secure: bool = False,
+    preset: Path | None = None,
 ) -> int:
     """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
 
     way  "mirrored", "unmirrored": the directory of the slave that is killed is removed, too (lost_machines.py)
     secure  certificates are made first, and everything talks TLS
+    preset  a `shared` section whose rules take the place of the demo's
     """
+    layout.read_preset(preset)  # before a directory is made
     signal.signal(signal.SIGTERM, _on_sigterm)
     files = layout.make_layout(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed, refused = _train_and_kill(files, seconds, kill, seed, way, secure)
+        status, killed, refused = _train_and_kill(files, seconds, kill, seed, way, secure, preset)
         return _report_results(files, status, killed, seconds, seed, console, refused)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
@@ -72,7 +81,7 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _train_and_kill(
-    files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool
+    files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool, preset: Path | None
 ) -> tuple[Mapping[str, Any], Kill, list[Check]]:
     """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
     with Watch(seconds) as watch, DemoProcesses() as running:
@@ -80,7 +89,7 @@ def _train_and_kill(
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
         address = layout.write_configs(
-            files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed, secure=secure
+            files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed, secure=secure, preset=preset
         )
         if secure:
             made = certificates.make_certificates(files)

@@ -92,7 +92,9 @@ class MasterCore:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf if nothing is due."""
-        due = min(self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline())
+        due, judged, asked = self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline()
+        due = judged if judged < due else due
+        due = asked if asked < due else due
         return due if due > self._judging_from else self._judging_from
 
     def sleep_until(self, now: float) -> float:
@@ -183,16 +185,22 @@ class MasterCore:
     def _ask_question(self, question: HeldQuestion, now: float) -> None:
         """Step one event that came from outside, for the first time or again."""
         event = question.event
+        if type(event) in _COMPLETED:
+            event = self._complete_event(event, now)
+        self._step_event(event, now, question)
+
+    def _complete_event(self, event: Event, now: float) -> Event:
+        """Tell the Coordinator first what only the Judge knows of whom the event is about."""
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
-            event = replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
-        elif isinstance(event, SlaveRegistered):
-            event = replace(event, rival_heard_s=self._judge.slave_heard_s(event.slave, now))
-        elif isinstance(event, ClusterExpelled):
+            return replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
+        if isinstance(event, SlaveRegistered):
+            return replace(event, rival_heard_s=self._judge.slave_heard_s(event.slave, now))
+        if isinstance(event, ClusterExpelled):
             self._report_tokens(event.cluster, now)
         elif isinstance(event, PushFinished):  # what it brings is held against them
             self._report_tokens(event.push.cluster, now)
-        self._step_event(event, now, question)
+        return event
 
     def _report_tokens(self, cluster: str, now: float) -> None:
         for report in self._judge.report_tokens(cluster):
@@ -201,9 +209,11 @@ class MasterCore:
     def _step_event(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
         """Let the Coordinator decide, and put what follows on the outbox."""
         effects = self._decide(event, now)
+        quiet = type(event) in _CHANGE_NOTHING
         if effects:
             self._follow_membership(event, effects, now)
-        if type(event) not in _CHANGE_NOTHING or not _QUIET.issuperset(map(type, effects)):
+            quiet = quiet and _QUIET.issuperset(map(type, effects))
+        if not quiet:
             self._held.on_change(now)
         for effect in effects:
             if question is not None and now < question.until and _is_pending(effect):
@@ -233,6 +243,7 @@ def _has_worked(before: ClusterHeartbeat | SlaveHeartbeat, heartbeat: SlaveHeart
     return before.sinc == heartbeat.sinc and before.work_bytes < heartbeat.work_bytes
 
 
+_COMPLETED = frozenset({ClusterJoined, SlaveRegistered, ClusterExpelled, PushFinished})
 _QUIET = frozenset(
     {Reply, RangesLeased}
 )  # effects that end nobody's wait: an answer to another, and ranges that it has now

@@ -50,7 +50,7 @@ class HeldQuestions:
 
     def on_change(self, now: float) -> None:
         """Something happened that may end the wait of any of them."""
-        if self._held:
+        if self._held and self._again_at > now:
             pause_s = min(self._options.longest_pause_s, self._options.pause_s * len(self._held))
             self._again_at = min(self._again_at, max(now, self._asked_at + pause_s))
 
@@ -58,7 +58,8 @@ class HeldQuestions:
         """When to call `take_due`; inf if no question is open."""
         if not self._held:
             return inf
-        return min(self._again_at, next(iter(self._held.values())).until)
+        until = next(iter(self._held.values())).until
+        return until if until < self._again_at else self._again_at
 
     def take_due(self, now: float) -> list[HeldQuestion]:
         """Remove and return the questions to ask again now: all of them, or those whose patience ends."""

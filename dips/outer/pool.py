@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from math import ceil
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ BYTES = 4  # of an fp32 parameter
 FIXED_BANKS = 4  # θ, m, acc (later m′), θ′
 PROCESS_BYTES = 210_000_000  # Python, NumPy, numba, libzmq, gRPC and the HTTP port, measured at work
 WRITER_BYTES = 8 << 20  # the snapshot writer's buffer
+_HOLDER = attrgetter("holder")
 _ALIGN = 16  # floats: a layer begins on a cache line
 
 
@@ -125,7 +127,7 @@ class Pool:
 
     def bank_holders(self) -> list[str]:
         """Who holds the banks that are not free, in order of the banks."""
-        return [bank.holder for bank in self.banks if bank.holder is not None]
+        return [*filter(None, map(_HOLDER, self.banks))]
 
 
 def _carve_layers(layers: Mapping[int, int], padded: Mapping[int, int]) -> dict[int, F32]:

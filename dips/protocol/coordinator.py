@@ -186,7 +186,8 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 
 
 def _next_deadline(run: RunState) -> float:
-    due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
+    due, retry = run.transfers.next_deadline(), durability.retry_deadline(run)
+    due = retry if retry < due else due
     if run.seed is not None:
         due = min(due, run.seed.deadline)
     if run.round is not None:

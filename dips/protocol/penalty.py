@@ -105,6 +105,10 @@ class Penalty:
     def gates_direction(self) -> bool:
         return GateName.DIRECTION in self._options.gates
 
+    def count_trusted(self, cluster: str, live: Sequence[str]) -> int:
+        """How many others live that were not out of line lately."""
+        return sum(c != cluster and not is_suspect(self.penalty_row(c)) for c in live)
+
     def suspicion_of(self, cluster: str) -> tuple[float, bool]:
         """What orders those that wait: who was least out of line is measured first."""
         row = self.penalty_row(cluster)
@@ -203,8 +207,8 @@ class Penalty:
             return row
         if not verdict.evidence.finite:
             return replace(row, quarantined=True, broken=True)
-        if verdict.gate is not None and verdict.gate not in OF_NORMS:
-            return replace(row, quarantined=True)  # no warm-up makes a direction, a loss or a replay usual
+        if verdict.is_unmoved or (verdict.gate is not None and verdict.gate not in OF_NORMS):
+            return replace(row, quarantined=True)  # no warm-up makes a direction, a loss, a replay or a norm of 0 usual
         others = picture.norms.median_without(row)
         is_world = others is None or picture.most_are_gated or picture.is_alone(row.cluster)
         if is_world and self._is_joiner(row):

@@ -10,7 +10,7 @@ from math import sqrt
 
 from dips.dataclass import replace
 from dips.protocol.enums import GateName
-from dips.protocol.gates.direction import is_against
+from dips.protocol.gates.direction import is_against, lacks_witnesses
 from dips.protocol.gates.layers import layer_norms
 from dips.protocol.gates.losses import excess_loss, known_losses
 from dips.protocol.norm_scores import OWN_REFERENCE, Past, corrected_sigma, has_score, is_joiner, scale_norm
@@ -21,8 +21,9 @@ from dips.protocol.verdicts import Settled, Verdict
 MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
 LOSS_SHARE = 0.1  # of the newest push in a cluster's usual distance to the others' losses
 SUSPICION_KEPT = 0.5  # from one of a cluster's pushes to its next
+KEPT_UNHEARD = 0.75  # likewise, if it was gated for want of witnesses, which tells little
 ACCUSED_STILL = 0.5  # by a push that is only foreign to the others: a suspect that goes on so remains one
-MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes
+MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes, in thirteen that cannot be compared
 
 
 def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
@@ -111,14 +112,15 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
 
 def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
     """By whom in the round is a cluster's direction spoken against: 1 for its own push, and a share of 1 for each in
-    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody.
+    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody. Whose push is θ itself does
+    not train: what it pushes in a later round is how θ moved, backwards.
     """
     folded = [s.cluster for s in verdicts if s.verdict.accepted]
     found = dict.fromkeys((s.cluster for s in verdicts), 0.0)
     for settled in verdicts:
         push = settled.verdict.evidence
         if not is_against(push):
-            found[settled.cluster] += ACCUSED_STILL * (settled.verdict.gate is GateName.DIRECTION)
+            found[settled.cluster] += _accuse_itself(settled.verdict)
             continue
         found[settled.cluster] += 1.0
         if settled.verdict.accepted:
@@ -127,12 +129,26 @@ def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
     return found
 
 
+def _accuse_itself(verdict: Verdict) -> float:
+    """By a push that does not point away."""
+    if verdict.is_unmoved:
+        return 1.0
+    return ACCUSED_STILL * (verdict.gate is GateName.DIRECTION and not _is_unheard(verdict))
+
+
+def _is_unheard(verdict: Verdict) -> bool:
+    """Gated because too few could speak for it."""
+    return verdict.gate is GateName.DIRECTION and lacks_witnesses(verdict.evidence)
+
+
 def move_suspicion(rows: Mapping[str, PenaltyRow], verdicts: Sequence[Settled]) -> dict[str, PenaltyRow]:
     """The rows of all whose pushes were settled, half of what they were suspected of before forgotten."""
     moved = dict[str, PenaltyRow]()
+    unheard = {s.cluster for s in verdicts if _is_unheard(s.verdict)}
     for cluster, accused in accuse(verdicts).items():
         if (row := rows.get(cluster)) is not None:
-            suspicion = min(MOST_SUSPICION, SUSPICION_KEPT * row.suspicion + accused)
+            kept = KEPT_UNHEARD if cluster in unheard else SUSPICION_KEPT
+            suspicion = min(MOST_SUSPICION, kept * row.suspicion + accused)
             moved[cluster] = replace(row, suspicion=suspicion)
     return moved
 

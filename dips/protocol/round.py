@@ -108,7 +108,9 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         digest = (digest + answer.digest) % PUSH_DIGESTS
     layers = range(len(run.manifest.layers))
     before = [p.verdict.evidence for p in r.folded if p.verdict is not None]
-    cosines = [cosine for evidence in before if (cosine := evidence.cosine) is not None]
+    live = [cluster.name for cluster in run.clusters.values() if cluster.live]
+    compared = [evidence for evidence in before if evidence.witnesses >= evidence.strangers]
+    cosines = [cosine for evidence in compared if (cosine := evidence.cosine) is not None]
     return PushEvidence(
         push.id.cluster,
         tuple(squares.get(layer, nan) for layer in layers),
@@ -118,10 +120,12 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         dot=sum(products.get(layer, 0.0) for layer in layers),
         acc_sq=sum(r.acc_sq),
         others=len(r.folded),
+        strangers=sum(not p.base == push.base == run.head for p in r.folded),
         split=any(map(is_against, before)),
         usual=sum(cosines) / len(cosines) if cosines else 0.0,
         against=held_pushes.count_against(r),
-        clusters=sum(cluster.live for cluster in run.clusters.values()),
+        clusters=len(live),
+        trusted=run.penalty.count_trusted(push.id.cluster, live),
         digest=digest,
         loss=push.loss,
     )

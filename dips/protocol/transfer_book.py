@@ -86,4 +86,5 @@ class TransferBook:
 
     def next_deadline(self) -> float:
         """When the first of them ends if nobody names it; inf if none can."""
-        return min(self.push_deadlines.first_at(), self.pull_deadlines.first_at())
+        push, pull = self.push_deadlines.first_at(), self.pull_deadlines.first_at()
+        return push if push < pull else pull

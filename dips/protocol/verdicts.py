@@ -29,10 +29,12 @@ class PushEvidence:
     dot: float = 0.0  # Σd·acc over the model
     acc_sq: float = 0.0  # Σacc²
     others: int = 0  # pushes in acc
+    strangers: int = 0  # of these, none of whose directions can be held against its own: one of both is stale
     split: bool = False  # some of these are at odds with those before them: acc says nothing for certain
     usual: float = 0.0  # mean cosine of those in acc with what was before them
     against: int = 0  # pushes of the round that point away from acc and wait to be judged
     clusters: int = 0  # that live
+    trusted: int = 0  # other clusters that live and were not out of line lately
     digest: int = 0  # of θ_j
     loss: float | None = None  # mean of its inner steps; None: none was reported
 
@@ -42,6 +44,11 @@ class PushEvidence:
         if not self.finite or not all(isfinite(sq) for sq in self.layer_sq):
             return float("inf")
         return sum(map(sqrt, self.layer_sq)) / sqrt(max(1, self.inner_steps))
+
+    @property
+    def witnesses(self) -> int:
+        """Pushes in acc that its direction can be held against: those that were trained from θ, as it was."""
+        return self.others - self.strangers
 
     @property
     def cosine(self) -> float | None:
@@ -76,6 +83,11 @@ class Verdict:
     gate: GateName | None = None  # that gated it; None: none did, or it was no matter of opinion
     flags: tuple[str, ...] = ()  # what speaks against it, though it is accepted
     held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
+
+    @property
+    def is_unmoved(self) -> bool:
+        """Gated because inner steps have changed nothing."""
+        return not self.accepted and self.evidence.norm == 0.0 and self.evidence.inner_steps > 0
 
 
 @dataclass(frozen=True, slots=True)

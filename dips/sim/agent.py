@@ -20,7 +20,6 @@ from dips.client.agent.actions import (
     StopTrainer,
 )
 from dips.client.agent.core import AgentCore
-from dips.client.agent.pace import Pace
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
@@ -115,7 +114,7 @@ class SimAgent:
         self._exits = exits
         self._nonces = 0
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
-        pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
+        pace = site.make_pace(settings.inner_steps)
         heartbeat_s, ranges = world.options.timing.heartbeat_s, settings.ranges_at_once
         timing = AgentSettings(
             identity,

@@ -53,20 +53,17 @@ CLEAR = Weather(slow_share=0.0, lost_share=0.0, doubled_share=0.0)
 class Call:
     """One question under way, as its asker sees it."""
 
-    __slots__ = ("_done", "_timer")
+    __slots__ = ("_done", "timer")
 
     def __init__(self, done: Answer) -> None:
         self._done: Answer | None = done
-        self._timer: Timer | None = None
-
-    def set_timer(self, timer: Timer) -> None:
-        self._timer = timer
+        self.timer: Timer | None = None  # of its deadline
 
     def end_call(self, answer: Any) -> None:
         """The first end counts; a second answer, or one after the deadline, falls on the floor."""
         done, self._done = self._done, None
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.alive = False
         if done is not None:
             done(answer)
 
@@ -103,7 +100,7 @@ class Network:
     def call_host(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
         """Ask; `done` gets the answer, or None at the deadline."""
         call = Call(done)
-        call.set_timer(self._heap.call_later(deadline_s, "deadline of a call", lambda: call.end_call(None)))
+        call.timer = self._heap.call_later(deadline_s, "deadline of a call", lambda: call.end_call(None))
 
         def deliver_message() -> None:
             self._hosts[receiver].on_message(sender, message, send_reply)
@@ -127,7 +124,8 @@ class Network:
         if self._cut and self._cut.pop((sender, receiver), None) is not None:
             self._monitor.passes_again(sender, receiver)
         delay_s = _delay_s(weather, slow, spread)
-        clogged = self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now
+        clogs = self._clogged
+        clogged = clogs and (clogs.get(sender, 0.0) > now or clogs.get(receiver, 0.0) > now)
         label = f"{what} {sender} → {receiver}"
         self._heap.call_later(delay_s + CLOGGED_S * draw() if clogged else delay_s, label, arrive)
         if doubled:  # the other way round with the same numbers: the copy of a fast message is slow

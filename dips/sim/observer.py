@@ -8,7 +8,7 @@ does so through `World.later`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any
 
 from dips.sim.agent import ClusterObserver
@@ -32,6 +32,7 @@ class Observer(ClusterObserver, MasterObserver, SlaveObserver, NetworkObserver, 
 
 
 HOOKS = tuple(name for name in dir(Observer) if not name.startswith("_"))
+GIVEN = {hook: len(signature(getattr(Observer, hook)).parameters) - 1 for hook in HOOKS}  # arguments, but for self
 
 
 class Monitor(Observer):
@@ -46,11 +47,11 @@ class Monitor(Observer):
             default = getattr(Observer, hook)
             called = [getattr(o, hook) for o in self._observers if getattr(type(o), hook) is not default]
             if called:
-                setattr(self, hook, called[0] if len(called) == 1 else _call_each(called, signature(default)))
+                setattr(self, hook, called[0] if len(called) == 1 else _call_each(called, GIVEN[hook]))
 
 
-def _call_each(called: list[Callable[..., None]], hook: Signature) -> Callable[..., None]:
-    """Call all of them with what the hook is given; the usual numbers of arguments without a tuple in between."""
+def _call_each(called: list[Callable[..., None]], given: int) -> Callable[..., None]:
+    """Call all of them with the `given` arguments of the hook; the usual numbers without a tuple in between."""
 
     def call_plain() -> None:
         for observe in called:
@@ -69,5 +70,4 @@ def _call_each(called: list[Callable[..., None]], hook: Signature) -> Callable[.
             observe(*details)
 
     calls = (call_plain, call_with_one, call_with_two)
-    given = len(hook.parameters) - 1  # but for self
     return calls[given] if given < len(calls) else call_with_all

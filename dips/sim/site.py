@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from dips.client.agent.pace import Pace
+
 STRAGGLING = 10.0  # times
 
 
@@ -23,6 +25,10 @@ class Site:
     jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
     straggles: float = 0.0  # share of inner steps that take STRAGGLING times as long
     diverged: int = 0  # pushes to come whose content is bad
+
+    def make_pace(self, inner_steps: int) -> Pace:
+        """When an agent that starts here pushes; `inner_steps` are the scenario's."""
+        return Pace(aligned=self.aligned_steps) if self.aligned_steps else Pace(steps=inner_steps)
 
     def draw_step_s(self) -> float:
         """How long the next inner step takes."""

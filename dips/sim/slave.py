@@ -55,6 +55,8 @@ from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.wire.chunks import LayerLayout
 
 DiskAction = WorkOnDisk | ReadSnapshot
+_OF_ORDERS = (ExecuteOrder, BeginDiskOrder)  # of ShardWork; spelled once: `A | B` would make a type at each event
+_OF_REGISTRATION = (FollowRegistration, EndLoad)
 
 BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
@@ -258,7 +260,7 @@ class SlaveProcess:
 
     def _restore_from_mirror(self, action: RestoreFromMirror) -> None:
         assert self._mirror is not None, "who has no mirror does not ask"
-        restored = attempt_work(partial(self._mirror.restore, action.on_disk))
+        restored = attempt_work(self._mirror.restore, action.on_disk)
         self._do_actions(self.core.on_done(action, restored, self.world.heap.now))
 
     def _keep_in_mirror(self, action: KeepInMirror) -> None:
@@ -312,15 +314,15 @@ class SlaveProcess:
         work = self._work[0]
         self.machine.mark_touched()
         self._end_of("shard")
-        if isinstance(work, ExecuteOrder | BeginDiskOrder):
+        if isinstance(work, _OF_ORDERS):
             if self.shard.has_answered(work.order.number):
                 self.world.monitor.rare_event_occurred("answer_lost")
             self.world.monitor.before_order(self, work.order)
-            result = attempt_work(partial(work.run_on, self.shard))
+            result = attempt_work(work.run_on, self.shard)
             self.world.monitor.after_order(self, work.order)
         else:
-            result = attempt_work(partial(work.run_on, self.shard))
-        if isinstance(work, FollowRegistration | EndLoad):
+            result = attempt_work(work.run_on, self.shard)
+        if isinstance(work, _OF_REGISTRATION):
             # What a deceived master takes for the head need not be it.
             self._undeceived = not self.world.master_is_deceived
         self._do_actions(self.core.on_done(work, result, self.world.heap.now))
@@ -328,9 +330,10 @@ class SlaveProcess:
         self._work.popleft()
         if self._work:
             self._begin_work()
-        for beside, _ in list(self._on_disk.values()):
-            if self._is_abandoned(beside):
-                self._end_on_disk(beside)
+        if self._on_disk:
+            for beside, _ in list(self._on_disk.values()):
+                if self._is_abandoned(beside):
+                    self._end_on_disk(beside)
 
     # ---- on the disk, beside that ----------------------------------------------------------------------------------
 

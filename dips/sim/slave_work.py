@@ -53,9 +53,9 @@ def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | Non
     return None
 
 
-def attempt_work(work: Callable[[], object]) -> object:
+def attempt_work(work: Callable[..., object], *details: object) -> object:
     """What work on the shard returns, or the error that its core is to hear of."""
     try:
-        return work()
+        return work(*details)
     except (DipsError, OSError) as error:
         return error

@@ -129,6 +129,8 @@ class SimStream(ABC):
 
     @property
     def _ready(self) -> int:
+        if self.moving.open >= self.moving.fragments:
+            return len(self.pieces)
         return sum(self.moving.is_open(piece.layer) for piece in self.pieces)
 
     @abstractmethod

@@ -77,6 +77,7 @@ class SimTrainer:
         self._talk: Talk | None = None  # under overlap: what the agent is still to answer
         self._soon = 1  # inner steps until the next look at what is out
         self.pull_tries = 0
+        self._step_label = f"inner step of {site.name}"
         self.alive = True
         self._fiber = Fiber(self._run_training(), self.gate)
 
@@ -159,11 +160,7 @@ class SimTrainer:
 
     def _inner_step(self, parts: tuple[Part, ...] = ()) -> Story:
         site = self.site
-        yield sleep(
-            self.world.heap,
-            site.draw_step_s(),
-            f"inner step of {site.name}",
-        )
+        yield sleep(self.world.heap, site.draw_step_s(), self._step_label)
         self.agent.record_step()
         tokens = samples_of(parts) or self.world.model.draw_tokens(site)
         work = Work(site.name, self.range or 0, tokens, parts=parts)

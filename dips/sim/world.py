@@ -80,13 +80,14 @@ class World:
         placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
-            name: SimCluster(self, self._make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
+            name: SimCluster(self, self.make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
         }
         row = self._run_row(placement)
         self.master = MasterMachine(self, row)
         self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
-    def _make_site(self, number: int) -> Site:
+    def make_site(self, number: int) -> Site:
+        """Where a cluster of the scenario runs."""
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
@@ -119,13 +120,15 @@ class World:
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s
         next_event, touched, time_passed = heap.next_event, self.touched, self.monitor.time_passed
+        often = self._everywhere
         while (timer := next_event()) is not None and timer.at < lasts_s and not self._stopped:
             trace(timer)
             timer.action()
-            everywhere = self._look_everywhere or heap.events % self._everywhere == 0
+            events = heap.events
+            everywhere = self._look_everywhere or events % often == 0
             if everywhere or touched:
                 self._look_at_touched(everywhere)
-            if heap.events % EVERY == 0:
+            if events % EVERY == 0:
                 time_passed()
 
     def stop(self) -> None:

@@ -93,12 +93,11 @@ class SlaveCore:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinite if nothing is planned."""
-        return min(
-            self.registration.next_deadline(),
-            self.heartbeats.next_deadline(),
-            self.reports.next_deadline(),
-            self.orders.next_deadline(),
-        )
+        due = self.heartbeats.next_deadline()
+        for part in (self.registration, self.reports, self.orders):
+            other = part.next_deadline()
+            due = other if other < due else due
+        return due
 
     def tick(self, now: float) -> Actions:
         """Do what is due; called once at the start, to begin."""

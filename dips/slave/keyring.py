@@ -8,7 +8,6 @@ later. Plain lanes, on loopback, have no keyring. Any thread; no clock.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 from dips.errors import RemoteProtocolError
@@ -25,7 +24,7 @@ class Keyring:
 
     def __init__(self) -> None:
         self._open: dict[PushId | PullId, tuple[str, ...]] = {}
-        self._uses: Counter[str] = Counter()  # a cluster pushes and pulls with the same keys
+        self._uses: dict[str, int] = {}  # a cluster pushes and pulls with the same keys
         self._probes: dict[str, tuple[str, float]] = {}  # cluster → its key, and until when
         self._lock = threading.Lock()
 
@@ -36,14 +35,14 @@ class Keyring:
         with self._lock:
             if transfer not in self._open:
                 self._open[transfer] = tuple(keys)
-                self._uses.update(set(keys))
+                for key in set(keys):
+                    self._uses[key] = self._uses.get(key, 0) + 1
 
     def close_transfer(self, transfer: PushId | PullId) -> None:
         """Admit them no more; nothing if it is not open."""
         with self._lock:
-            keys = set(self._open.pop(transfer, ()))
-            self._uses.subtract(keys)
-            for key in keys:
+            for key in set(self._open.pop(transfer, ())):
+                self._uses[key] -= 1
                 if self._uses[key] <= 0:
                     del self._uses[key]
 

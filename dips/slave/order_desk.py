@@ -39,7 +39,6 @@ class OpenOrder:
 
     order: Order
     until: float  # it is tried again when Busy
-    again_at: float | None = None
 
 
 class OrderDesk:
@@ -48,12 +47,11 @@ class OrderDesk:
     def __init__(self, timing: SlaveTiming) -> None:
         self._timing = timing
         self._open: dict[Ticket, OpenOrder] = {}
+        self._again_at: dict[Ticket, float] = {}  # when those that were Busy are tried again
         self._on_disk: deque[Ticket] = deque()  # the first is being carried out
 
     def next_deadline(self) -> float:
-        if not self._open:
-            return inf
-        return min([o.again_at for o in self._open.values() if o.again_at is not None], default=inf)
+        return min(self._again_at.values()) if self._again_at else inf
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
@@ -62,18 +60,19 @@ class OrderDesk:
 
     def drop_order(self, ticket: Ticket) -> None:
         """Nobody waits for the answer any more: do not try again. What is being carried out goes on."""
-        found = self._open.get(ticket)
-        if found is not None and found.again_at is not None:
+        if self._again_at.pop(ticket, None) is not None:
             del self._open[ticket]
 
     def tick(self, now: float) -> Actions:
         """Try the orders again whose time has come, in the order in which they came."""
-        due = [t for t, o in self._open.items() if o.again_at is not None and o.again_at <= now]
+        if not self._again_at:
+            return []
+        due = [ticket for ticket in self._open if self._again_at.get(ticket, inf) <= now]
         return [action for ticket in due for action in self._begin_order(ticket)]
 
     def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
-        found.again_at = None
+        self._again_at.pop(ticket, None)
         if not isinstance(found.order.body, ON_DISK):
             return [ExecuteOrder(ticket, found.order)]
         self._on_disk.append(ticket)
@@ -84,7 +83,7 @@ class OrderDesk:
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
         if isinstance(result, Busy) and (again_at <= found.until or self._on_disk):
-            found.again_at = again_at
+            self._again_at[ticket] = again_at
             return []
         return self._answer_order(ticket, result)
 

@@ -28,6 +28,8 @@ class Emulated:
     versions: int = 0
     clipped: int = 0
     gated: int = 0
+    readmitted: int = 0  # quarantines that the operator lifted
+    head: VersionId = GENESIS
     staleness: list[int] = field(default_factory=list)  # of each accepted push
     shares: dict[str, int] = field(default_factory=dict)  # accepted tokens by cluster
     steps: dict[str, int] = field(default_factory=dict)  # inner steps by cluster
@@ -104,7 +106,6 @@ class RunAccount(Observer):
 
     def __init__(self, world: World, result: Emulated) -> None:
         self._world, self._result, self._finished = world, result, False
-        self.head: VersionId = GENESIS
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -115,7 +116,7 @@ class RunAccount(Observer):
                 shares = self._result.shares
                 shares[fold.push.cluster] = shares.get(fold.push.cluster, 0) + fold.tokens
                 self._result.tokens += fold.tokens
-            self.head = record.version
+            self._result.head = record.version
             self._note_cosine(record)
         if isinstance(record, VersionCommitted | RoundEnded):
             self._note_outcomes(record.outcomes)
@@ -125,7 +126,7 @@ class RunAccount(Observer):
 
     def time_passed(self) -> None:
         if self._finished and all(
-            m.process is not None and m.process.versions.served_version == self.head
+            m.process is not None and m.process.versions.served_version == self._result.head
             for m in self._world.machines.values()
         ):
             self._result.finished = True

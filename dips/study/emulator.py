@@ -21,6 +21,7 @@ from dips.slave.ports import F32
 from dips.study.account import Emulated, GateCount, RunAccount
 from dips.study.fleet import LINK_S, Fleet, FleetCluster
 from dips.study.learner import LearnedModel, Recipe
+from dips.study.operator import MendingOperator
 from dips.study.task import Task
 
 CHUNK_BYTES = 1 << 16
@@ -47,12 +48,14 @@ def emulate(
     faults = {n: m.fault for n, m in zip(fleet.names, fleet.members, strict=True) if m.fault is not None}
     model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps))
     result, tokens = Emulated(first_loss=model.evaluate(model.genesis)), steps * task.tokens
-    scenario = _make_scenario(fleet, options or Options(), tokens, steps / fleet.step_rate, pull_codec)
+    options = replace(options or Options(), stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES))
+    scenario = make_scenario(fleet, options, LEAST_S + PATIENCE * steps / fleet.step_rate, pull_codec)
     world = World(seed, scenario, model, kernels)
-    account = RunAccount(world, result)
-    world.run([account, _Comings(world, fleet, result, tokens)])
+    operator = MendingOperator(world, model.is_mended)
+    world.run([RunAccount(world, result), _Comings(world, fleet, result, tokens), operator])
     result.lasted_s, result.steps = world.heap.now, model.steps
-    result.loss = model.evaluate(_read_head(world, account.head))
+    result.readmitted = operator.readmitted
+    result.loss = model.evaluate(_read_head(world, result.head))
     return result, GateCount.of_run(result.outcomes, model.bad_pushes)
 
 
@@ -81,19 +84,20 @@ class _Comings(Observer):
         planned = [
             (member.joins, f"{name} joins", cluster.start, member.joins > 0),
             (member.leaves, f"{name} leaves", cluster.leave_run, member.leaves < 1),
+            (member.returns, f"{name} comes back", cluster.start, member.returns < 1),
             (member.fails, f"{name} is killed", fail, member.fails < 1),
         ]
         return [(share, what, action) for share, what, action, wanted in planned if wanted]
 
 
-def _make_scenario(fleet: Fleet, options: Options, tokens: int, lasts_s: float, pull_codec: str) -> Scenario:
+def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
+    """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
-    options = replace(options, stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES), timing=timing)
     pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
         slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=pinned, inner_steps=fleet.inner_steps,
-        options=options, lasts_s=LEAST_S + PATIENCE * lasts_s, ranges_at_once=fleet.inner_steps,
+        options=replace(options, timing=timing), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip
 

@@ -42,6 +42,7 @@ def _emulate(task: Task, settings: Settings, seed: int) -> Numbers:
         "of_ideal": made.tokens / made.lasted_s / ideal if made.lasted_s else 0.0,
         "bad": gates.bad, "bad_gated": gates.bad_gated, "healthy": gates.healthy,
         "healthy_gated": gates.healthy_gated, "recovered_after": gates.recovered_after,
+        "readmitted": made.readmitted,
     }  # fmt: skip
 
 

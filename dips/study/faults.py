@@ -39,7 +39,11 @@ class Fault:
 
     def holds(self, share: float) -> bool:
         """Whether it lasts when the cluster has taken this share of its steps."""
-        return self.begin <= share < self.end
+        return share >= self.begin and not self.is_over(share)
+
+    def is_over(self, share: float) -> bool:
+        """Whether it is repaired by then; what ends at 1 is not, though the run takes longer than it is due."""
+        return self.end < 1.0 and share >= self.end
 
     def spoil_push(self, theta: Arrays, base: Arrays) -> Arrays:
         """What is pushed in the place of θ_j, trained from `base`."""

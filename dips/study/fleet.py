@@ -30,6 +30,7 @@ class FleetCluster:
     link_s: float = LINK_S  # of a push, and of a pull
     joins: float = 0.0  # when so much of the run is done
     leaves: float = 1.0  # likewise; 1: never
+    returns: float = 1.0  # after it has left; 1: never
     fails: float = 1.0  # its processes are killed then, and started again
     down_s: float = 30.0  # so much later
     fault: Fault | None = None
@@ -38,9 +39,11 @@ class FleetCluster:
         for key in ("step_s", "link_s", "down_s"):
             _require(getattr(self, key) > 0, f"clusters: {key}", "a number above 0", getattr(self, key))
         _require(0 <= self.jitter < 2, "clusters: jitter", "a number in [0, 2)", self.jitter)
-        for key in ("straggles", "joins", "leaves", "fails"):
+        for key in ("straggles", "joins", "leaves", "returns", "fails"):
             _require(0 <= getattr(self, key) <= 1, f"clusters: {key}", "a share, 0 to 1", getattr(self, key))
         _require(self.joins < self.leaves, "clusters: leaves", "a share above joins", self.leaves)
+        back = self.returns == 1.0 or self.leaves < self.returns
+        _require(back, "clusters: returns", "a share above leaves, or 1", self.returns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class _Trained:
 
     attempt: int
     inner: Inner
+    theta: Arrays  # what it trains in place: an agent that was started anew counts attempts from 1 again
     base: Arrays = field(default_factory=dict)  # θ as it was installed last, kept while a fault may need it
 
 
@@ -130,6 +131,7 @@ class LearnedModel:
         for name, view in self.views(self.genesis).items():
             view[:] = self._first[name].numpy().reshape(-1)
         self._trained: dict[str, _Trained] = {}
+        self._begun: dict[str, int] = {}  # workers of a cluster
         self._spoils = {name: torch.Generator().manual_seed(seed) for name in self._faults}
         self.steps: dict[str, int] = {}  # by cluster
         self.bad_pushes: dict[str, list[PushId]] = {}  # by cluster, in order
@@ -150,8 +152,9 @@ class LearnedModel:
 
     def on_install(self, site: Site, attempt: int, theta: Arrays) -> None:
         known = self._trained.get(site.name)
-        if known is None or known.attempt != attempt:
-            known = self._trained[site.name] = _Trained(attempt, self._begin_worker(site.name, attempt, theta))
+        if known is None or known.attempt != attempt or not _is_same(known.theta, theta):
+            inner = self._begin_worker(site.name, theta)
+            known = self._trained[site.name] = _Trained(attempt, inner, dict(theta))
         if site.name in self._faults:
             known.base = {layer: a.copy() for layer, a in theta.items()}
 
@@ -176,14 +179,23 @@ class LearnedModel:
 
     def _present_fault(self, cluster: str) -> Fault | None:
         fault = self._faults.get(cluster)
-        if fault is None or not fault.holds(self.steps.get(cluster, 0) / self._due[cluster]):
-            return None
-        return fault
+        return fault if fault is not None and fault.holds(self._share_of(cluster)) else None
 
-    def _begin_worker(self, cluster: str, attempt: int, theta: Arrays) -> Inner:
+    def is_mended(self, cluster: str) -> bool:
+        """Whether it had a fault that is over."""
+        fault = self._faults.get(cluster)
+        return fault is not None and fault.is_over(self._share_of(cluster))
+
+    def _share_of(self, cluster: str) -> float:
+        """Of the inner steps that it is due."""
+        return self.steps.get(cluster, 0) / self._due[cluster]
+
+    def _begin_worker(self, cluster: str, theta: Arrays) -> Inner:
+        """Its first one draws the cluster's batches, each later one others."""
+        begun = self._begun[cluster] = self._begun.get(cluster, 0) + 1
         model = self._make_model()
         self._bind_parameters(model, theta)
-        draw = BatchDraw(self._seed, self._names.index(cluster), len(self._names), "" if attempt <= 1 else str(attempt))
+        draw = BatchDraw(self._seed, self._names.index(cluster), len(self._names), "" if begun == 1 else str(begun))
         return Inner(self._task, self._recipe, draw, model)
 
     def _make_model(self) -> nn.Module:
@@ -206,6 +218,11 @@ class LearnedModel:
                 where = self._layout.fields[i, k]
                 found[parameter.name] = (i, slice(where.start, where.start + where.numel))
         return found
+
+
+def _is_same(trained: Arrays, theta: Arrays) -> bool:
+    """Whether both are the same memory."""
+    return all(np.may_share_memory(a, theta[layer]) for layer, a in trained.items())
 
 
 def flatten(parameters: Mapping[str, Tensor]) -> F32:

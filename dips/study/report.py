@@ -16,7 +16,7 @@ BLIND = 0.1  # of the bad pushes: a gate that stops no more has not seen the fau
 COLUMNS = (
     "loss", "first_loss", "diverged", "finished", "tokens", "fastest_steps", "effective_clusters", "versions",
     "clipped", "gated", "staleness", "cosine", "lasted_s", "of_ideal", "bad", "bad_gated", "healthy", "healthy_gated",
-    "recovered_after", "took_s", "unit",
+    "recovered_after", "readmitted", "took_s", "unit",
 )  # fmt: skip
 SHOWN: Mapping[str, tuple[str, Callable[[Numbers], str]]] = {
     "steps": ("of the fastest cluster's optimizer", lambda n: str(n["fastest_steps"])),
@@ -57,7 +57,9 @@ def losses_of(result: StudyResult, row: str) -> dict[int, float]:
 
 
 def compare_row(result: StudyResult, row: str, against: str | None = None) -> Comparison | None:
-    return compare_paired(losses_of(result, row), losses_of(result, against or result.study.compare))
+    """With another row; by default with its own `compare`, else the study's. None if it is that row itself."""
+    against = against or result.study.row(row).compare or result.study.compare
+    return compare_paired(losses_of(result, row), losses_of(result, against)) if row != against else None
 
 
 def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
@@ -73,7 +75,7 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
         loss = f"{mean(losses.values()):.4f}" if losses else "diverged"
         loss += f" ({lost} of {len(runs)} diverged)" if lost and losses else ""
         loss += f" ({late} not finished)" if late else ""
-        held = compare_row(result, row.name) if row.name != result.study.compare else None
+        held = compare_row(result, row.name)
         best = " ".join(f"{key} {value}" for key, value in result.best.get(row.name, ()))
         some = next(iter(runs.values()))
         lines.append((row.name, best, loss, str(held or ""), *(show(some) for _, show in SHOWN.values())))
@@ -91,7 +93,8 @@ def recommend(result: StudyResult) -> list[str]:
     """Sentences: which asynchronous row to take, how sure that is, and what cannot be told from it."""
     study = result.study
     methods = {plan.row: plan.settings.method for plan in study.plan_first()}
-    fair = {row: losses_of(result, row) for row, method in methods.items() if method == "dips"}
+    elsewhere = {row.name for row in study.rows if row.compare is not None}  # its losses are of another setting
+    fair = {row: losses_of(result, row) for row, method in methods.items() if method == "dips" and row not in elsewhere}
     whole = {row: losses for row, losses in fair.items() if len(losses) == len(result.runs.get(row, ())) and losses}
     if not whole:
         return ["No row of method dips ended well: nothing to recommend."]
@@ -101,7 +104,7 @@ def recommend(result: StudyResult) -> list[str]:
     spelt = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
     said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit}, {spelt}."]
     said += [f"{key}: {value} was the best of its values." for key, value in result.best[best]]
-    if best != study.compare and (held := compare_row(result, best)) is not None:
+    if (held := compare_row(result, best)) is not None:
         said.append(f"Against {study.compare!r}: {held}.")
     alike = [row for row in whole if row != best and _cannot_be_told(compare_paired(whole[row], whole[best]))]
     if alike:

@@ -6,6 +6,7 @@ them with the first seed, and with the other seeds at their best only.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ def _run_all(
 def execute_and_keep(plan: RunPlan, directory: Path) -> Numbers:
     """In a process of its own: a result is on disk even if the study is killed in the same moment."""
     numbers = execute_run(plan)
+    gc.collect()  # a simulated world is a circle of references, and holds every version's θ
     ResultStore(directory, plan.factory).keep(plan, numbers)
     return numbers
 

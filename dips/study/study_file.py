@@ -46,6 +46,7 @@ class StudyRow:
     flat: Flat
     tune: Mapping[str, tuple[Any, ...]]
     seeds: tuple[int, ...]
+    compare: str | None = None  # the row that this one is held against, if not the study's
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +128,10 @@ def make_study(file: StudyFile) -> Study:
     rows = list(_unfold_rows(file))
     if not rows:
         raise ConfigError("rows: expected one at least, or a grid")
-    compare = file.compare or rows[0].name
-    if compare not in {row.name for row in rows}:
-        raise ConfigError(f"compare: no row {compare!r}; there are {', '.join(row.name for row in rows)}")
+    compare, names = file.compare or rows[0].name, [row.name for row in rows]
+    for key, name in (("compare", compare), *((f"rows.{row.name}.compare", row.compare) for row in rows)):
+        if name is not None and name not in names:
+            raise ConfigError(f"{key}: no row {name!r}; there are {', '.join(names)}")
     study = Study(file.study, file.factory, tuple(rows), compare, file.fleets)
     if study.run_count > MOST_RUNS:
         raise ConfigError(f"grid: {study.run_count:,} runs; expected at most {MOST_RUNS:,}: name fewer values")
@@ -146,10 +148,12 @@ def _unfold_rows(file: StudyFile) -> Iterator[StudyRow]:
     for name, flat in file.rows.items():
         own = dict(flat)
         tune, seeds = own.pop("tune", file.tune), tuple(own.pop("seeds", file.seeds))
+        compare = own.pop("compare", None)
         if not isinstance(tune, dict) or not all(isinstance(v, list | tuple) and v for v in tune.values()):
             raise ConfigError(f"rows.{name}.tune: expected keys with lists of values, got {tune!r}")
         _require_seeds(f"rows.{name}.seeds", seeds)
-        yield StudyRow(name, {**file.base, **own}, {k: tuple(v) for k, v in tune.items() if k not in own}, seeds)
+        tuned = {k: tuple(v) for k, v in tune.items() if k not in own}
+        yield StudyRow(name, {**file.base, **own}, tuned, seeds, compare)
     _require_seeds("seeds", file.seeds)
     if file.grid:
         for values in product(*file.grid.values()):

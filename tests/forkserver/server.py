@@ -38,7 +38,6 @@ from tests.forkserver.program import Become, end, run
 
 STARTS_OTHERS = {"dips.client.app", "dips.master.app", "torch.distributed.run"}
 IMPORT_ONLY = ("dips.", "torch.")  # entry points that do nothing when they are imported
-START_THREADS = ("transformers", "accelerate", "datasets", "dips.client.transformers")  # while they are imported
 FREE_FROM = 256  # numbers of descriptors from here on are nobody's wish
 _environment = dict(os.environ)  # of the first server: what libraries read when they were imported
 _imported = set[Any]()
@@ -166,7 +165,7 @@ def prepare(words: Sequence[str]) -> None:
         else:
             wanted = [(program.entry, ())] if program.entry.startswith(IMPORT_ONLY) else []
         for module, names in wanted:
-            if (module, names) not in _imported and not module.startswith(START_THREADS):
+            if (module, names) not in _imported:
                 _imported.add((module, names))
                 with suppress(ImportError):
                     _import(module, names)
@@ -203,6 +202,7 @@ def enter(request: dict[str, Any]) -> None:
     program = commands.parse(request["words"])
     if program is not None and program.namespace:
         process.enter_namespace(program.namespace)
+    os.umask(request["umask"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

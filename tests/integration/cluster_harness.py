@@ -69,6 +69,13 @@ class Process:
         """Its exit code, None while it lives."""
         return self._popen.poll()
 
+    def wait_for_end(self, within_s: float) -> None:
+        """Wait until it has ended by itself; fail showing its log."""
+        try:
+            self._popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {within_s:g} s\n{self.tail()}") from None
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self._popen.kill()
@@ -101,13 +108,18 @@ class Run:
         timing: Mapping[str, Any] | None = None,
         slaves: int = 2,
         slave: Mapping[str, Any] | None = None,
+        master: Mapping[str, Any] | None = None,
         security: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tensors`: θ of v0@r0; `shared`, `timing`, `slave` (of each): what differs from the defaults.
+        """`tensors`: θ of v0@r0; `shared`, `timing`, `slave` (of each), `master`: what differs from the defaults.
 
         security  keys of run file and cluster files that say how they talk; default in plain text
         """
-        self._slave, self.security = dict(slave or {}), dict(security or {"insecure": True})
+        self._slave, self._master, self.security = (
+            dict(slave or {}),
+            dict(master or {}),
+            dict(security or {"insecure": True}),
+        )
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
         self.address = f"127.0.0.1:{free_port()}"
@@ -193,7 +205,7 @@ class Run:
         small = {"initial_model": model, "master": self.address, "threads": 1, "transit_bytes": 8 << 20, **self._slave}
         return {
             "shared": self.shared,
-            "master": {"listen": self.address, "directory": "master", "timing": dict(timing)},
+            "master": {"listen": self.address, "directory": "master", "timing": dict(timing), **self._master},
             "slaves": [{"name": name, "directory": name, **small} for name in self.slaves],
             **self.security,
         }

@@ -31,6 +31,7 @@ def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # as if it were started there: one example imports another
     spec.loader.exec_module(module)
     return module
 

@@ -231,9 +231,10 @@ def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stem", ["own_gpt", "muon_gpt"])
+def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(stem: str, tmp_path: Path) -> None:
     """The example as it stands: tied embeddings, a text file, the rate by progress; all three ranks end with θ."""
-    example, script = load("own_gpt", EXAMPLES), str(EXAMPLES / "own_gpt.py")
+    example, script = load("own_gpt", EXAMPLES), str(EXAMPLES / f"{stem}.py")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     text = tmp_path / "text"

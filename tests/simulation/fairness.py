@@ -15,6 +15,8 @@ from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
+_WATCHED = frozenset({PushRequested, PushAborted})
+
 
 @dataclass
 class _Wait:
@@ -48,7 +50,7 @@ class QueueInvariant(Invariant):
         self.began.clear()
 
     def after_step(self, process: MasterProcess, event: Event) -> None:
-        if type(event) not in (PushRequested, PushAborted) or not process.presides:
+        if type(event) not in _WATCHED or not process.presides:
             return
         run = process.coordinator.capture_state()
         assert isinstance(run, RunState)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 from dips.ids import PushId
 from dips.protocol.effects import Order
@@ -61,20 +60,22 @@ class FencingInvariant(Invariant):
             self.fail(f"the master changed by the old {event}")
 
     def _old(self, master: MasterProcess, event: Event) -> bool:
-        read_name = _name_reader(type(event))
+        kind = type(event)
+        read_name = _READERS[kind]
         if read_name is None:
             return False
         name, inc = read_name(event)
-        if type(event) in OF_SLAVES:
+        if kind in OF_SLAVES:
             old = inc < self.sinc.get(name, 0)
         else:
-            old = master.coordinator.cluster_standing(name, inc)[0] is ClusterStanding.FENCED
+            newest = master.coordinator._run.clusters.get(name)  # no look at all for who is not older than that
+            old = newest is not None and inc < newest.inc
+            old = old and master.coordinator.cluster_standing(name, inc)[0] is ClusterStanding.FENCED
         # What a master that does not preside changes is in itself only: nothing that leaves it changes anybody. And
         # when something is due, a master does it whatever it hears.
         return old and master.presides and master.coordinator.next_deadline() > self.world.heap.now
 
 
-@cache
 def _name_reader(kind: type[Event]) -> Callable[[Event], Any] | None:
     """What reads whose event of this class it is, and of which incarnation; None if it names none."""
     fields = kind.__dataclass_fields__
@@ -84,6 +85,9 @@ def _name_reader(kind: type[Event]) -> Callable[[Event], Any] | None:
         if transfer in fields:
             return attrgetter(f"{transfer}.cluster", f"{transfer}.inc")
     return attrgetter("cluster", "inc") if "cluster" in fields and "inc" in fields else None
+
+
+_READERS = {kind: _name_reader(kind) for kind in get_args(Event)}
 
 
 def _of_slave(process: SlaveProcess) -> Any:
@@ -166,7 +170,8 @@ class MemoryInvariant(Invariant):
             if self._looked_at.get(machine.name) != looked_at:
                 self._looked_at[machine.name] = looked_at
                 self._sum_is_kept(*looked_at)
-            self._leaks(machine.process, slots)
+            if slots:
+                self._leaks(machine.process, slots)
 
     def _sum_is_kept(self, process: SlaveProcess, holders: list[str]) -> None:
         if process.versions.used_bytes > process.versions.limit_bytes:
@@ -175,11 +180,11 @@ class MemoryInvariant(Invariant):
             self.fail(f"{process.name}: two banks for one holder in {holders}")
 
     def _leaks(self, process: SlaveProcess, slots: tuple[PushId, ...]) -> None:
-        if not slots:
-            return
-        master = self.world.master.process
         now = self.world.heap.now
-        listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
+        if now <= self.world.scenario.quiet_at:
+            return  # nobody need listen yet
+        master = self.world.master.process
+        listening = master is not None and master.inbox is None and process.holds
         live = master.coordinator.live_transfers().pushes if master and listening else ()
         for push in slots:
             key = (process.nonce, push)

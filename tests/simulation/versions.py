@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dips.ids import GENESIS, VersionId
+from dips.outer.pool import F32, Arrays
+from dips.outer.versions import Versions
 from dips.protocol.records import (
     LedgerState,
     Record,
@@ -17,6 +19,13 @@ from tests.simulation.checks import Invariant
 from tests.simulation.reference import LineageReference
 
 
+def whole_bank(arrays: Arrays) -> F32:
+    """All of a bank, whose layers are cut out of one piece of memory."""
+    whole = next(iter(arrays.values())).base
+    assert whole is not None
+    return whole
+
+
 class LineageInvariant(Invariant):
     """One content per version name: what slaves serve, pin or keep, and what clusters install, is the reference's."""
 
@@ -25,7 +34,8 @@ class LineageInvariant(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.reference = LineageReference(world.genesis, world.scenario.parameters, world.scenario.pull_codec)
-        self._kept: dict[str, tuple[VersionId, list[tuple[int, tuple[bytes, bytes]]]]] = {}  # by slave
+        # By slave, what was last found to be the reference's: of which version, which banks, and all their bytes.
+        self._found: dict[str, tuple[VersionId, Arrays, Arrays, F32, bytes, F32, bytes]] = {}
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -46,11 +56,7 @@ class LineageInvariant(Invariant):
             memory = process.versions.served_version if process is not None else None
             if process is None or memory is None:
                 continue
-            versions = process.versions
-            theta, momentum = versions.theta(memory), versions.momentum(memory)
-            for layer, expected in self._served(machine.name, memory, machine.layers):
-                if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
-                    self.fail(f"{machine.name} serves another {memory} than the reference's (layer {layer})")
+            self._is_served(machine.name, process.versions, memory, machine.layers)
             for pull, version, sources in process.flow.sender.list_sources():
                 for layer, (expected_theta, _) in self._expected(version, machine.layers):
                     for source in sources:
@@ -65,12 +71,26 @@ class LineageInvariant(Invariant):
                 f"{agent.name} installed another {agent.base} than the reference's",
             )
 
-    def _served(self, name: str, version: VersionId, layers: tuple[int, ...]) -> list[tuple[int, tuple[bytes, bytes]]]:
-        """The same, kept: a slave serves one version for long."""
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != version or not kept[1]:
-            kept = self._kept[name] = (version, self._expected(version, layers))
-        return kept[1]
+    def _is_served(self, name: str, versions: Versions, version: VersionId, layers: tuple[int, ...]) -> None:
+        """Compare what a slave serves, layer by layer; at once if nothing of its banks moved since that was done."""
+        theta, momentum = versions.theta(version), versions.momentum(version)
+        found = self._found.get(name)
+        if (
+            found is not None
+            and found[1] is theta
+            and found[2] is momentum
+            and found[0] == version
+            and found[3].tobytes() == found[4]
+            and found[5].tobytes() == found[6]
+        ):
+            return
+        expected = self._expected(version, layers)
+        for layer, content in expected:
+            if (theta[layer].tobytes(), momentum[layer].tobytes()) != content:
+                self.fail(f"{name} serves another {version} than the reference's (layer {layer})")
+        if expected:
+            banks = whole_bank(theta), whole_bank(momentum)
+            self._found[name] = (version, theta, momentum, banks[0], banks[0].tobytes(), banks[1], banks[1].tobytes())
 
     def _expected(self, version: VersionId, layers: tuple[int, ...]) -> list[tuple[int, tuple[bytes, bytes]]]:
         content = self.reference.versions.get(version)
@@ -107,13 +127,13 @@ class CommitInvariant(Invariant):
             process = machine.process
             if process is None:
                 continue
-            memory, rows = process.versions.served_version, self.rows
-            if memory is not None and memory not in rows:
+            memory, head = process.versions.served_version, self.head
+            if memory is not None and memory is not head and memory not in self.rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
             for pull, version, _ in process.flow.sender.list_sources():
-                if version not in rows:
+                if version is not head and version not in self.rows:
                     self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
-            if process.holds and memory != self.head and process.versions.prepared != self.head:
+            if memory is not head and process.holds and memory != head and process.versions.prepared != head:
                 disk = machine.disk
                 kept = self.head == GENESIS or self.head in disk.good_versions or self.head in disk.harmed
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")

@@ -25,6 +25,7 @@ from dips.config import ClusterFile, RunFile
 from dips.errors import TREATMENTS
 from dips.master import app as master_app
 from dips.protocol.moves import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
+from dips.protocol.options import OuterOptions
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
 from dips.wire import frame
@@ -200,7 +201,9 @@ def test_python_of_the_readme() -> None:
                 assert {alias.name for alias in node.names} <= set(module.__all__)
     used = set(re.findall(r"\bouter\.(\w+)", ALL))
     assert {"step", "finished", "progress"} <= used
-    assert used <= methods_of("OuterLoop") | {"lr", "momentum", "clip"}  # shared.outer's
+    assert used <= methods_of("OuterLoop") | {
+        field.name for field in dataclasses.fields(OuterOptions)
+    }  # shared.outer's
 
 
 def methods_of(name: str) -> set[str]:

@@ -246,9 +246,13 @@ class AgentCore:
 
     def _take_actions(self) -> Actions:
         s = self.state
-        heartbeats.send_due(s)
+        if s.heartbeats.is_due(s.now):
+            heartbeats.send_due(s)
         s.tally.switch_cause(training.name_cause(s), s.now)
-        actions, s.out = s.out, []
+        actions = s.out
+        if not actions:
+            return []
+        s.out = []
         for action in actions:
             if isinstance(action, RecordMark) and action.kind in SAVED_AT:
                 actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))

@@ -37,9 +37,7 @@ HEAL_S = 2.0
 
 
 def send_due(s: AgentState) -> None:
-    """Send a heartbeat if it is time; before the first Join there is nothing to say."""
-    if s.now < s.heartbeats.next_deadline():
-        return
+    """Send a heartbeat, whose time has come; before the first Join there is nothing to say."""
     s.heartbeats.due_at = s.now + s.settings.heartbeat_s
     s.out.append(SaveIncarnation(past_incarnation(s)))
     heartbeat = build_heartbeat(s)

@@ -45,6 +45,7 @@ from dips.protocol.effects import (
 STAND_S = 1.0  # slots that are free are reserved in milliseconds; for others no trainer stands still
 
 SyncQuestion = PushWanted | PushMoved | PullWanted | PullMoved
+_WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
 
 
 def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
@@ -53,7 +54,7 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     if q.number > sync.question:
         if isinstance(q, PushWanted) and _is_reserving(s):
             _take_question(s, q.number)  # it asks again, after it trained on for a while; it has stood its time
-        elif isinstance(q, PushWanted | PullWanted) and sync.phase is not SyncPhase.RESTING:
+        elif isinstance(q, _WANTED) and sync.phase is not SyncPhase.RESTING:
             # The last transfer is being settled; a trainer with parameters need not wait for a master that is away.
             away = isinstance(q, PushWanted) and s.membership.unreachable_since is not None
             return train_on(s, sync.reason, again=True) if away else AskAgain(sync.reason)
@@ -94,7 +95,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
         pulls.want_pull(s, q)
     elif sync.phase is not SyncPhase.RESTING:
         pass  # what was moved belongs to a transfer that is over; the verdict on the present one is to come
-    elif isinstance(q, PushMoved | PullMoved) or sync.pull_due or s.membership.progress.finished:
+    elif isinstance(q, _MOVED) or sync.pull_due or s.membership.progress.finished:
         pulls.end_transfer(s, "the transfer was ended meanwhile")
     elif s.now < sync.backoff_until:
         give_verdict(s, train_on(s, sync.reason, again=True))

@@ -181,6 +181,9 @@ class HeartbeatTimer:
     def next_deadline(self) -> float:
         return inf if self.in_flight else self.due_at
 
+    def is_due(self, now: float) -> bool:
+        return not self.in_flight and now >= self.due_at
+
 
 @dataclass
 class AgentState:

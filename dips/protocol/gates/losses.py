@@ -1,7 +1,8 @@
 """The gate `loss`: a push whose reported loss is far above the others' is of bad data or a broken trainer.
 
-A cluster's usual distance to the others is allowed for, so data that is harder from the start gates nobody. It
-believes what clusters report.
+A cluster's usual distance to the others is allowed for, so data that is harder from the start gates nobody. Only above
+them: while losses fall fast every push is below what the others reported last, but that ends. What clusters report is
+believed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def judge_loss(push: PushEvidence, past: Past) -> Opinion:
         return Opinion(Finding.PASSED, f"loss {push.loss:.4g}: the first after `dips readmit`, which makes it usual")
     said = f"loss {push.loss:.4g} is {100 * excess:+.0f} % of the others' median {median(others):.4g} above it"
     said = f"{said}, usually {100 * usual:+.0f} %"
-    if excess <= usual + MARGIN:
+    if excess <= max(0.0, usual) + MARGIN:
         return Opinion(Finding.PASSED, said)
     if len(others) < LEAST_OTHERS:
         return Opinion(Finding.FLAGGED, f"{said}; one other is too few to say who is right")

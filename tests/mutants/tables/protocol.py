@@ -165,9 +165,7 @@ MUTANTS = (
     Mutant("a grant makes no window longer", ROOM, "window.extend_open_window(run)", "pass", WINDOWS),
     # ---- the anchor
     Mutant("one push has two anchors", ANCHORS, "in (0, len(fanout.answers))", "!= -1", STORIES),
-    Mutant(
-        "a base that is not held goes unsaid", ANCHORS, 'emit_note("push_unanchored"', "emit_note('push_held'", ANCHORED
-    ),
+    Mutant("a base that is not held goes unsaid", ANCHORS, 'run.emit_note("push_unanchored", ', "dict(", ANCHORED),
     Mutant("a base of another lineage is an anchor", ANCHORS, "not run.is_ancestor(push.base)", "False", ANCHORED),
     Mutant("what was decided is decided anew", ANCHORS, "or push.why_unanchored", "", ANCHORED),
     Mutant("a push is folded against another θ than it was measured", ROOM, "(), push.anchor)", "())", ANCHORED),
@@ -372,13 +370,28 @@ MUTANTS = (
     Mutant(
         "who is flagged alone is gated",
         ROOM,
-        "if push.others < max(LEAST_OTHERS, push",
-        "if 0 * max(LEAST_OTHERS, push",
+        "return push.witnesses < max(enough",
+        "return 0 * max(enough",
         GATES,
     ),
     Mutant("a sum at odds with itself gates", ROOM, "    if push.split:", "    if False:", GATES),
     Mutant("a few outvote many", ROOM, "if push.against >= push.others:", "if False:", GATES),
     Mutant("two of nine are enough", ROOM, "push.clusters // WRONG_SHARE + 1", "0", GATES),
+    Mutant("stale pushes are witnesses", ROOM, "return self.others - self.strangers", "return self.others", GATES),
+    Mutant(
+        "the fresh are strangers", ROOM, "sum(not p.base == push.base == run.head", "sum(p.base == push.base", GATES
+    ),
+    Mutant("others of no one mind gate", ROOM, "if push.usual < LEAST_USUAL:", "if False:", GATES),
+    Mutant("noise is out of line", ROOM, "LEAST_COSINE = -0.1", "LEAST_COSINE = 0.0", GATES),
+    Mutant("who was gated counts alone", ROOM, "if convicted and lacks_witnesses(push)", "if False", GATES),
+    Mutant("who waits in vain is locked out", ROOM, "KEPT_UNHEARD = 0.75", "KEPT_UNHEARD = 1.0", GATES),
+    Mutant("suspects are trusted", ROOM, "c != cluster and not is_suspect(self", "c != cluster and bool(self", GATES),
+    Mutant("foreign is good enough of suspects", ROOM, "SHARE_OF_USUAL * push.usual) if", "0.0) if", GATES),
+    Mutant("who does not train is trusted", ROOM, "    if verdict.is_unmoved:\n", "    if False:\n", GATES),
+    Mutant("a norm of 0 warms up", ROOM, "if verdict.is_unmoved or (", "if (", GATES),
+    Mutant(
+        "who was better must stay so", ROOM, "excess <= max(0.0, usual) + MARGIN", "excess <= usual + MARGIN", GATES
+    ),
     Mutant("a cosine without lengths", ROOM, "return self.dot / lengths if", "return self.dot if", GATES),
     Mutant("who waits is measured in any order", ROOM, "push = min(r.held, key=", "push = max(r.held, key=", GATES),
     Mutant("who waits keeps its slot", ROOM, "free <= 0 and run.slot_queue", "False and run.slot_queue", GATES),
@@ -386,7 +399,7 @@ MUTANTS = (
     Mutant("suspects are measured like others", ROOM, "if is_suspect(row):", "if False:", GATES),
     Mutant("who was gated accuses the others", ROOM, "        if settled.verdict.accepted:", "        if True:", GATES),
     Mutant("two losses are enough to gate", ROOM, "if len(others) < LEAST_OTHERS:", "if False:", GATES),
-    Mutant("a loss has no usual distance", ROOM, "if excess <= usual + MARGIN:", "if excess <= MARGIN:", GATES),
+    Mutant("a loss has no usual distance", ROOM, "<= max(0.0, usual) + MARGIN", "<= MARGIN", GATES),
     Mutant("losses of joiners count", ROOM, " and not is_joiner(row, past.options)\n    ]", "\n    ]", GATES),
     Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=loss)", "pass", GATES),
     Mutant("digests pile up", ROOM, "in accepted))[-DIGESTS_KEPT:]", "in accepted))", GATES),
@@ -394,7 +407,7 @@ MUTANTS = (
     Mutant("a layer is left out for ever", ROOM, "elif layer.left_out_in_a_row + 1 >= patience:", "elif False:", GATES),
     Mutant("a push without a layer left counts", ROOM, "if len(flagged) == moving:", "if False:", GATES),
     Mutant("no warm-up for layers", ROOM, "past.row.warm_left > 0 or push.exempt or", "push.exempt or", GATES),
-    Mutant("a direction that is out of line warms up", ROOM, "verdict.gate not in OF_NORMS:", "False:", GATES),
+    Mutant("a direction that is out of line warms up", ROOM, "verdict.gate not in OF_NORMS):", "False):", GATES),
     Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY

@@ -10,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from dips.config import host_port, load_cluster, load_run
+from dips.config.reading import load_file
+from dips.config.shared import Shared
 from dips.demo import layout, train
 from dips.demo.watch import Watch
 from dips.errors import ConfigError
@@ -32,6 +34,28 @@ def test_the_files_are_right(tmp_path: Path) -> None:
         assert cluster.socket is not None
         assert len(str(cluster.socket)) < 100
     files.sockets.rmdir()
+
+
+@pytest.mark.parametrize("name", ["dips", "paper"])
+def test_a_preset_gives_the_rules_and_nothing_else(tmp_path: Path, name: str) -> None:
+    """Name, end and data stay the demo's."""
+    preset = Path(__file__).parents[3] / "configs" / f"{name}.yaml"
+    files = layout.make_layout(tmp_path / "out")
+    layout.write_configs(files, ranges=10, tokens=1000, wall_s=60, preset=preset)
+    shared, wanted = load_run(files.run_file).shared, load_file(preset, Shared)
+    assert (shared.outer, shared.penalty) == (wanted.outer, wanted.penalty)
+    assert (shared.run, shared.stop.tokens, shared.data.ranges) == (layout.RUN, 1000, 10)
+    files.sockets.rmdir()
+
+
+def test_a_preset_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    """Before a directory is made."""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("run: x\nouter: {merge: median}\n")
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: outer\.merge"):
+        layout.read_preset(wrong)
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+        layout.read_preset(tmp_path / "none.yaml")
 
 
 def test_a_used_directory_is_refused(tmp_path: Path) -> None:

@@ -156,16 +156,17 @@ def test_other_layers_than_before_have_no_score() -> None:
 
 
 def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
-    """Against plain vectors: gated if negative beside two others at least."""
+    """Against plain vectors: gated if below −0.1 beside two others at least."""
     rng = random.Random(3)
     for _ in range(300):
         d, *others = [[rng.gauss(0.2, 1.0) for _ in range(5)] for _ in range(rng.randint(1, 4))]
         acc = [sum(x) for x in zip(*others, strict=True)] if others else [0.0] * 5
         dot, length = sum(x * y for x, y in zip(d, acc, strict=True)), sqrt(sum(x * x for x in acc))
-        seen = {"dot": dot, "acc_sq": length**2, "others": len(others)}
+        seen = {"dot": dot, "acc_sq": length**2, "others": len(others), "usual": 0.5}
         said = GateStory("direction").judge("a", sum(x * x for x in d), **seen)
-        assert said.accepted is not (len(others) >= 2 and dot < 0)
-        assert bool(said.flags) is (len(others) == 1 and dot < 0)
+        away = bool(others) and dot < -0.1 * length * sqrt(sum(x * x for x in d))
+        assert said.accepted is not (len(others) >= 2 and away)
+        assert bool(said.flags) is (len(others) == 1 and away)
         if others:
             assert f"cosine {dot / length / sqrt(sum(x * x for x in d)):.2f}" in said.reason
 
@@ -180,7 +181,7 @@ def test_a_zero_vector_has_no_direction(seen: dict[str, float]) -> None:
 
 
 def against(cluster: str, others: int = 1, **seen: object) -> dict[str, object]:
-    return {"dot": -0.3, "acc_sq": 1.0, "others": others} | seen
+    return {"dot": -0.3, "acc_sq": 1.0, "others": others, "usual": 0.5} | seen
 
 
 def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
@@ -220,6 +221,57 @@ def test_a_suspect_that_is_foreign_to_the_others_is_gated() -> None:
         assert not said.accepted and "at least 0.30 after it was out of line" in said.reason
     healthy = [story.round("a", **(foreign | {"dot": 0.4})).accepted for _ in range(3)]
     assert all(healthy) and story.judge("a", **foreign).accepted
+
+
+def test_stale_pushes_are_no_witnesses() -> None:
+    """What θ moved since an old base is in d: it agrees with whatever is as stale, and with nothing fresh."""
+    story = GateStory("direction")
+    for seen in (against("a", 3, strangers=3), against("a", 3, strangers=2), against("a", 4, strangers=3)):
+        said = story.judge("a", **seen)
+        assert said.accepted and f"{seen['strangers']} of another base, too few" in said.flags[0]
+        assert accuse([Settled("a", said)]) == {"a": 0.0}, "and nobody is accused by what cannot be compared"
+    assert not story.judge("a", **against("a", 3, strangers=1)).accepted
+
+
+def test_who_was_gated_counts_only_beside_witnesses() -> None:
+    """Alone its push would be the whole outer step. It is not locked out: suspicion ends, later the more it was bad."""
+    story, alone = GateStory("direction"), {"clusters": 4, "trusted": 3}
+    assert story.judge("a", **alone).accepted
+    assert not story.round("a", **against("a", 3)).accepted
+    said = [story.round("a", **alone) for _ in range(5)]
+    assert [v.accepted for v in said] == [False, False, False, True, True]
+    assert "0 of its round can speak for this one: too few" in said[0].reason
+    for _ in range(9):
+        story.round("b", **against("b", 3))
+    assert [story.round("b", **alone).accepted for _ in range(6)] == [False] * 5 + [True]
+
+
+def test_without_others_who_could_speak_nobody_is_kept_waiting_for_them() -> None:
+    """Two clusters, or suspects only: what cannot be vouched for is judged as ever."""
+    story = GateStory("direction")
+    assert not story.round("a", **against("a", 3)).accepted
+    assert story.judge("a", clusters=4, trusted=1).accepted
+    assert story.judge("a", clusters=9, trusted=3).accepted and not story.judge("a", clusters=9, trusted=4).accepted
+    penalty = story.penalty
+    assert (penalty.count_trusted("b", list("abcd")), penalty.count_trusted("a", list("abcd"))) == (2, 3)
+
+
+def test_others_that_have_little_in_common_gate_nobody() -> None:
+    """Data unlike each other's: the others' own cosines are within the noise."""
+    said = GateStory("direction").judge("a", **against("a", 3, usual=0.05))
+    assert said.accepted and "little in common: 0.05" in said.flags[0]
+
+
+def test_who_does_not_train_is_a_suspect() -> None:
+    """Pushes that are θ itself are gated by their norm, the same a version later is how θ moved, backwards."""
+    story = GateStory("direction")
+    assert not story.round("a", 0.0).accepted
+    assert story.penalty.penalty_row("a").suspicion == 1.0
+    assert not story.judge("a", clusters=4, trusted=3).accepted
+    for _ in range(2):
+        story.round("a", 0.0)
+    row = story.penalty.penalty_row("a")
+    assert row.quarantined and row.warm_left == 0, "no warm-up makes a norm of 0 usual"
 
 
 def test_joiners_wait_for_those_who_are_known() -> None:
@@ -276,6 +328,18 @@ def test_harder_data_becomes_usual_while_it_is_accepted() -> None:
         assert story.round("a", loss=2.28).accepted
     assert story.penalty.penalty_row("a").loss_shift == pytest.approx(0.14, rel=0.01)
     assert story.judge("a", loss=2.56).accepted and not story.judge("b", loss=2.56).accepted
+
+
+def test_losses_that_fall_fast_make_nobody_usually_better() -> None:
+    """Each push is below what the others reported last, until losses stop falling: then nobody is worse than usual."""
+    story, loss = warm_losses(), 2.0
+    for _ in range(30):
+        for c in "abcd":
+            loss *= 0.9
+            assert story.round(c, loss=loss).accepted
+    assert (story.penalty.penalty_row("a").loss_shift or 0.0) < -MARGIN
+    for _ in range(3):
+        assert all(story.round(c, loss=loss).accepted for c in "abcd")
 
 
 def test_one_other_is_too_few_to_say() -> None:
@@ -361,8 +425,8 @@ def test_the_first_gate_that_keeps_a_push_out_decides() -> None:
     story = GateStory("dips", "direction", "replay")
     said = story.judge("a", others=1, dot=-0.5, acc_sq=1.0, digest=1)
     assert said.accepted and said.scored and said.reason.count(";") == 2 and len(said.flags) == 1
-    assert story.judge("a", 100.0, others=3, dot=-0.5, acc_sq=1.0).gate is GateName.DIPS
-    assert GateStory("direction", "dips").judge("a", 100.0, **against("a", 3)).gate is GateName.DIRECTION
+    assert story.judge("a", 100.0, **against("a", 3, dot=-5.0)).gate is GateName.DIPS
+    assert GateStory("direction", "dips").judge("a", 100.0, **against("a", 3, dot=-3.0)).gate is GateName.DIRECTION
 
 
 @pytest.mark.parametrize("gate", list(GateName))

@@ -102,6 +102,25 @@ def test_bad_data_is_pushed_and_counted(kind: str) -> None:
         assert gates.bad_gated == gates.bad
 
 
+def test_an_operator_readmits_who_pushed_nan_when_it_is_repaired() -> None:
+    """No gate lets it back: the study does what an operator would, once, and says so."""
+    made, gates = emulated(_with_fault("nan"), steps=240)
+    assert made.readmitted == 1 and gates.recovered_after is not None
+    assert emulated(_with_fault("sign"), steps=240)[0].readmitted == 0
+
+
+def test_a_cluster_leaves_for_a_while() -> None:
+    """It comes back as another incarnation, and pushes again; without it the run goes on."""
+    away = Fleet((FleetCluster(1.0, leaves=0.3, returns=0.7), FleetCluster(1.2), FleetCluster(1.5)), 4)
+    made, _ = emulated(away, steps=240)
+    incarnations = {push.inc for push, _ in made.outcomes if push.cluster == "a"}
+    assert made.finished and len(incarnations) == 2
+    assert made.gated == 0, "it trains what it pulled, not what it held before it left"
+    assert made.shares["a"] < made.shares["b"]
+    with pytest.raises(ConfigError, match="returns: expected a share above leaves"):
+        FleetCluster(leaves=0.5, returns=0.4)
+
+
 def _with_fault(kind: str) -> Fleet:
     return Fleet((FleetCluster(1.0, fault=Fault(kind)), FleetCluster(1.2), FleetCluster(1.5)), 4)
 
@@ -114,6 +133,7 @@ def test_what_is_spoilt() -> None:
     assert np.array_equal(Fault("frozen").spoil_push(theta, base)[0], base[0])
     assert np.isnan(Fault("nan").spoil_push(theta, base)[0]).any() and np.isfinite(theta[0]).all()
     assert Fault("lr_x100").lr_times == 100.0
+    assert Fault("sign").is_over(0.7) and not Fault("sign", 0.5, 1.0).is_over(1.2)
     with pytest.raises(ConfigError, match="expected one of nan, inf"):
         Fault("wrong")
 

@@ -1,0 +1,155 @@
+"""A world that takes another run's arrivals in the place of its own: what was pushed, and which round took it.
+
+Each cluster pushes after as many inner steps as there, and the commits of a round are held at the master's door until
+all of them are there; they go in together, in that run's order. All else is the world's own. So what another run has
+computed can be computed again, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from dips.client.agent.pace import Pace
+from dips.ids import PushId, VersionId
+from dips.outer.kernel_pool import Kernels
+from dips.protocol.effects import Pending
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.events import PushFinished
+from dips.protocol.records import FoldRow, OutcomeRow, Record, RoundEnded, VersionCommitted
+from dips.sim.model import SimModel
+from dips.sim.network import Answer, SimHost
+from dips.sim.observer import Observer
+from dips.sim.scenario import Scenario
+from dips.sim.site import Site
+from dips.sim.world import World
+
+NEVER = 1 << 30  # inner steps, and seconds of one: a cluster without further pushes takes none
+PATIENCE_S = 1.0  # for so long a commit before its turn waits for an answer; then it asks again
+STAGED_S = 1.0  # after a commit has come all slaves have reported the push: what is not staged would be overtaken
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One push that a round of the other run has settled."""
+
+    cluster: str
+    tokens: int
+    inner_steps: int
+    base: VersionId | None = None  # None: of a gated push the ledger does not say it
+
+
+class SettledRound(Protocol):
+    """A round as a ledger tells of it (RoundHistory, VersionCommitted)."""
+
+    @property
+    def folds(self) -> tuple[FoldRow, ...]: ...
+    @property
+    def outcomes(self) -> tuple[OutcomeRow, ...]: ...
+
+
+def read_arrivals(rounds: Iterable[SettledRound]) -> list[tuple[Arrival, ...]]:
+    """The pushes of each round, in the order of folding, and then those that were gated; skipped rounds have none."""
+    read = []
+    for each in rounds:
+        folded = [Arrival(f.push.cluster, f.tokens, f.inner_steps, f.base) for f in each.folds]
+        gated = [o for o in each.outcomes if o.kind is OutcomeKind.GATED]
+        read.append((*folded, *(Arrival(o.push.cluster, o.tokens, o.inner_steps) for o in gated)))
+    return [pushes for pushes in read if pushes]
+
+
+def find_settled(record: VersionCommitted | RoundEnded) -> list[str]:
+    """The clusters whose pushes a round has settled; of a skipped one, none."""
+    return [o.push.cluster for o in record.outcomes if o.kind is not OutcomeKind.SKIPPED]
+
+
+class PlannedPace(Pace):
+    """A push is due after the inner steps that the first of `plan` says."""
+
+    def __init__(self, plan: deque[int]) -> None:
+        super().__init__(steps=1)
+        self._plan = plan
+
+    def look_in(self, now: float) -> int:
+        """Inner steps until the push is due; 0: it is."""
+        return max(0, self._plan[0] - self.since_push) if self._plan else NEVER
+
+
+@dataclass
+class PlannedSite(Site):
+    """A cluster whose pushes are known before."""
+
+    plan: deque[int] = field(default_factory=deque)  # inner steps of each push that is not settled yet
+
+    def make_pace(self, inner_steps: int) -> Pace:
+        return PlannedPace(self.plan)
+
+    def draw_step_s(self) -> float:
+        return super().draw_step_s() if self.plan else float(NEVER)
+
+
+class ArrivalWorld(World):
+    """A world whose clusters push what `rounds` say, and whose rounds take those pushes."""
+
+    def __init__(
+        self, seed: int, scenario: Scenario, rounds: Sequence[tuple[Arrival, ...]], model: SimModel, kernels: Kernels
+    ) -> None:
+        self._rounds = rounds
+        super().__init__(seed, scenario, model, kernels)
+        self.door = _Door(self, self.master, rounds)
+        self.network.attach_host("master", self.door)
+
+    def make_site(self, number: int) -> Site:
+        site = super().make_site(number)
+        own = (push.inner_steps for pushes in self._rounds for push in pushes if push.cluster == site.name)
+        return PlannedSite(**vars(site), plan=deque(own))
+
+
+class _Door(Observer):
+    """Where messages reach the master's machine: commits wait here for those of their round."""
+
+    def __init__(self, world: World, master: SimHost, rounds: Iterable[tuple[Arrival, ...]]) -> None:
+        self._world, self._master = world, master
+        self._rounds = deque(tuple(push.cluster for push in pushes) for pushes in rounds)
+        self._held: dict[str, tuple[PushFinished, Answer]] = {}  # by cluster, the newest
+        self._passed: set[PushId] = set()
+        self._taken = False  # the present round has its commits
+
+    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
+        """A SimHost's."""
+        if not isinstance(message, PushFinished) or message.push in self._passed:
+            self._master.on_message(sender, message, answer)
+            return
+        self._held[sender] = message, answer
+        self._world.call_later(PATIENCE_S, "a commit waits for its turn", partial(self._put_off, message, answer))
+        self._world.call_later(STAGED_S, "a commit may come", self._let_in)
+
+    def record_written(self, record: Record) -> None:
+        """A round is settled: the commits of the next one may come."""
+        settled = find_settled(record) if isinstance(record, VersionCommitted | RoundEnded) else []
+        if not settled:
+            return
+        for name in settled:
+            site = self._world.clusters[name].site
+            assert isinstance(site, PlannedSite)
+            site.plan.popleft()
+        self._rounds.popleft()
+        self._taken = False
+        self._world.call_later(STAGED_S, "the next round's commits", self._let_in)
+
+    def _let_in(self) -> None:
+        """All commits of a round at one moment: the window that the first one opens takes the others."""
+        if self._taken or not self._rounds or not all(name in self._held for name in self._rounds[0]):
+            return
+        self._taken = True
+        for name in self._rounds[0]:
+            message, answer = self._held.pop(name)
+            self._passed.add(message.push)
+            self._master.on_message(name, message, answer)
+
+    def _put_off(self, message: PushFinished, answer: Answer) -> None:
+        if message.push not in self._passed:
+            answer(Pending("its turn has not come"))
