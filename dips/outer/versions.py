@@ -253,7 +253,9 @@ class Versions:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
         self._free_kept(self._pinned)
         if len(self._older) > self._pinned:  # else a push would find no bank for the slot that it was promised
-            raise Busy(f"θ′ {version}: its bank is held by {', '.join(theta.bank.holder or '' for theta in self._older)}")
+            raise Busy(
+                f"θ′ {version}: its bank is held by {', '.join(theta.bank.holder or '' for theta in self._older)}"
+            )
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
             steps = self._averaged.step_layers(head.bank.arrays, step)

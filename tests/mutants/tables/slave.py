@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant(
         "older versions take the bank of θ′",
         OUTER,
-        "self._free_kept(self._pinned)\n        theta_next",
-        "theta_next",
+        "self._free_kept(self._pinned)\n        if len",
+        "if len",
         OLDER,
     ),
     Mutant("older versions outlast a load", OUTER, "self._free_kept(0)  # of", "self._free_kept(9)  # of", OLDER),
