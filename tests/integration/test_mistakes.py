@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dips.commands.status import ask_status
+from dips.errors import UnavailableMaster
 from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import TINY, tensors
@@ -124,8 +125,12 @@ def test_a_slave_without_the_initial_model(run: Any, tmp_path: Path) -> None:
 
 
 def seen(run: Any, cluster: str) -> dict[str, Any]:
-    """A cluster, as the master tells."""
-    return dict(asyncio.run(ask_status(master_peer(run.address, None)))["clusters"].get(cluster, {}))
+    """A cluster, as the master tells; nothing until that listens."""
+    try:
+        told = asyncio.run(ask_status(master_peer(run.address, None)))
+    except UnavailableMaster:
+        return {}
+    return dict(told["clusters"].get(cluster, {}))
 
 
 @pytest.mark.timeout(120)
