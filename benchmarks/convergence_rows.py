@@ -64,7 +64,7 @@ EDIT = {  # A-EDiT: its clusters train for a time, as with pace `aligned`
 }  # fmt: skip
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
-OURS = {"outer.merge": "rda", "outer.step": "share"}  # of the preset: beside pace aligned and no clip
+OURS = {"outer.step": "share"}  # of the preset: beside pace aligned and no clip
 DP = "data parallel"
 LRS = {"inner.lr": [2e-3, 4e-3, 8e-3]}
 DP_LRS = {"inner.lr": [4e-3, 8e-3, 1.6e-2]}
@@ -92,6 +92,7 @@ METHOD_ROWS: Rows = {  # each at the best of its inner learning rates
     "EDiT": {**EDIT, **WAITING, "tune": LRS},
     "A-EDiT": {**EDIT, "tune": LRS},
     "ours": {**OURS, "tune": LRS},
+    "ours with rda": {**OURS, "outer.merge": "rda", "tune": LRS},
     "ours, steps": {**OURS, "pace": "steps", "tune": LRS},
     "ours with Muon": {**OURS, **MUON, "tune": LRS},
 }
