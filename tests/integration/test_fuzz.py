@@ -85,7 +85,8 @@ class Fuzzer:
         except grpc.aio.AioRpcError as error:
             named = [str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY]
             self.said[named[0] if named else error.code().name] += 1
-            if OURS in named or error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            silent = not named and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            if OURS in named or silent:  # a slave says by its own UnavailableSlave that it will follow a higher term
                 self.said[f"{path}: {error.details()} {body[:200]!r}"] += 1
 
     def fuzz_lanes(self, frames: int) -> None:

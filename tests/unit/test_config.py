@@ -54,7 +54,7 @@ PRESETS: dict[str, tuple[object, ...]] = {  # lr, momentum, clip's norm and whet
     "diloco": (0.7, 0.9, None, False, "mean", "nesterov", ()),
     "edit": (0.8, 0.85, 10.0, True, "edit-paper", "nesterov", ("edit",)),
     "a-edit": (0.8, 0.85, 10.0, True, "edit", "nesterov", ("edit",)),
-    "dips": (0.7, 0.8, None, False, "rda", "share", ("dips", "replay")),
+    "dips": (0.7, 0.8, None, False, "mean", "share", ("dips", "replay")),
 }
 
 
