@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import command as commands
-from tests.forkserver.process import adopt_orphans
+from tests.forkserver.process import adopt_orphans, present_umask
 
 ROOT = Path(__file__).parents[2]
 REQUEST_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class ForkServer:
         else:
             environment = dict(os.fsdecode(pair).split("=", 1) for pair in env_list)
         cwd = os.fsdecode(cwd) if cwd is not None else os.getcwd()
-        plain = close_fds and (gid, gids, uid, umask, preexec_fn) == (None, None, None, -1, None)
+        plain = close_fds and (gid, gids, uid, preexec_fn) == (None, None, None, None)
         if (
             not plain
             or os.getpid() != self._pid  # a fork of ours without a server of its own
@@ -62,6 +62,7 @@ class ForkServer:
         request = {
             "words": words, "environment": environment, "cwd": cwd, "kept": kept,
             "session": bool(start_new_session), "group": process_group,
+            "umask": umask if umask != -1 else present_umask(),
         }  # fmt: skip
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(request).encode()], [*standard, errpipe_write, *kept])

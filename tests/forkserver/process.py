@@ -52,6 +52,11 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def present_umask() -> int:
+    """Of this process; `os.umask` could only be asked by changing it, for all threads."""
+    return int(Path("/proc/self/status").read_text().partition("\nUmask:")[2].split()[0], 8)
+
+
 def is_server(pid: int) -> bool:
     """Whether a process forks for others; it is no part of what is under test."""
     try:

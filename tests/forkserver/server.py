@@ -202,6 +202,7 @@ def enter(request: dict[str, Any]) -> None:
     program = commands.parse(request["words"])
     if program is not None and program.namespace:
         process.enter_namespace(program.namespace)
+    os.umask(request["umask"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -19,12 +19,14 @@ REQUEST_BYTES, ANSWER_BYTES = 1 << 20, 1 << 16
 
 def main(door: str, words: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    umask = os.umask(0)
+    os.umask(umask)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
         server.connect(f"\0{door}")
         request = {
             "words": words, "environment": dict(os.environ), "cwd": os.getcwd(), "kept": [],
-            "session": True, "group": -1,
+            "session": True, "group": -1, "umask": umask,
         }  # fmt: skip
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, 2])
         answer = json.loads(server.recv(ANSWER_BYTES) or b'{"error": "it ended"}')

@@ -21,6 +21,7 @@ def main(out: Path, end: str) -> None:
         "path": sys.path,
         "main": [__name__, main_module.__name__, main_module.__file__, str(main_module.__package__)],
         "cwd": os.getcwd(),
+        "umask": os.umask(0o022),
         "environment": {k: v for k, v in os.environ.items() if k != "LC_CTYPE"},
         "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), os.getpgid(0) == os.getpgid(os.getppid())],
         "parent": os.getppid(),

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from dips import private_files
+from dips.client.agent.trainer import TrainerProcess
 from tests.forkserver import client, fixtures
 from tests.forkserver.command import CONSOLE_SCRIPT, agrees, parse
 
@@ -34,7 +36,7 @@ def started(form: str, out: Path, end: str = "", **options: Any) -> tuple[dict[s
     return json.loads(out.read_text()), done, server.served - before
 
 
-@pytest.mark.parametrize("options", [{}, {"start_new_session": True}, {"process_group": 0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"start_new_session": True}, {"process_group": 0}, {"umask": 0o026}], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_program_sees_the_same(tmp_path: Path, form: str, options: dict[str, Any]) -> None:
     """Arguments, paths, environment, session, group, parent, descriptors, handlers, buffers: as when it is started."""
@@ -45,6 +47,16 @@ def test_a_program_sees_the_same(tmp_path: Path, form: str, options: dict[str, A
         real, _, none = started(form, tmp_path / "out", env=environment, **options)
     assert (served, none) == (1, 0)
     assert forked == real
+
+
+async def test_a_training_command_is_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the agent starts it, whose own files are private: else every rank of every test imports torch by itself."""
+    monkeypatch.setattr(private_files, "_given", 0o027)
+    server = fixtures._server()
+    before, out = server.served, tmp_path / "out"
+    process = await TrainerProcess.start([sys.executable, str(PROBE), str(out), ""], {})
+    assert await process.wait() == 0
+    assert server.served == before + 1 and json.loads(out.read_text())["umask"] == 0o027
 
 
 @pytest.mark.parametrize("end", ["", "9", "some words", "raise", "TERM", "KILL", "INT"])
