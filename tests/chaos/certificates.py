@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dips.identity.authority import REVOCATIONS, ROOT, Authority
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.transport.endpoints import Endpoint, master_peer, slave_peer
 from dips.transport.guard import Guard
-from dips.transport.tls import TlsSource
+from dips.transport.tls import LOOK_S, TlsSource
 from tests.enrolled import Enrolled
 
 SECURE = "DIPS_CHAOS_SECURE"  # 1: all runs have certificates; 0: none; unset: the files that say so
@@ -97,7 +98,9 @@ class RunCertificates:
         """As whom a process shows itself; renewed as its own are."""
         who = name, role
         if who not in self._sources:
-            self._sources[who] = TlsSource(self.enrolled.files_of(f"{name}.{role}"), name, role, self.enrolled.run)
+            files, looks = self.enrolled.files_of(f"{name}.{role}"), count(step=LOOK_S)
+            # Looks again whenever it is asked: a process that was started since has the newest at once.
+            self._sources[who] = TlsSource(files, name, role, self.enrolled.run, clock=lambda: next(looks))
         return self._sources[who]
 
     def ends(self, caller: str, role: PeerRole, server: str = "") -> LineEnds:
