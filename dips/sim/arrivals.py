@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from dips.outer.kernel_pool import Kernels
 from dips.protocol.effects import Pending
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PushFinished
+from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.records import FoldRow, OutcomeRow, Record, RoundEnded, VersionCommitted
 from dips.sim.model import SimModel
 from dips.sim.network import Answer, SimHost
@@ -31,6 +32,7 @@ NEVER = 1 << 30  # inner steps, and seconds of one: a cluster without further pu
 PATIENCE_S = 1.0  # for so long a commit before its turn waits for an answer; then it asks again
 SETTLED_HEARTBEATS = 1.5  # a commit is held so long at least: until the push is staged on every slave, and a heartbeat
 # has told what it brings. The master would let a commit wait for these, and others overtake it
+NO_RATE = 0.0  # is told of every link: by its rate a held commit would be late, and a late one keeps no window open
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class _Door(Observer):
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         """A SimHost's."""
+        if isinstance(message, ClusterHeartbeat):
+            message = replace(message, bytes_per_s=NO_RATE)
         if not isinstance(message, PushFinished) or message.push in self._passed:
             self._master.on_message(sender, message, answer)
             return
