@@ -20,7 +20,8 @@ from dips.client import OuterLoop
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     OuterLoop(ConstantModel())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as unresponsive as a rank in a collective of C++ code
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the kernel wakes a stopped torchrun whose parent died by SIGHUP
+        signal.signal(number, signal.SIG_IGN)  # as unresponsive as a rank in a collective of C++ code
     with out.open("a") as file:
         file.write(f"{os.getpid()}\n")
     while True:
