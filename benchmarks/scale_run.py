@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 from dips.ids import GENESIS, PullId, PushId
 from dips.master.core import MasterCore
@@ -133,7 +134,7 @@ class ScaleRun:
     def _answer(self, slave: str, body: OrderBody) -> ev.Answer:
         match body:
             case Measure():
-                return ev.Measured((1.0,) * self.layers[slave], True)
+                return ev.Measured((1.0,) * self.layers[slave], True, digest=crc32(str(body.push).encode()))
             case Fold():
                 return ev.Folded((1.0,) * self.layers[slave])
             case Apply():

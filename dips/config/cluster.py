@@ -32,8 +32,8 @@ class PaceSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _convert_paper(cls, raw: Any) -> Any:
-        return {"steps": DEFAULT_STEPS} if raw == {} else raw
+    def _convert_empty(cls, raw: Any) -> Any:
+        return {"aligned": DEFAULT_STEPS} if raw == {} else raw
 
     @model_validator(mode="after")
     def _require_one(self) -> PaceSection:
@@ -49,7 +49,7 @@ class ClusterFile(HttpKeys):
     shared: Shared
     cluster: str
     master: str  # host:port
-    pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
+    pace: PaceSection = PaceSection(aligned=DEFAULT_STEPS)
     overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
     # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
     # is divided by this. Needs overlap: full and install: whole.

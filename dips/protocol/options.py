@@ -62,14 +62,14 @@ class Clip:
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """The outer step and its rules (docs/guides/rules.md); the defaults are Di-PS's own (§4.1, §5.1)."""
+    """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/dips.yaml."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     lr: float | str = 0.7  # or "auto": by the number of live clusters
     momentum: float = 0.8
-    clip: Clip = field(default_factory=lambda: Clip(norm=1.0))  # φ = 1, the paper's
+    clip: Clip = field(default_factory=Clip)  # none; the paper's is φ = 1, the whole model's norm
     merge: MergeRule = MergeRule.MEAN
-    step: StepRule = StepRule.NESTEROV
+    step: StepRule = StepRule.SHARE
     delay: int = 0  # contributions from one use of momentum to the next (delayed_nesterov); 0: as many as live clusters
     weights: WeightRule = WeightRule.TOKENS
     staleness_alpha: float = 0.0  # weights times e^(−α·staleness)
@@ -98,7 +98,7 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    gates: tuple[GateName, ...] = (GateName.DIPS,)  # each may keep a push out; none: only what is not finite is
+    gates: tuple[GateName, ...] = (GateName.DIPS, GateName.REPLAY)  # what may keep a push out, besides not being finite
     score: ScoreScale = ScoreScale.LINEAR
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1

@@ -28,8 +28,8 @@ def find_contradictions(objects: list[Manifest]) -> Iterator[str]:
     pods = expand_pods(objects)
     for manifest in (o for o in objects if o["kind"] == "ConfigMap"):
         files = manifest["data"]
-        if files["paper.yaml"] != (CONFIGS / "paper.yaml").read_text():
-            yield "paper.yaml is no copy of configs/paper.yaml"
+        if files["shared.yaml"] != (CONFIGS / "dips.yaml").read_text():
+            yield "shared.yaml is no copy of configs/dips.yaml"
         mounting = [p for p in pods if manifest["metadata"]["name"] in _config_maps(p)]
         try:
             with unpacked(files) as directory:

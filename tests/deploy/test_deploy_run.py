@@ -51,7 +51,7 @@ def edited_tree(tmp_path: Path, images: dict[str, str]) -> Path:
         ])  # fmt: skip
     for directory in (kubernetes / "base", kubernetes / "cluster" / "common"):
         edit(
-            directory / "config" / "paper.yaml",
+            directory / "config" / "shared.yaml",
             outer={"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}, penalty={"gates": []},
             stop={"versions": VERSIONS}, data={"ranges": 200},
         )  # fmt: skip

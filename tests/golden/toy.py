@@ -17,14 +17,15 @@ from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
+from dips.protocol.enums import GateName, StepRule
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from tests.loading import load_version
 from tests.unit.protocol.scripted_run import MANIFEST, ScriptedRun
 
 ROUNDS = 8
 OPTIONS = Options(
-    outer=OuterOptions(clip=Clip(relative=1.01)),
-    penalty=PenaltyOptions(warmup_rounds=2),
+    outer=OuterOptions(clip=Clip(relative=1.01), step=StepRule.NESTEROV),
+    penalty=PenaltyOptions(gates=(GateName.DIPS,), warmup_rounds=2),
     data=DataOptions(ranges=40),
     timing=TimingOptions(window_s=10.0),
 )

@@ -62,6 +62,7 @@ from dips.wire.generated.slave_pb2_grpc import (
     add_OrderServiceServicer_to_server,
 )
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+from tests.push_digest import digest_push
 
 Body = Callable[[Order], Any]
 V1 = VersionId(1, 1)
@@ -130,7 +131,7 @@ class SlaveScript(OrderServiceServicer):
     def answer(self, body: effects.OrderBody) -> events.Answer:
         match body:
             case effects.Measure():
-                return events.Measured((0.25,) * self.layers, True)
+                return events.Measured((0.25,) * self.layers, True, digest=digest_push(body.push))
             case effects.Fold():
                 return events.Folded((1.0,) * self.layers)
             case effects.Apply():

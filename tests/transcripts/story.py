@@ -23,6 +23,7 @@ from dips.protocol.options import TunedOption
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.sim.ledger_disk import LedgerDisk
+from tests.push_digest import digest_push
 from tests.transcripts.spelling import spell
 from tests.transcripts.words import Words, options, transfer
 
@@ -112,7 +113,8 @@ class Teller:
             case Measure():
                 finite = "nan" not in words
                 square = float(words.get("norm", "0.1")) ** 2 if finite else float("nan")
-                return ev.Measured((square,), finite, anchored=body.anchor is not None and "unheld" not in words)
+                anchored = body.anchor is not None and "unheld" not in words
+                return ev.Measured((square,), finite, digest=digest_push(body.push), anchored=anchored)
             case Fold():
                 return ev.Folded((BASE_NORM_SQ,))
             case Apply():

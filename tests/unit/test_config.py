@@ -70,12 +70,19 @@ def test_presets_are_shared_sections() -> None:
 
 
 def test_a_run_that_began_before_there_were_rules_goes_on() -> None:
-    """The digest in its ledger, which format 8's Di-PS wrote, is that of the same file; any other rule is another."""
+    """The digest in its ledger, which format 8's Di-PS wrote, is that of the file that says what was so; any other rule
+    is another, and so are today's defaults.
+    """
     old = "c97dba6cd868e858bcbf7a8b3098d336de69104daf8b01b55da84b5997c16e41"
-    assert Shared.model_validate({"run": "r"}).digest == old
-    rules = ({"merge": "rda"}, {"step": "share"}, {"weights": "uniform"}, {"staleness_alpha": 0.1}, {"delay": 2})
-    clip = {"clip": {"norm": 1.0, "per_layer": True}}
-    digests = {Shared.model_validate({"run": "r", "outer": outer}).digest for outer in (*rules, clip, {"lr": "auto"})}
+    then: dict[str, Any] = {"clip": {"norm": 1.0}, "step": "nesterov"}
+
+    def digest_with(**outer: Any) -> str:
+        return Shared.model_validate({"run": "r", "outer": {**then, **outer}, "penalty": {"gates": ["dips"]}}).digest
+
+    assert digest_with() == old != Shared.model_validate({"run": "r"}).digest
+    others: list[dict[str, Any]] = [{"merge": "rda"}, {"step": "share"}, {"weights": "uniform"}, {"delay": 2}]
+    others += [{"staleness_alpha": 0.1}, {"clip": {"norm": 1.0, "per_layer": True}}, {"lr": "auto"}]
+    digests = {digest_with(**outer) for outer in others}
     assert len(digests | {old}) == 8
 
 

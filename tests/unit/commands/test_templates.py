@@ -90,11 +90,11 @@ def write_all(directory: Path) -> Path:
 
 
 def test_templates_load_as_they_stand(tmp_path: Path) -> None:
-    """The three agree, mean the paper's run, and name `dips init`'s model."""
+    """The three agree, mean the run of defaults, and name `dips init`'s model."""
     run, cluster = load_run(write_all(tmp_path)), load_cluster(tmp_path / CLUSTER)
     assert run.shared.digest == cluster.shared.digest == Shared(run="my-run").digest
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
-    assert cluster.pace.steps == 64 and cluster.master == run.master.listen
+    assert cluster.pace == ClusterFile.model_fields["pace"].default and cluster.master == run.master.listen
     assert run.slaves[0].initial_model == run.master.directory / "initial/model.safetensors"
 
 

@@ -90,7 +90,7 @@ def pushed(difference: Difference, tokens: int, steps: int = 4, staleness: int =
     return rules_reference.Pushed(tokens, steps, staleness, layers)
 
 
-PLAIN = {"clip": Clip()}
+PLAIN = {"clip": Clip(), "step": "nesterov"}
 TOKENS, STEPS_OF = {"a": 100, "b": 300, "c": 50}, {"a": 4, "b": 16, "c": 1}
 
 

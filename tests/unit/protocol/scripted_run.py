@@ -14,6 +14,7 @@ from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, Order, P
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
+from tests.push_digest import digest_push
 
 OPTIONS = Options(penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=10.0))
 MANIFEST = Manifest((Layer("l", (Parameter("l.w", (1000,)),)),))  # one layer: a push's norm is one number
@@ -78,7 +79,8 @@ class ScriptedRun:
     def _answer(self, body: Any) -> Any:
         match body:
             case Measure():
-                return ev.Measured((self.norms.get(body.push.cluster, 1.0) ** 2,), self.finite)
+                square = self.norms.get(body.push.cluster, 1.0) ** 2
+                return ev.Measured((square,), self.finite, digest=digest_push(body.push))
             case Fold():
                 return ev.Folded((self.acc_norm**2,))
             case Apply():

@@ -15,6 +15,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
+from tests.push_digest import digest_push
 
 ROUNDS, EVERY_S = 6_000, 200.0  # two weeks
 FULL = 2_000  # rounds after which every history is as long as it may become
@@ -89,7 +90,7 @@ def genesis(state: LedgerState) -> LedgerState:
 def answer_to(body: effects.OrderBody) -> events.Answer:
     match body:
         case effects.Measure():
-            return events.Measured((0.01,), True)
+            return events.Measured((0.01,), True, digest=digest_push(body.push))
         case effects.Fold():
             return events.Folded((0.01,))
         case effects.Apply():

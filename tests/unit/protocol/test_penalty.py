@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, inf, nan, sqrt
 
 import pytest
@@ -13,7 +14,7 @@ from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
-OPTIONS = PenaltyOptions()
+OPTIONS = PenaltyOptions(gates=("dips",))
 
 
 def pushed(cluster: str, square: float, steps: int = 1, exempt: bool = False) -> PushEvidence:
@@ -204,7 +205,7 @@ def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
 
 def test_false_gates_after_ten_pushes_are_those_of_a_normal_at_three_sigma() -> None:
     """1.35 healthy pushes in 1,000 from the eleventh on, not 13, by the residuals to a mean that contains them."""
-    rng, options, seen, gated = random.Random(11), PenaltyOptions(e_cap=1.0), 0, 0
+    rng, options, seen, gated = random.Random(11), replace(OPTIONS, e_cap=1.0), 0, 0
     for _ in range(600):
         story = PenaltyStory(options)
         for number in range(20):
@@ -303,7 +304,7 @@ def test_who_is_left_alone_is_not_held_against_those_that_have_gone() -> None:
 @pytest.mark.parametrize("factor", [5.0, 100.0])
 def test_a_score_of_logarithms_gates_what_is_far_off(factor: float) -> None:
     """`score: log`, norms that scatter by 30 %: one cluster far off for good is out, the others are in."""
-    rng, story = random.Random(16), PenaltyStory(PenaltyOptions(score="log"))
+    rng, story = random.Random(16), PenaltyStory(replace(OPTIONS, score="log"))
     for _ in range(60):
         story.round(**{c: exp(0.3 * rng.gauss(0, 1)) for c in "abcd"})
     for _ in range(30):

@@ -12,7 +12,7 @@ from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.outer import reference
 from dips.outer_step import nesterov_numbers
-from dips.protocol.enums import GateName
+from dips.protocol.enums import GateName, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions
 from dips.sim.arrivals import Arrival, read_arrivals
 from dips.study.arrivals import emulate_arrivals
@@ -23,7 +23,8 @@ from tests.unit.study.tiny import TINY, TOKENS, build, fleet
 SEED = 5
 TASK, TWO = build(), fleet(1.0, 1.0)
 LR, MOMENTUM = 0.7, 0.8
-OPTIONS = Options(outer=OuterOptions(lr=LR, momentum=MOMENTUM, clip=Clip()), penalty=PenaltyOptions(gates=()))
+NESTEROV = OuterOptions(lr=LR, momentum=MOMENTUM, clip=Clip(), step=StepRule.NESTEROV)
+OPTIONS = Options(outer=NESTEROV, penalty=PenaltyOptions(gates=()))
 BASES = [GENESIS, *(VersionId(i, i) for i in range(1, 5))]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from dips.errors import ConfigError
 from dips.ids import PushId
+from dips.protocol.enums import StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.site import Site
 from dips.study.account import Emulated, GateCount
@@ -24,7 +25,8 @@ TASK = build()
 
 
 def options(clip: Clip | None = None) -> Options:
-    return Options(outer=OuterOptions(clip=clip or Clip()))
+    """Nesterov: a push that is alone in its round steps as far as all together."""
+    return Options(outer=OuterOptions(clip=clip or Clip(), step=StepRule.NESTEROV))
 
 
 def emulated(members: Fleet, steps: int = STEPS, seed: int = 3, recipe: Recipe = TINY) -> tuple[Emulated, GateCount]:
