@@ -54,7 +54,7 @@ RECIPE_FLEETS = {  # a fleet → how many clusters synchronous DiLoCo has beside
 RECIPE_STEPS = {n: ROUNDS * 32 * max(n, 4) for n in (1, 2, 4, 9)}
 BASE: dict[str, Any] = {
     "fleet": "half", "inner_steps": 32, "pace": "aligned", "inner.lr": 4e-3, "outer.lr": 0.7, "outer.momentum": 0.8,
-    "outer.clip": {}, "inner.warmup": 0.05, "task.batch": 4,
+    "outer.step": "nesterov", "outer.clip": {}, "penalty.gates": ["dips"], "inner.warmup": 0.05, "task.batch": 4,
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}

@@ -29,18 +29,19 @@ RULES: dict[str, dict[str, Any]] = {
         "outer": {"merge": "rda", "step": "share", "clip": {}},
         "penalty": {"gates": ["dips", "replay"], "warmup_rounds": 3},
     },
+    "anchored": {"outer": {"anchor": "base", "lr": 0.2}},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rules", ["default", "dips"])
+@pytest.mark.parametrize("rules", list(RULES))
 def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> None:
     """θ and m of every version, norms, scores, weights and scales: all from the order of the arrivals."""
     shared = {"stop": {"versions": VERSIONS}, **RULES[rules]}
     task = script.make_task()
     tensors = {name: p.detach().numpy() for name, p in make_model(task, script.SEED).named_parameters()}
-    master, slots = {"keep_every": 1}, {"slots": len(PACES) + 1}
+    master, slots = {"keep_every": 1}, {"slots": len(PACES) + 1, "pinned": len(PACES)}
     with harness.Run(tmp_path, tensors, shared=shared, slave=slots, master=master) as run:
         run.start_master()
         run.start_slaves()
@@ -55,6 +56,7 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
     assert len(rounds) == VERSIONS and max(len(each.folds) for each in rounds) > 1
     steps = {fold.inner_steps for each in rounds for fold in each.folds}
     assert len(steps) > 2, f"a mixed pace: {steps}"
+    assert (rules == "anchored") == any(fold.anchored for each in rounds for fold in each.folds)
     fleet = Fleet((FleetCluster(),) * len(PACES))
     made = emulate_arrivals(task, fleet, script.RECIPE, read_arrivals(rounds), script.SEED, options)
     for real, version, layers in zip(rounds, made, snapshots, strict=True):
@@ -89,5 +91,5 @@ def _spell_round(row: RoundHistory | VersionCommitted) -> dict[str, Any]:
 def _spell_fold(fold: FoldRow) -> tuple[object, ...]:
     return (
         fold.push.cluster, fold.base, fold.tokens, fold.inner_steps, fold.weight, fold.norm, fold.score, fold.loss,
-        fold.layer_weights,
+        fold.layer_weights, fold.anchored,
     )  # fmt: skip
