@@ -21,12 +21,12 @@ from dips.study.runner import StudyResult
 KINDS = ("nan", "inf", "zeros", "lr_x100", "frozen", "shuffled", "sign")
 ALL = "all"
 BAD_ONES = {"one of four": 1, "two of nine": 2}  # of the fleet: the fastest ones
-GATES: dict[str, dict[str, Any]] = {  # what is to see bad data
-    "none": {"penalty.gates": []},
-    "dips": {"penalty.gates": ["dips"]},
-    "dips-paper": {"penalty.gates": ["dips-paper"]},
-    "edit": {"penalty.gates": ["edit"]},
+GATES: dict[str, dict[str, Any]] = {  # what is to see bad data; first those that promise something (SEEN)
     "all of ours": {"penalty.gates": ["dips", "direction", "loss", "replay"]},
+    "dips": {"penalty.gates": ["dips"]},
+    "none": {"penalty.gates": []},
+    "edit": {"penalty.gates": ["edit"]},
+    "dips-paper": {"penalty.gates": ["dips-paper"]},
 }
 SEEN = {"dips": ("nan", "inf", "zeros", "lr_x100"), "all of ours": KINDS}  # what a list promises to see
 GATED, PASSED, LOSS = 0.9, 0.99, 1.01  # of bad pushes after the first; of healthy ones; against the run without

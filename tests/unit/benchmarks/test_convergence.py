@@ -15,7 +15,7 @@ from tests.unit.study.tiny import FACTORY
 
 SHORT = {**convergence_rows.BASE, "inner_steps": 4, "inner.lr": 0.02}
 SHORT.pop("task.batch")  # of another factory
-QUICK = ("synchronous", "aligned, 50 %", "steps with share, 50 %", "data parallel")
+QUICK = ("synchronous", "aligned, 50 %", "steps with share in windows of 60 s, 50 %", "data parallel")
 
 
 @pytest.fixture(name="bench")
@@ -37,7 +37,7 @@ def test_the_quick_rows_say_what_holds(bench: Bench, monkeypatch: pytest.MonkeyP
     names = [row.name for row in bench.rows]
     assert set(QUICK) <= set(names)
     held = {row.name.partition(":")[0] for row in bench.rows if row.least is not None}
-    assert held == {"aligned, 50 %", "steps with share, 50 %"}
+    assert held == {"aligned, 50 %", "steps with share in windows of 60 s, 50 %"}
     assert (bench.args.output / "quick.csv").exists()
 
 
