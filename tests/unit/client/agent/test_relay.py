@@ -97,6 +97,8 @@ def test_bytes_are_passed_on_both_ways(target: Target) -> None:
             writer.start()
             assert receive(connection, len(sent)) == sent
             writer.join()
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b"", "the relay has counted the bytes before it closes the connection"
         assert made.passed_bytes == 2 * len(sent)
     finally:
         made.close()
