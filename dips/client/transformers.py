@@ -178,7 +178,8 @@ class OuterCallback(TrainerCallback):
     def _find_faults(self, args: TrainingArguments, state: TrainerState) -> list[str]:
         """What makes a run worse without failing."""
         config, faults = find_config(self.config), list[str]()
-        pace, logs = config.pace.steps, str(getattr(args.logging_strategy, "value", args.logging_strategy))
+        pace = config.pace.steps or config.pace.aligned
+        logs = str(getattr(args.logging_strategy, "value", args.logging_strategy))
         if pace and logs == "steps" and state.logging_steps > pace:
             faults.append(NO_LOSS.format(every=state.logging_steps, pace=pace))
         if config.shared.data.ranges and self.loader is None:

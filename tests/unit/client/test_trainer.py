@@ -117,6 +117,17 @@ def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.Monke
     assert args.max_steps == -1
 
 
+@pytest.mark.parametrize("pace", [{"steps": 8}, {"aligned": 8}])
+def test_a_loss_that_is_logged_too_seldom_is_told(cluster_file: Path, pace: dict[str, int]) -> None:
+    """Most pushes would carry none; a Trainer that logs at each push is fine."""
+    cluster_file.write_text(yaml.safe_dump({**yaml.safe_load(cluster_file.read_text()), "pace": pace}))
+    state = TrainerState(logging_steps=9)
+    (said, _) = OuterCallback(cluster_file)._find_faults(training(logging_steps=9), state)
+    assert said.startswith("the Trainer logs its loss every 9 steps and a push comes after 8")
+    state.logging_steps = 8
+    assert len(OuterCallback(cluster_file)._find_faults(training(logging_steps=8), state)) == 1
+
+
 def test_16_bits_without_masters_are_told() -> None:
     """As transformers' dtype="auto" loads them; adapters in float32 on such a base are fine."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
