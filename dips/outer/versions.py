@@ -333,7 +333,12 @@ class Versions:
         if self._momentum is not None:
             self._pool.give_back(self._momentum)
         self._leave_served()
+        read = next((t for t in self._older if t.version == loaded.version and t.pulls and not t.moving), None)
         self._serve_version(loaded.version, loaded.theta, loaded.momentum)
+        if read is not None:  # the same numbers, and readers who go on where they are
+            self._pool.give_back(loaded.theta)
+            self._older.remove(read)
+            self._head, read.bank.holder = read, f"θ {read.version}"
         self._free_kept(0)  # of another lineage, perhaps
 
     # ---- readers --------------------------------------------------------------------------------

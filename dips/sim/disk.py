@@ -81,7 +81,7 @@ class SimDisk:
 
     def put_back(self, copy: dict[VersionId, Snapshot]) -> None:
         """An old copy in the place of the directory."""
-        lost = {v: s for v, s in self.files.items() if v not in copy}
+        lost = {v: s for v, s in self.files.items() if v not in copy or not copy[v].good}
         self.harmed.update(lost)
         self._replaced.update(lost)
         self.files, self.nonce = dict(copy), ""
@@ -100,10 +100,10 @@ class SimDisk:
 
     def restore_copy(self) -> None:
         """Somebody brings back what rotted or was replaced."""
-        for snapshot in self.files.values():
-            snapshot.rotten = False
         self.files.update(self._replaced)
         self._replaced.clear()
+        for snapshot in self.files.values():  # what was replaced may have rotted before
+            snapshot.rotten = False
         self.harmed.difference_update(self.files)  # what went with a lost disk is for the slave's mirror to bring back
 
     @property

@@ -192,7 +192,12 @@ class SimFlow:
 
     def on_chunk_left(self) -> None:
         """The last byte of a chunk has left."""
-        self._gate.pass_on(lambda: self._run_turn() if self.alive else None)
+        self._gate.pass_on(lambda: self._let_chunk_go() if self.alive else None)
+
+    def _let_chunk_go(self) -> None:
+        self._run_turn()
+        if self._ticked_at < self._heap.now and self.sender.is_draining:
+            self._call_later(DRAIN_S, "a source drains", self._run_tick)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,10 @@ class SimRanks:
         """What a pull's updates may be added to: all ranks hold it, as Feedback does."""
         return HeldVersion(self.base, self.received) if self._updates and self.base is not None else None
 
+    def is_finite(self) -> bool:
+        """A model that is not is never pushed; a first time it is, on purpose: the gate has to see it."""
+        return all(bool(np.isfinite(a).all()) for a in self.theta.values())
+
     def may_merge(self) -> bool:
         """What was trained since the push was frozen is finite on all ranks."""
         return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())

@@ -50,6 +50,7 @@ from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
+DIVERGED = "its model is not finite"
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
 
 
@@ -101,13 +102,13 @@ class SimTrainer:
         """All ranks are gone."""
         self.alive = False
         self._fiber.kill()
-        if self.out is not None:
+        if self.out is not None and self.out.moving is not None:
             self.out.moving.cancel()
 
     def lose_rank(self, rank: int) -> None:
         """One rank is gone, the others stand still in their next collective until torchrun ends them."""
         self._fiber.kill()
-        if self.out is not None:
+        if self.out is not None and self.out.moving is not None:
             self.out.moving.lose_rank(rank)
 
     # ---- the training script ---------------------------------------------------------------------------------------
@@ -253,8 +254,11 @@ class SimTrainer:
         self.out = None
         verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
         if isinstance(verdict, PushNow):
-            self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
-            return PushMoved(self.attempt, self._next_range(), verdict.seq, ok, "" if ok else "it broke", nbytes)
+            if not out.diverged:
+                self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
+            reason = "" if ok else DIVERGED if out.diverged else "it broke"
+            number = self._next_range()
+            return PushMoved(self.attempt, number, verdict.seq, ok, reason, nbytes, diverged=out.diverged)
         merge = verdict.merge and self._ranks.may_merge()
         installed = ok and self._install_pull(out.result, verdict.grant.version, merge)
         self.pull_tries += 1
@@ -290,6 +294,8 @@ class SimTrainer:
 
     def _begin_push(self, verdict: PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
+        if not self._ranks.is_finite():
+            return SimBackgroundTransfer(self.world.heap, verdict, None)
         self.agent.record_push(push)
         spell = self._freeze_push(push, verdict)
         site, gate = self.site, self.agent.gate

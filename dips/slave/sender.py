@@ -330,6 +330,12 @@ class Sender:
         return Released(pull.pull, pull.closed)
 
     @property
+    def is_draining(self) -> bool:
+        """Some source is held only until libzmq lets go of it: `tick` will say when."""
+        with self._lock:
+            return any(pull.closed or pull.former for pull in self._pulls.values())
+
+    @property
     def holds_sources(self) -> bool:
         """Some source is not released."""
         return bool(self._pulls)

@@ -9,6 +9,7 @@ from dips.ids import GENESIS
 from dips.protocol.enums import AnchorRule, GateName
 from dips.protocol.options import Options
 from dips.protocol.records import (
+    ClusterDiverged,
     FoldRow,
     LedgerState,
     OptionsTuned,
@@ -42,6 +43,9 @@ class FiniteInvariant(Invariant):
     def record_written(self, record: Record) -> None:
         if isinstance(record, OptionsTuned):
             self.statistics.o = tune_options(Options(penalty=self.statistics.o), record.changes).penalty
+        if isinstance(record, ClusterDiverged):
+            self.statistics.diverged(record.penalty.cluster)
+            self._same((record.penalty,), "a row")
         if isinstance(record, VersionCommitted):
             self._merged(record)
             self._norms(record)

@@ -236,6 +236,14 @@ class PenaltyReference:
             row = anew if decided.gated_in_a_row == 0 else kept
         self.rows[cluster] = row
 
+    def diverged(self, cluster: str) -> None:
+        """A push that was not finite was kept back: as one that was gated for that."""
+        row = self.row(cluster)
+        row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
+        if row.gated_in_a_row >= self.o.gate_patience:
+            row = replace(row, quarantined=True, broken=True)
+        self.rows[cluster] = row
+
     def row(self, cluster: str) -> PenaltyRow:
         return self.rows.get(cluster) or self.fresh(cluster)
 
@@ -250,7 +258,8 @@ class PenaltyReference:
 
 def same_statistics(a: PenaltyRow, b: PenaltyRow) -> bool:
     """Equal but for the last bits of their numbers."""
-    reals = ("mu", "sigma", "last_norm", "reference", "steps")
-    close = all(abs(getattr(a, r) - getattr(b, r)) <= 1e-9 * (1 + abs(getattr(a, r))) for r in reals)
+    rounded = dict.fromkeys(("last_norm", "reference"), 1e-7)  # they may be ‖θ₀‖, which slaves sum up
+    reals = {"mu": 1e-9, "sigma": 1e-9, "steps": 1e-9, **rounded}
+    close = all(abs(getattr(a, r) - getattr(b, r)) <= off * (1 + abs(getattr(a, r))) for r, off in reals.items())
     counts = ("cluster", "n", "warm_left", "gated_in_a_row", "quarantined", "accepted", "broken")
     return close and all(getattr(a, c) == getattr(b, c) for c in counts)

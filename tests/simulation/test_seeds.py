@@ -16,6 +16,21 @@ from tests.simulation.trial import SeedTrial, play
 SEEDS = int(os.environ.get("DIPS_SEEDS", "150"))  # `make sim` plays 1,000, in CI too
 
 
+FOUND = {  # by playing 10,000: a bug each, while no draw is added
+    "a load kept a second θ of the version that it loaded": (2124, 4263, 7934, 7936),
+    "a source that had drained was looked at no more": (4299, 5367),
+    "a model that was not finite was pushed for ever": (4652, 7586),
+    "‖θ₀‖ was rounded by slaves, and not by the reference": (4777,),
+    "what was put back had rotted before": (5293, 8751),
+}
+
+
+@pytest.mark.parametrize("seed", sum(FOUND.values(), ()))
+def test_a_seed_that_found_something_holds(seed: int) -> None:
+    result = play((seed, None))
+    assert not result.failure, report(result)
+
+
 @pytest.mark.timeout(540)
 def test_every_invariant_holds_on_every_seed() -> None:
     """Guards 1 to 12: whatever crashes, stops, parts, fills up, rots or is put back, nothing ever goes wrong for good.

@@ -92,6 +92,21 @@ def test_a_load_forgets_them() -> None:
     assert len(versions.bank_holders()) == 2
 
 
+@pytest.mark.parametrize("flips", [0, 1])
+def test_a_load_of_what_is_read_leaves_its_readers_where_they_are(flips: int) -> None:
+    """The head again, or by a rollback: one bank for its θ, which is served on, and its reader ends as ever."""
+    versions = made(pinned=1)
+    reader = PullId("a", 1, 9)
+    read = versions.pin_version(reader, GENESIS)
+    for number in range(1, flips + 1):
+        flip(versions, number)
+    load_version(versions, GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.5))
+    assert sorted(versions.bank_holders()) == ["m v0@r0", "θ v0@r0"]
+    assert versions.theta(GENESIS)[0] is read[0] and versions.momentum(GENESIS)[0][0] == 0.5
+    versions.unpin_version(reader)
+    assert versions.served_version == GENESIS and not versions.pins
+
+
 def test_measured_and_folded_from_the_anchor() -> None:
     """Both take the same θ; one that is not held is refused, and nothing changes."""
     versions = made(pinned=1)
