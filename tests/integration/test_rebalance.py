@@ -80,7 +80,7 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
     }
     shared = {
         "stop": {"versions": LAST},
-        "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
+        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
         "penalty": {"gates": []},
         "codec": "bf16",  # so that error feedback lives through it
         "pull_codec": "int8",  # and so do versions that are made of updates

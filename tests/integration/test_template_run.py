@@ -40,7 +40,7 @@ def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
     run_file, cluster_file = tmp_path / "dips.yaml", tmp_path / "cluster.yaml"
     say("init", "--template", "--config", str(run_file))
     edit(tmp_path / "shared.yaml", ("run: my-run ", "run: first-run "), ("versions: 0 ", f"versions: {ROUNDS} "))
-    edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("steps: 64 ", "steps: 1 "))
+    edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("aligned: 64 ", "aligned: 1 "))
     address = f"127.0.0.1:{free_port()}"
     for path in (run_file, cluster_file):
         edit(path, ("127.0.0.1:7800", address))
