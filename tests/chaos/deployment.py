@@ -58,7 +58,7 @@ TIMING = {
 LEASE_S = 5 * TIMING["heartbeat_s"]
 UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last heartbeat; one that nobody answers takes a second
 SHARED = {
-    "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "clip": {"norm": predict.CLIP}},
+    "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "step": "nesterov", "clip": {"norm": predict.CLIP}},
     "penalty": {"gates": []}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
 }  # fmt: skip
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")

@@ -63,7 +63,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
     numel = sum(t.size for t in tensors.values())
     shared = {
         "stop": {"versions": ROUNDS},
-        "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
+        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
         "penalty": {"gates": []},
         "codec": codec,
         "pull_codec": "fp32" if codec == "fp32" else "int8",

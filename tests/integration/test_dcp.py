@@ -31,7 +31,7 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     shared = {
         "stop": {"versions": SAVES},
-        "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
+        "outer": {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}},
         "penalty": {"gates": []},
     }
     command = [*harness.TORCHRUN, "2", str(HERE / "train_dcp.py"), str(tmp_path / "found"), str(SAVES)]

@@ -58,7 +58,7 @@ def test_with_overlap_and_steps_of_five_stall_s_every_push_lands(tmp_path: Path)
     timing = {"heartbeat_s": 0.2, "hang_s": stall_s, "least_transfer_s": stall_s, "transfer_s": stall_s}
     shared = {
         "stop": {"versions": 2},
-        "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
+        "outer": {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}},
         "penalty": {"gates": []},
     }
     with harness.Run(tmp_path, tensors(), shared=shared, timing=timing, slave={"stall_s": stall_s}) as run:

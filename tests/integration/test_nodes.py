@@ -30,7 +30,7 @@ VERSIONS = 12
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
 SHARED = {
     "stop": {"versions": VERSIONS},
-    "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "clip": {"norm": constant.CLIP}},
+    "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "step": "nesterov", "clip": {"norm": constant.CLIP}},
     "penalty": {"gates": []},
 }
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(300)]

@@ -34,7 +34,7 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     shared = {
         "stop": {"versions": VERSIONS},
-        "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
+        "outer": {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}},
         "penalty": {"gates": []},
     }
     path, out = str(HERE / "train_overlap.py"), tmp_path / "found"
@@ -63,7 +63,7 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
 def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path) -> None:
     """Two of three fragments of the first push are frozen when the rank dies: it is dropped, the next attempt pulls."""
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
-    outer = {"lr": 1.0, "momentum": 0.0, "clip": {}}
+    outer = {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}}
     out = tmp_path / "found"
     command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), "2"]
     shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"gates": []}}

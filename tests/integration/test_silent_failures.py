@@ -41,7 +41,11 @@ def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, frag
     left: nothing of it travels, the head replaces the model and AdamW begins anew, so by the third round all is finite,
     and the loss falls on."""
     tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
-    shared = {"stop": {"versions": 8}, "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}}, "penalty": {"gates": []}}
+    shared = {
+        "stop": {"versions": 8},
+        "outer": {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}},
+        "penalty": {"gates": []},
+    }
     out = tmp_path / "found"
     command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
