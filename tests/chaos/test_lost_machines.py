@@ -166,11 +166,8 @@ class FallingRun(Run):
 
     def __init__(self, directory: Path) -> None:
         tensors = {n: p.detach().numpy() for n, p in train_falling.FallingModel().named_parameters()}
-        gentle = {
-            "lr": 0.5,
-            "momentum": 0.2,
-            "step": "nesterov",
-        }  # no overshoot: each version is nearer than the one before
+        # No overshoot: each version is nearer than the one before.
+        gentle = {"lr": 0.5, "momentum": 0.2, "step": "nesterov"}
         certificates = RunCertificates(directory, "test", ("ps0", "ps1"), ("west",)) if is_secured(False) else None
         super().__init__(
             directory, tensors, shared={"penalty": {"gates": []}, "outer": gentle},
