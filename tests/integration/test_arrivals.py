@@ -49,7 +49,8 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
         for cluster in clusters:
             run.wait(cluster, 200)
         with run.ledger() as ledger:
-            rounds = [each for each in ledger.read_history(10 * VERSIONS) if each.version is not None]
+            history = ledger.read_history(10 * VERSIONS)  # with rounds whose pushes were all gated
+        rounds = [each for each in history if each.version is not None]
         snapshots = [_read_snapshots(run, str(each.version)) for each in rounds]
         options = load_run(run.file).make_options()
 
@@ -58,7 +59,7 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
     assert len(steps) > 2, f"a mixed pace: {steps}"
     assert (rules == "anchored") == any(fold.anchored for each in rounds for fold in each.folds)
     fleet = Fleet((FleetCluster(),) * len(PACES))
-    made = emulate_arrivals(task, fleet, script.RECIPE, read_arrivals(rounds), script.SEED, options)
+    made = emulate_arrivals(task, fleet, script.RECIPE, read_arrivals(history), script.SEED, options)
     for real, version, layers in zip(rounds, made, snapshots, strict=True):
         assert _spell_round(version.row) == _spell_round(real), real.version
         assert dict(enumerate(zip(version.theta, version.momentum, strict=True))) == layers, real.version
