@@ -34,7 +34,9 @@ class WildDealer:
         self._context.term()
 
     def answers_to(self, *parts: bytes) -> list[bytes]:
-        """What comes back within half a second; empty for silence."""
+        """What comes back within half a second; empty for silence, and if the lane has hung up before."""
+        if not self.socket.poll(500, zmq.POLLOUT):
+            return []
         self.socket.send_multipart(parts)
         return self.socket.recv_multipart() if self.socket.poll(500) else []
 
