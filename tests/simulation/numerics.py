@@ -118,12 +118,12 @@ class FiniteInvariant(Invariant):
             )
 
     def _gated(self, outcomes: tuple[OutcomeRow, ...], updated: tuple[PenaltyRow, ...]) -> None:
-        rows = {row.cluster: row for row in updated}
+        rows, before = {row.cluster: row for row in updated}, dict(self.statistics.rows)
         for outcome in outcomes:
             if outcome.kind == "gated" and not outcome.reason.startswith(QUARANTINED):
                 cluster = outcome.push.cluster
                 self.require(cluster in rows, f"{outcome.push} was gated and the round has no statistics of {cluster}")
-                self.statistics.gated(cluster, rows[cluster], outcome.norm, outcome.inner_steps)
+                self.statistics.gated(cluster, rows[cluster], outcome.norm, outcome.inner_steps, before)
 
     def _same(self, rows: tuple[PenaltyRow, ...], whose: str) -> None:
         for row in rows:

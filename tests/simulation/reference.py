@@ -217,12 +217,17 @@ class PenaltyReference:
             return 0.0
         return sqrt((1 + sum(x * x for x in mean)) / share) * student_quantile(share**2 / squares) / 3
 
-    def gated(self, cluster: str, decided: PenaltyRow, norm: float, inner_steps: int) -> None:
-        """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined."""
+    def gated(
+        self, cluster: str, decided: PenaltyRow, norm: float, inner_steps: int, rows: Mapping[str, PenaltyRow]
+    ) -> None:
+        """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined.
+
+        rows  before anybody's patience of this round ended
+        """
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         if row.gated_in_a_row >= self.o.gate_patience and not row.broken:
-            others = [r.last_norm for r in self.rows.values() if r.cluster != cluster and r.accepted and r.last_norm]
+            others = [r.last_norm for r in rows.values() if r.cluster != cluster and r.accepted and r.last_norm]
             reference = max([row.reference, *([median(others)] if others else [])])
             anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
             anew = replace(anew, reference=reference, steps=row.steps)
