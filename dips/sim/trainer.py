@@ -43,6 +43,7 @@ from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
 from dips.sim.site import Site
+from dips.sim.streams import Meter, SimTransfer
 from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
@@ -102,13 +103,13 @@ class SimTrainer:
         """All ranks are gone."""
         self.alive = False
         self._fiber.kill()
-        if self.out is not None and self.out.moving is not None:
+        if self.out is not None:
             self.out.moving.cancel()
 
     def lose_rank(self, rank: int) -> None:
         """One rank is gone, the others stand still in their next collective until torchrun ends them."""
         self._fiber.kill()
-        if self.out is not None and self.out.moving is not None:
+        if self.out is not None:
             self.out.moving.lose_rank(rank)
 
     # ---- the training script ---------------------------------------------------------------------------------------
@@ -295,7 +296,8 @@ class SimTrainer:
     def _begin_push(self, verdict: PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
         if not self._ranks.is_finite():
-            return SimBackgroundTransfer(self.world.heap, verdict, None)
+            kept_back = SimTransfer(self.site.name, Meter(self.world.heap.now), self.agent.gate)
+            return SimBackgroundTransfer(self.world.heap, verdict, lambda _: kept_back, diverged=True)
         self.agent.record_push(push)
         spell = self._freeze_push(push, verdict)
         site, gate = self.site, self.agent.gate

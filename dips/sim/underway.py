@@ -8,7 +8,7 @@ from typing import Any
 from dips.client.ipc.messages import PullNow, PushNow
 from dips.sim.fiber import ChangeSignal, Wait
 from dips.sim.heap import Heap
-from dips.sim.streams import Meter, SimTransfer
+from dips.sim.streams import SimTransfer
 
 # Begins a transfer; its argument is called with what came of it.
 Start = Callable[[Callable[[object], None]], SimTransfer]
@@ -17,15 +17,15 @@ Start = Callable[[Callable[[object], None]], SimTransfer]
 class SimBackgroundTransfer:
     """A push or pull that `verdict` ordered. `result` is falsy if it broke or was ended."""
 
-    def __init__(self, heap: Heap, verdict: PushNow | PullNow, start: Start | None) -> None:
-        """`start`: None if the model is not finite: then there is nothing to move."""
+    def __init__(self, heap: Heap, verdict: PushNow | PullNow, start: Start, diverged: bool = False) -> None:
+        """`diverged`: the model is not finite, so what is started moves nothing, and is over."""
         self._heap, self.verdict = heap, verdict
-        self.diverged = self.over = start is None
+        self.diverged = self.over = diverged
         self.result: Any = None
         self._changed = ChangeSignal(heap)
         self._steps = 0  # inner steps taken beside it
-        self.moving = start(self._on_end) if start is not None else None
-        self.meter = self.moving.meter if self.moving is not None else Meter(heap.now)
+        self.moving = start(self._on_end)
+        self.meter = self.moving.meter
 
     def _on_end(self, result: object) -> None:
         self.over, self.result = True, result
@@ -35,19 +35,17 @@ class SimBackgroundTransfer:
         """Open the fragments that are due."""
         self._steps += 1
         moving, interval = self.moving, max(1, self.verdict.interval)  # simulated rounds are short
-        while moving and not self.over and moving.open < moving.fragments and self._steps >= moving.open * interval:
+        while not self.over and moving.open < moving.fragments and self._steps >= moving.open * interval:
             moving.open_next()
 
     def open_all(self) -> None:
         """Training is paused: nothing is gained by staggering."""
-        moving = self.moving
-        while moving and not self.over and moving.open < moving.fragments:
-            moving.open_next()
+        while not self.over and self.moving.open < self.moving.fragments:
+            self.moving.open_next()
 
     def halt_transfer(self) -> None:
         """It leads nowhere: nothing more is sent or received."""
-        if self.moving is not None:
-            self.moving.cancel()
+        self.moving.cancel()
         self.meter.ended = self._heap.now
         self.over = True
 

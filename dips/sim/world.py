@@ -101,7 +101,7 @@ class World:
             manifest=self.manifest.to_json(),
             placement=placement,
             genesis=tuple(xxhash.xxh3_128_hexdigest(a.tobytes()) for a in self.genesis.values()),
-            genesis_norms=tuple(float(np.linalg.norm(a)) for a in self.genesis.values()),
+            genesis_norms=tuple(float(np.linalg.norm(a.astype(np.float64))) for a in self.genesis.values()),
         )
 
     # ---- running ---------------------------------------------------------------------------------------------------

@@ -263,8 +263,7 @@ class PenaltyReference:
 
 def same_statistics(a: PenaltyRow, b: PenaltyRow) -> bool:
     """Equal but for the last bits of their numbers."""
-    rounded = dict.fromkeys(("last_norm", "reference"), 1e-7)  # they may be ‖θ₀‖, which slaves sum up
-    reals = {"mu": 1e-9, "sigma": 1e-9, "steps": 1e-9, **rounded}
-    close = all(abs(getattr(a, r) - getattr(b, r)) <= off * (1 + abs(getattr(a, r))) for r, off in reals.items())
+    reals = ("mu", "sigma", "last_norm", "reference", "steps")
+    close = all(abs(getattr(a, r) - getattr(b, r)) <= 1e-9 * (1 + abs(getattr(a, r))) for r in reals)
     counts = ("cluster", "n", "warm_left", "gated_in_a_row", "quarantined", "accepted", "broken")
     return close and all(getattr(a, c) == getattr(b, c) for c in counts)

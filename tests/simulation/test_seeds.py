@@ -20,7 +20,7 @@ FOUND = {  # by playing 10,000: a bug each, while no draw is added
     "a load kept a second θ of the version that it loaded": (2124, 4263, 7934, 7936),
     "a source that had drained was looked at no more": (4299, 5367),
     "a model that was not finite was pushed for ever": (4652, 7586),
-    "‖θ₀‖ was rounded by slaves, and not by the reference": (4777,),
+    "‖θ₀‖ was summed up in fp32 by the simulated `dips init`": (4777,),
     "what was put back had rotted before": (5293, 8751),
     "two clusters lost patience in one round, and the reference saw the second beside the first": (6368,),
 }

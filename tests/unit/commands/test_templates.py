@@ -94,7 +94,7 @@ def test_templates_load_as_they_stand(tmp_path: Path) -> None:
     run, cluster = load_run(write_all(tmp_path)), load_cluster(tmp_path / CLUSTER)
     assert run.shared.digest == cluster.shared.digest == Shared(run="my-run").digest
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
-    assert cluster.pace == ClusterFile.model_fields["pace"].default and cluster.master == run.master.listen
+    assert cluster.pace.aligned == 64 and cluster.master == run.master.listen
     assert run.slaves[0].initial_model == run.master.directory / "initial/model.safetensors"
 
 
