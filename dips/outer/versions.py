@@ -246,8 +246,11 @@ class Versions:
         self.free_slot(push)
         return self._averaged.leave_out(theta, squares)
 
-    def prepare_version(self, version: VersionId, step: OuterStep) -> None:
-        """Make θ′ and m′ of `version` beside θ and m; raise Busy, with nothing changed, if readers hold every bank."""
+    def prepare_version(self, version: VersionId, step: OuterStep) -> int:
+        """Make θ′ and m′ of `version` beside θ and m; return the digest that a push has which is θ′ bit for bit.
+
+        Raises Busy, with nothing changed, if readers hold every bank.
+        """
         head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
@@ -261,12 +264,14 @@ class Versions:
             steps = self._averaged.step_layers(head.bank.arrays, step)
             self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
             self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
+            digest = self._kernel_pool.measure(theta_next.arrays, theta_next.arrays).combine_digests(theta_next.arrays)
         except BaseException:
             self._pool.give_back(theta_next)
             self._updates.drop_update()
             raise
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None
+        return digest
 
     def flip_version(self, version: VersionId) -> None:
         """Serve the prepared version; the one before stays for the pulls that read it."""

@@ -223,6 +223,7 @@ class Round:
     delta_norm: float = 0.0
     layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False
+    theta_digest: int = 0  # of θ′, once it is applied
 
     @property
     def pushes(self) -> list[Push]:

@@ -425,6 +425,7 @@ class Folded:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     version: VersionId
+    digest: int = 0  # of θ′, as that of a push which is θ′ bit for bit; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,11 +125,13 @@ class Penalty:
     # ---- what a round changes ----
 
     def compute_statistics(
-        self, verdicts: Sequence[Settled], live: Sequence[str]
+        self, verdicts: Sequence[Settled], live: Sequence[str], theta_digest: int = 0
     ) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
         """Return the statistics that a round changes and the score history after it, in the order of folding.
 
         Nothing is kept yet.
+
+        theta_digest  of the version that the round made; 0: it made none, or none is known
         """
         changed = dict[str, PenaltyRow]()
         rows = ChainMap(changed, self._rows)
@@ -145,7 +147,7 @@ class Penalty:
         picture = _Picture(rows, live)
         changed |= {s.cluster: self._apply_patience(picture, s) for s in gated}
         self._move_others(changed, verdicts)
-        return changed, self._history_after(verdicts)
+        return changed, self._history_after(verdicts, theta_digest)
 
     def _move_others(self, changed: dict[str, PenaltyRow], verdicts: Sequence[Settled]) -> None:
         """What is kept besides norms, by the gates that look at it."""
@@ -157,7 +159,7 @@ class Penalty:
         if self.gates_direction:
             changed |= move_suspicion(changed, [s for s in verdicts if not s.verdict.held])
 
-    def _history_after(self, verdicts: Sequence[Settled]) -> ScoreHistory:
+    def _history_after(self, verdicts: Sequence[Settled], theta_digest: int) -> ScoreHistory:
         accepted = [s.verdict for s in verdicts if s.verdict.accepted]
         if not accepted:
             return self.history
@@ -165,7 +167,8 @@ class Penalty:
         scores = (*self.history.scores, largest)[-self._options.history :]
         digests = self.history.digests
         if GateName.REPLAY in self._options.gates:
-            digests = (*digests, *(v.evidence.digest for v in accepted))[-DIGESTS_KEPT:]
+            made = (theta_digest,) if theta_digest else ()
+            digests = (*digests, *(v.evidence.digest for v in accepted), *made)[-DIGESTS_KEPT:]
         return replace(self.history, scores=scores, digests=digests)
 
     def keep_statistics(self, changed: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:

@@ -97,7 +97,7 @@ class ScoreHistory:
     scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
     layer_norms: tuple[tuple[float, ...], ...] = ()  # ‖δ‖ of each layer, for a relative clip per layer; else nothing
-    digests: tuple[int, ...] = ()  # of the last accepted pushes, while the gate `replay` is on
+    digests: tuple[int, ...] = ()  # of the last accepted pushes and their versions, while the gate `replay` is on
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dips.protocol import anchors, durability, held_pushes, pushes, settlement, 
 from dips.protocol.effects import Apply, DropPush, Measure, Persist
 from dips.protocol.entities import Fanout, Push, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
-from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
+from dips.protocol.events import Folded, Measured, OrderFailed, Persisted, Prepared
 from dips.protocol.gates.direction import is_against
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.quarantine import judge_quarantined
@@ -181,6 +181,7 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     r, version = run.round, fanout.subject
     assert r is not None and isinstance(version, VersionId)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
+    r.theta_digest = sum(a.digest for a in fanout.answers.values() if isinstance(a, Prepared)) % PUSH_DIGESTS
     r.reason = f"persisting {version}"
     if not durability.row_waits_for_disks(run):
         settlement.commit_version(run, r, (), durable=False)

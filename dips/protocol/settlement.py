@@ -65,7 +65,7 @@ def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], Sc
     """The penalty's statistics as this round leaves them."""
     verdicts = [Settled(p.id.cluster, p.verdict) for p in (*r.folded, *r.gated) if p.verdict is not None]
     live = [c.name for c in run.clusters.values() if c.live]
-    rows, history = run.penalty.compute_statistics(verdicts, live)
+    rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
     if r.folded and r.state is not RoundState.COLLECTING:
         history = _with_norms(run, r, history)
     return rows, history

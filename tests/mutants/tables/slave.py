@@ -48,6 +48,13 @@ MUTANTS = (
         "older[layer]",
         ANCHORED,
     ),
+    Mutant(
+        "a version has the digest of the one before",
+        OUTER,
+        "measure(theta_next.arrays, theta_next.arrays)",
+        "measure(theta_next.arrays, head.bank.arrays)",
+        VERSIONS,
+    ),
     # ---- registration
     Mutant("a copied directory proves who held it", ROOM, "inode == self._lock.stat().st_ino", "inode != 0", LAST),
     Mutant("a name of any length is told", ROOM, "len(nonce) <= NONCE_CHARS", "len(nonce) <= 1 << 20", LAST),

@@ -393,7 +393,7 @@ def test_the_same_parameters_count_once() -> None:
     assert story.round("a", digest=7).accepted
     for cluster in "ab":
         said = story.judge(cluster, digest=7)
-        assert not said.accepted and said.gate is GateName.REPLAY and "1 pushes ago" in said.reason
+        assert not said.accepted and said.gate is GateName.REPLAY and "those of a push that was accepted" in said.reason
     for digest in range(100, 100 + DIGESTS_KEPT):
         story.round("b", digest=digest)
     assert len(story.penalty.history.digests) == DIGESTS_KEPT

@@ -10,7 +10,7 @@ import pytest
 from dips.errors import LocalProtocolError
 from dips.ids import PushId
 from dips.protocol import events as ev
-from dips.protocol.effects import Fold, Measure, Note
+from dips.protocol.effects import Apply, Fold, Measure, Note
 from dips.protocol.enums import GateName, OutcomeKind
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -25,6 +25,7 @@ class VectorRun(ScriptedRun):
         penalty = PenaltyOptions(gates=tuple(map(GateName, gates or ("direction",))), warmup_rounds=warmup)
         self.vectors: dict[str, tuple[float, float]] = {}
         self.digests: dict[str, int] = {}  # of clusters that push the same again and again
+        self.theta_digest = 0  # of what the slave makes
         self.acc, self.folds, self._pushed = (0.0, 0.0), 0, 1000
         super().__init__(Options(penalty=penalty, timing=TimingOptions(window_s=10.0)), slots)
 
@@ -39,8 +40,9 @@ class VectorRun(ScriptedRun):
                 self.acc = (before[0] + body.weight * d[0], before[1] + body.weight * d[1])
                 self.folds += 1
                 return ev.Folded((self.acc[0] ** 2 + self.acc[1] ** 2,))
-        if type(body).__name__ == "Apply":
-            self.folds = 0
+            case Apply():
+                self.folds = 0
+                return ev.Prepared(body.version, self.theta_digest)
         return super()._answer(body)
 
     def _digest(self, cluster: str) -> int:
@@ -214,3 +216,13 @@ def test_a_replayed_push_is_gated_and_its_version_knows() -> None:
     reasons = [o.reason for row in run.committed for o in row.outcomes if o.push.cluster == "b"]
     assert reasons[-1].startswith("its parameters are those of a push that was accepted")
     assert run.committed[-1].history.digests.count(7) == 1
+
+
+def test_a_push_that_is_a_version_as_it_was_pulled_is_gated() -> None:
+    """A trainer that learns nothing, though others moved θ meanwhile and its d is as long as theirs."""
+    run = VectorRun("replay").warm_up("a", "b")
+    run.theta_digest = 77
+    assert run.round("a") == {"a": OutcomeKind.ACCEPTED}
+    run.theta_digest, run.digests["b"] = 78, 77
+    assert run.round("a", "b") == {"a": OutcomeKind.ACCEPTED, "b": OutcomeKind.GATED}
+    assert run.committed[-1].history.digests[-1] == 78

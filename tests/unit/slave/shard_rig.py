@@ -14,7 +14,7 @@ from dips.errors import (
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
-from dips.outer.kernel_pool import KernelPool
+from dips.outer.kernel_pool import PUSH_DIGESTS, KernelPool
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
@@ -31,7 +31,7 @@ from dips.protocol.effects import (
     Registered,
     Retire,
 )
-from dips.protocol.events import Answer, Done
+from dips.protocol.events import Answer, Done, Prepared
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.ports import Arrays, FlowEvents
@@ -157,6 +157,12 @@ class MemoryDisk:
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+
+def read_prepared(answer: Answer) -> VersionId:
+    """The version that an Apply made, whose digest must be one that every message can carry."""
+    assert isinstance(answer, Prepared) and 0 < answer.digest < PUSH_DIGESTS, answer
+    return answer.version
 
 
 def carry_out(shard: Shard, order: Order) -> Answer:

@@ -39,7 +39,7 @@ from dips.protocol.effects import (
     RegisterLater,
     SlaveOrder,
 )
-from dips.protocol.events import Done, MirrorReport, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.events import Done, MirrorReport, Persisted, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
@@ -54,6 +54,7 @@ from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
+from tests.unit.slave.shard_rig import read_prepared
 
 MANIFEST = Manifest.from_shapes([("a.w", (3,))])
 PUSH = PushId("x", 1, 1)
@@ -416,9 +417,8 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
         assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == (0.75,)
-        assert await incarnation.order(Apply(1, VersionId(1, 1), nesterov_step(1.0, 0.7, 0.8))) == Prepared(
-            VersionId(1, 1)
-        )
+        prepared = await incarnation.order(Apply(1, VersionId(1, 1), nesterov_step(1.0, 0.7, 0.8)))
+        assert read_prepared(prepared) == VersionId(1, 1)
         await master.until(lambda: master.heartbeats[-1].apply_s > 0)
 
 
@@ -443,7 +443,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         assert not (apply.done() or again.done())
         disk.may_write.set()
         assert await again == Persisted(VersionId(1, 1), "d1ge57")
-        assert await apply == Prepared(VersionId(2, 2))
+        assert read_prepared(await apply) == VersionId(2, 2)
         assert disk.writes == 1
 
 

@@ -34,10 +34,10 @@ from dips.protocol.effects import (
     Ping,
     Retire,
 )
-from dips.protocol.events import Done, Folded, Measured, Persisted, Prepared
+from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.slave import order_fences
 from dips.slave.open_transfers import StagedReport
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out, read_prepared
 
 # ---- a whole round ---------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_a_round_from_open_to_commit() -> None:
     assert second == Measured((6.0, 1.0), True, (6 * 0.5, 0.5), second.digest)
     assert first.digest != second.digest
     assert slave.order(Fold(1, P2, 2.0)) == Folded((6 * 2.5**2, 2.5**2))
-    assert slave.order(Apply(1, V1, nesterov_step(0.5, 1.0, 0.0))) == Prepared(V1)
+    assert read_prepared(slave.order(Apply(1, V1, nesterov_step(0.5, 1.0, 0.0)))) == V1
     assert slave.shard.versions.served_version == GENESIS
     assert slave.order(Persist(V1)) == Persisted(V1, "digest of v1@r1")
     assert slave.order(Commit(V1, (PULL,))) == Done()

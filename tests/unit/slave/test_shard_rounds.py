@@ -29,11 +29,11 @@ from dips.protocol.effects import (
     Reorder,
     Retire,
 )
-from dips.protocol.events import Done, Folded, Measured, Persisted, Prepared
+from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.protocol.manifest import Manifest
 from dips.slave.shard_registration import Followed, Unfollowed
 from tests.loading import follow_load
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, read_prepared
 
 
 def test_failure_4_a_swallowed_error() -> None:
@@ -63,7 +63,7 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
         slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)))
     assert slave.shard.versions.bank_holders() == before
-    assert slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0), reserve=False)) == Prepared(V1)
+    assert read_prepared(slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0), reserve=False))) == V1
     slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
 
@@ -128,7 +128,7 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     assert answer == Persisted(first, "digest of v1@r1")
     slave.shard.end_disk_order(order, answer)
     assert (slave.shard.begin_disk_order(order), slave.disk.writes) == (answer, 1)
-    assert slave.order(Apply(2, second, nesterov_step(1.0, 1.0, 0.0))) == Prepared(second)
+    assert read_prepared(slave.order(Apply(2, second, nesterov_step(1.0, 1.0, 0.0)))) == second
 
 
 def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed() -> None:
@@ -147,7 +147,7 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
     with pytest.raises(Stale, match="wanted no more"):
         write()
     slave.shard.end_disk_order(order, None)
-    assert slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0))) == Prepared(VersionId(1, 2))
+    assert read_prepared(slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))) == VersionId(1, 2)
     assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
     assert version not in slave.disk.kept
 
@@ -227,7 +227,7 @@ def test_an_apply_waits_for_the_room_of_what_is_being_deleted() -> None:
     with pytest.raises(FailedDisk, match="no room for the snapshot of v1@r1"):
         slave.order(apply)
     slave.disk.full = False
-    assert slave.order(apply) == Prepared(V1)
+    assert read_prepared(slave.order(apply)) == V1
     assert slave.disk.kept == {}
 
 
@@ -312,7 +312,7 @@ def test_apply_waits_for_a_reader() -> None:
         slave.shard.execute_order(order)
     assert slave.shard.poison is None
     slave.shard.transfers.on_pull_released(PULL, "done")
-    assert slave.shard.execute_order(order) == Prepared(VersionId(2, 2))
+    assert read_prepared(slave.shard.execute_order(order)) == VersionId(2, 2)
 
 
 def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
@@ -334,7 +334,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)
     slave.shard.transfers.on_source_moved(PULL)
-    assert slave.shard.execute_order(order) == Prepared(VersionId(3, 3))
+    assert read_prepared(slave.shard.execute_order(order)) == VersionId(3, 3)
     assert slave.shard.versions.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
 

@@ -100,7 +100,7 @@ def test_bad_data_is_pushed_and_counted(kind: str) -> None:
     made, gates = emulated(fleet(1.0, 1.2, 1.5, fault=None) if not kind else _with_fault(kind), steps=240)
     assert made.finished and np.isfinite(made.loss)
     assert gates.bad >= 3 and gates.healthy > gates.bad
-    if kind in ("nan", "inf"):
+    if kind in ("nan", "inf", "frozen"):  # of the last, θ moved meanwhile: its d is as long as others'
         assert gates.bad_gated == gates.bad
 
 
