@@ -49,7 +49,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class PushMeasures:
-    """What one pass over a push says of it; 0 for finite buffers, which no norm contains."""
+    """What one pass over a push, or over θ′, says of it; 0 for finite buffers, which no norm contains."""
 
     layer_sq: tuple[float, ...]  # Σd² for d = θ − θ_j, in the order of the layers
     layer_dot: tuple[float, ...]  # Σd·acc
@@ -214,8 +214,11 @@ class Versions:
 
     def measure_push(self, push: PushId, anchor: VersionId | None = None) -> PushMeasures:
         """Measure a push against `anchor`, or the version that is served, and beside what is folded so far."""
-        theta, acc = self._arrays_of(anchor), self._acc.arrays if self._acc else None
-        found = self._kernel_pool.measure(theta, self._slot_of(push).arrays, acc)
+        acc = self._acc.arrays if self._acc else None
+        return self._measure(self._arrays_of(anchor), self._slot_of(push).arrays, acc)
+
+    def _measure(self, theta: Arrays, theta_j: Arrays, acc: Arrays | None = None) -> PushMeasures:
+        found = self._kernel_pool.measure(theta, theta_j, acc)
         squares = self._averaged.leave_out(theta, found.squares)
         return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
 
@@ -246,8 +249,8 @@ class Versions:
         self.free_slot(push)
         return self._averaged.leave_out(theta, squares)
 
-    def prepare_version(self, version: VersionId, step: OuterStep) -> int:
-        """Make θ′ and m′ of `version` beside θ and m; return the digest that a push has which is θ′ bit for bit.
+    def prepare_version(self, version: VersionId, step: OuterStep) -> PushMeasures:
+        """Make θ′ and m′ of `version` beside θ and m; return what a push that is θ′ would be measured as.
 
         Raises Busy, with nothing changed, if readers hold every bank.
         """
@@ -264,14 +267,14 @@ class Versions:
             steps = self._averaged.step_layers(head.bank.arrays, step)
             self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
             self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
-            digest = self._kernel_pool.measure(theta_next.arrays, theta_next.arrays).combine_digests(theta_next.arrays)
+            measures = self._measure(head.bank.arrays, theta_next.arrays)
         except BaseException:
             self._pool.give_back(theta_next)
             self._updates.drop_update()
             raise
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None
-        return digest
+        return measures
 
     def flip_version(self, version: VersionId) -> None:
         """Serve the prepared version; the one before stays for the pulls that read it."""

@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 7  # 6 knew Nesterov's step only, and no evidence in its verdicts
+FORMAT = 8  # 7 did not know how far each version is from its parent
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

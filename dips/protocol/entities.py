@@ -224,6 +224,7 @@ class Round:
     layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False
     theta_digest: int = 0  # of θ′, once it is applied
+    step_norm: float = 0.0  # how far θ′ is from θ, summed over layers; 0: unknown
 
     @property
     def pushes(self) -> list[Push]:

@@ -424,8 +424,11 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    """As a push that is θ′ would be measured, so that others can be held against it."""
+
     version: VersionId
-    digest: int = 0  # of θ′, as that of a push which is θ′ bit for bit; 0: it has none
+    layer_sq: tuple[float, ...] = ()  # Σ(θ − θ′)² of each of the slave's layers; empty: unknown
+    digest: int = 0  # of θ′; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     for row in undone:
         del run.versions[row.version]
         run.committed_at.pop(row.version, None)
+        run.step_norms.pop(row.version, None)
         run.undone[row.version] = row
         _undo_shares(run, row)
     run.head = head

@@ -7,7 +7,7 @@ round's end means for its clusters in settlement.py: a commit, or a skip by what
 
 from __future__ import annotations
 
-from math import nan
+from math import isfinite, nan, sqrt
 
 from dips.dataclass import replace
 from dips.errors import FailedDisk
@@ -126,6 +126,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         against=held_pushes.count_against(r),
         clusters=len(live),
         trusted=run.penalty.count_trusted(push.id.cluster, live),
+        moved=run.moved_since(push.base) if push.anchor is None else 0.0,
         digest=digest,
         loss=push.loss,
     )
@@ -181,13 +182,25 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     r, version = run.round, fanout.subject
     assert r is not None and isinstance(version, VersionId)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
-    r.theta_digest = sum(a.digest for a in fanout.answers.values() if isinstance(a, Prepared)) % PUSH_DIGESTS
+    r.theta_digest, r.step_norm = _read_step(run, fanout)
     r.reason = f"persisting {version}"
     if not durability.row_waits_for_disks(run):
         settlement.commit_version(run, r, (), durable=False)
         return
     run.order_all(FanoutKind.PERSIST, version, Persist(version), run.options.timing.compute_s)
     run.emit_note("round_persisting", round=r.number, version=version)
+
+
+def _read_step(run: RunState, fanout: Fanout) -> tuple[int, float]:
+    """(digest of θ′, how far it is from θ, summed over layers as a push's norm is); 0 for what is unknown."""
+    squares, digest = dict[int, float](), 0
+    for slave in run.slaves.values():
+        answer = fanout.answers[slave.name]
+        assert isinstance(answer, Prepared)
+        squares.update(zip(slave.layers, answer.layer_sq, strict=False))
+        digest = (digest + answer.digest) % PUSH_DIGESTS
+    norm = sum(sqrt(squares.get(layer, nan)) for layer in range(len(run.manifest.layers)))
+    return digest, norm if isfinite(norm) else 0.0
 
 
 def on_version_persisted(run: RunState, fanout: Fanout) -> None:

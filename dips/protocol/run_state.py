@@ -102,6 +102,7 @@ class RunState:
         self.mirror_target: VersionId | None = None  # what every mirror is to hold next
         self.mirrored: dict[VersionId, int] = {}  # newest versions in mirrors, and how many hold them: see mirrors.py
         self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
+        self.step_norms: dict[VersionId, float] = {}  # by this term: how far each is from its parent; 0: unknown
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
@@ -117,6 +118,7 @@ class RunState:
         for version in list(islice(self.versions, 1, max(1, len(self.versions) - LINEAGE_KEPT))):
             if self.versions[version].retired:
                 del self.versions[version]
+                self.step_norms.pop(version, None)
 
     def _restore_outcomes(self, state: LedgerState) -> None:
         for outcome, version in state.outcomes:
@@ -319,6 +321,15 @@ class RunState:
             return None
         present = cluster.push if isinstance(transfer, PushId) else cluster.pull
         return cluster if present and present.id == transfer else None
+
+    def moved_since(self, base: VersionId | None) -> float:
+        """How far θ went since `base` at most, summed over layers; 0 if some of that is unknown."""
+        moved, version = 0.0, self.head
+        while version != base:
+            if not (step := self.step_norms.get(version, 0.0)):
+                return 0.0
+            moved, version = moved + step, self.versions[version].parent
+        return moved
 
     def staleness_of(self, base: VersionId | None) -> int | None:
         """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""

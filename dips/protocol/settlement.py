@@ -50,6 +50,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
     run.head, run.round = version, None
     run.committed_at[version] = run.now
+    run.step_norms[version] = r.step_norm
     run.durability.again_at = 0.0  # a new version tries the disks anew
     run.offers_changed()
     run.tokens_accepted += tokens

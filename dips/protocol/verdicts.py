@@ -35,6 +35,7 @@ class PushEvidence:
     against: int = 0  # pushes of the round that point away from acc and wait to be judged
     clusters: int = 0  # that live
     trusted: int = 0  # other clusters that live and were not out of line lately
+    moved: float = 0.0  # how far θ went at most since its base, as a sum over layers; 0 if it is θ, or unknown
     digest: int = 0  # of θ_j
     loss: float | None = None  # mean of its inner steps; None: none was reported
 
@@ -44,6 +45,11 @@ class PushEvidence:
         if not self.finite or not all(isfinite(sq) for sq in self.layer_sq):
             return float("inf")
         return sum(map(sqrt, self.layer_sq)) / sqrt(max(1, self.inner_steps))
+
+    @property
+    def own_norm(self) -> float:
+        """What of G the cluster made for certain, however θ moved since its base."""
+        return max(0.0, self.norm - self.moved / sqrt(max(1, self.inner_steps)))
 
     @property
     def witnesses(self) -> int:

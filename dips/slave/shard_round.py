@@ -83,9 +83,9 @@ class ShardRound:
             self._snapshots.reserve_room(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
         self._transfers.move_old_readers()
         with self._poison_on_error(f"Apply of {order.version}"):
-            digest = self.versions.prepare_version(order.version, order.step)
+            made = self.versions.prepare_version(order.version, order.step)
         self._transfers.forget_measures()
-        return Prepared(order.version, digest)
+        return Prepared(order.version, made.layer_sq, made.digest)
 
     def commit(self, order: Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""

@@ -62,6 +62,8 @@ _REALS = {
     # A broken push has norms like these; the penalty gates it.
     ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
     ("Measured", "layer_dot"): RealBounds(-inf, inf, nan=True),
+    # θ' may have overflowed: then how far it went is unknown.
+    ("Prepared", "layer_sq"): RealBounds(0.0, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
     ("Fold", "layer_weights"): RealBounds(0.0, MAX_FACTOR),

@@ -27,11 +27,14 @@ def judge_norm(push: PushEvidence, past: Past) -> Opinion:
         return Opinion(Finding.PASSED, "its base is no ancestor: exempt from the score")
     if not has_score(row):
         return Opinion(Finding.PASSED, f"warm-up, {row.warm_left} pushes left")
-    score = (scale_norm(g, options) - row.mu) / corrected_sigma(row, options)
-    limit = gate_threshold(past.history, options)
-    if score > limit:
+    sigma, limit = corrected_sigma(row, options), gate_threshold(past.history, options)
+    score, own = ((scale_norm(norm, options) - row.mu) / sigma for norm in (g, push.own_norm))
+    if own > limit:
         said = f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {mean_norm(row, options):.4g})"
         return Opinion(Finding.GATED, said, score)
+    if score > limit:
+        said = f"score {score:.3g}, {own:.3g} without what θ moved since its base: at most {limit:.3g}"
+        return Opinion(Finding.PASSED, said, own, scored=True)
     return Opinion(Finding.PASSED, f"score {score:.3g}, at most {limit:.3g}", score, scored=True)
 
 

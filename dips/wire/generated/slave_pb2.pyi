@@ -1205,20 +1205,26 @@ class Prepared(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    LAYER_SQ_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.int
     """of θ′, as a push of it would have"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def layer_sq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Σ(θ − θ′)² of each of the slave's layers"""
+
     def __init__(
         self,
         *,
         version: _names_pb2.VersionId | None = ...,
+        layer_sq: _abc.Iterable[_builtins.float] | None = ...,
         digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "layer_sq", b"layer_sq", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ BLIND = "tests/unit/protocol/test_bites_blind.py"
 QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 GATES = "tests/unit/protocol/test_gates.py tests/unit/protocol/test_held_pushes.py"
+MOVED = "tests/unit/protocol/test_moved.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
 DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_small.py " + STORIES
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
@@ -403,6 +404,29 @@ MUTANTS = (
     Mutant("losses of joiners count", ROOM, " and not is_joiner(row, past.options)\n    ]", "\n    ]", GATES),
     Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=loss)", "pass", GATES),
     Mutant("digests pile up", ROOM, "*made)[-DIGESTS_KEPT:]", "*made)", GATES),
+    Mutant(
+        "a late push is held to its whole length", ROOM, "for norm in (g, push.own_norm)", "for norm in (g, g)", GATES
+    ),
+    Mutant(
+        "what theta moved is of one inner step",
+        ROOM,
+        "self.moved / sqrt(max(1, self.inner_steps))",
+        "self.moved",
+        GATES,
+    ),
+    Mutant(
+        "only the last step counts as moved", ROOM, "moved, version = moved + step,", "moved, version = step,", MOVED
+    ),
+    Mutant(
+        "an unknown step is none",
+        ROOM,
+        "                return 0.0\n            moved,",
+        "                break\n            moved,",
+        MOVED,
+    ),
+    Mutant(
+        "layers move together", ROOM, "sum(sqrt(squares.get(layer, nan))", "sqrt(sum(squares.get(layer, nan)", MOVED
+    ),
     Mutant("what was pulled counts as trained", ROOM, "(theta_digest,) if theta_digest else ()", "()", GATES),
     Mutant("a layer that is left out teaches", ROOM, "if place not in flagged:", "if True:", GATES),
     Mutant("a layer is left out for ever", ROOM, "elif layer.left_out_in_a_row + 1 >= patience:", "elif False:", GATES),

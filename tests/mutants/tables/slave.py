@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "a version has the digest of the one before",
         OUTER,
-        "measure(theta_next.arrays, theta_next.arrays)",
-        "measure(theta_next.arrays, head.bank.arrays)",
+        "_measure(head.bank.arrays, theta_next.arrays)",
+        "_measure(theta_next.arrays, head.bank.arrays)",
         VERSIONS,
     ),
     # ---- registration

@@ -91,19 +91,22 @@ def test_a_round_moves_roles_not_bytes() -> None:
     assert versions.used_bytes == 2 * 4 * 5
 
 
-def test_a_version_has_the_digest_of_a_push_that_is_it() -> None:
-    """What a trainer pulled and pushes as it is can be told from what it trained."""
+def test_a_version_is_measured_as_a_push_that_is_it() -> None:
+    """What a trainer pulled and pushes as it is can be told from what it trained; and how far θ went is known."""
     versions = made(slots=2)
     fill(versions.open_slot(push(1)), 0.5)
     versions.fold_push(push(1), 1.0)
-    digest = versions.prepare_version(VersionId(1, 1), nesterov_step(1.0, 1.0, 0.5))
+    before = {layer: theta.copy() for layer, theta in versions.theta(GENESIS).items()}
+    prepared = versions.prepare_version(VersionId(1, 1), nesterov_step(1.0, 1.0, 0.5))
     versions.flip_version(VersionId(1, 1))
+    moved = [float(np.sum((before[layer] - theta) ** 2)) for layer, theta in versions.theta(VersionId(1, 1)).items()]
+    assert prepared.layer_sq == pytest.approx(moved) and all(moved)
     for seq, change in ((2, 0.0), (3, 0.25)):
         slot = versions.open_slot(push(seq))
         for layer, theta in versions.theta(VersionId(1, 1)).items():
             slot[layer][:] = theta
         slot[0][1] += change
-        assert (versions.measure_push(push(seq)).digest == digest) is (change == 0.0)
+        assert (versions.measure_push(push(seq)).digest == prepared.digest) is (change == 0.0)
         versions.free_slot(push(seq))
 
 

@@ -42,7 +42,7 @@ class VectorRun(ScriptedRun):
                 return ev.Folded((self.acc[0] ** 2 + self.acc[1] ** 2,))
             case Apply():
                 self.folds = 0
-                return ev.Prepared(body.version, self.theta_digest)
+                return ev.Prepared(body.version, digest=self.theta_digest)
         return super()._answer(body)
 
     def _digest(self, cluster: str) -> int:

@@ -215,6 +215,7 @@ LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons
     ("PushFinished", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("Measured", "layer_sq"): (nan, inf, 1e300),
     ("Measured", "layer_dot"): (nan, inf, -inf, 1e300, -1e300, -2.0),
+    ("Prepared", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
     ("ClusterJoined", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("RunProposed", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
