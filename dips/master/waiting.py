@@ -57,7 +57,10 @@ class ModelAwaiting:
         return {"run": self._config.shared.run, "waiting": WAITS, "shared": self._config.shared.agreed}
 
     def _refuse_all(self) -> NoReturn:
-        raise UnavailableMaster(f"run {self._config.shared.run!r} {WAITS}")
+        run = self._config.shared.run
+        if genesis.ledger_path(self._config).exists():
+            raise UnavailableMaster(f"run {run!r} begins: its master cannot be reached for a moment")
+        raise UnavailableMaster(f"run {run!r} {WAITS}")
 
 
 async def wait_for_ledger(

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError
+from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
 from dips.master.begin import ASIDE, begin_run, check_repeated, propose_run
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
+from dips.master.waiting import ModelAwaiting
 from tests.unit.master.test_genesis import model, run_file
 
 
@@ -30,6 +31,17 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
     ledger.close()
     assert (tmp_path / "seed" / INITIAL_MANIFEST).exists() and not (tmp_path / "seed" / INITIAL_MODEL).exists()
     assert not (tmp_path / "seed" / ASIDE).exists()
+
+
+def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
+    """From Begin until the master serves is a moment, in which it answers still."""
+    config = run_file(tmp_path)
+    waiting = ModelAwaiting(config)
+    with pytest.raises(UnavailableMaster, match="run 'toy' waits for the first model: run `dips seed`"):
+        waiting.put_event(None)
+    begin_run(config, propose_run(model(), ()), wall)
+    with pytest.raises(UnavailableMaster, match="run 'toy' begins: its master cannot be reached for a moment"):
+        waiting.put_event(None)
 
 
 def test_a_run_begins_once(tmp_path: Path) -> None:
