@@ -425,7 +425,11 @@ MUTANTS = (
         MOVED,
     ),
     Mutant(
-        "layers move together", ROOM, "sum(sqrt(squares.get(layer, nan))", "sqrt(sum(squares.get(layer, nan)", MOVED
+        "layers move together",
+        ROOM,
+        "sum(sqrt(squares.get(layer, nan)) for layer in range(len(run.manifest.layers)))",
+        "sqrt(sum(squares.get(layer, nan) for layer in range(len(run.manifest.layers))))",
+        MOVED,
     ),
     Mutant("what was pulled counts as trained", ROOM, "(theta_digest,) if theta_digest else ()", "()", GATES),
     Mutant("a layer that is left out teaches", ROOM, "if place not in flagged:", "if True:", GATES),
