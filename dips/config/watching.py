@@ -123,7 +123,8 @@ async def keep_watching(
         if (found := watch.look_again(asked)) is not None:
             apply(*found)
         try:
-            await asyncio.wait_for(hurry.wait(), LOOK_S)
+            async with asyncio.timeout(LOOK_S):
+                await hurry.wait()
         except TimeoutError:
             continue
 

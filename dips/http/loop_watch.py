@@ -53,5 +53,6 @@ class LoopWatch:
 async def wait_for_answer(answer: Future[T], within_s: float) -> T:
     """Await, on any loop, what another loop was asked; raise TimeoutError if it does not answer in time."""
     waiting: Awaitable[Any] = asyncio.wrap_future(answer)
-    result: T = await asyncio.wait_for(waiting, within_s)
+    async with asyncio.timeout(within_s):
+        result: T = await waiting
     return result

@@ -70,7 +70,8 @@ class Child:
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its death; return whether it came within `timeout_s`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
         return not self.alive
 
     async def end(self, grace_s: float) -> None:

@@ -91,7 +91,8 @@ class LedgerMirror:
             if self._behind:
                 return
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), self._patience_s)
+            async with asyncio.timeout(self._patience_s):
+                await asyncio.wrap_future(done)
         except TimeoutError:
             with self._changed:
                 self._fall_behind(f"it took longer than {self._patience_s:g} s")

@@ -113,6 +113,24 @@ def test_a_signal_hurries_the_look(story: EditedRunFile) -> None:
     assert asyncio.run(play()) == ["log_level"]
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_whoever_is_hurried_and_cancelled_at_once_ends(story: EditedRunFile, turns: int) -> None:
+    """asyncio.wait_for of Python 3.11 loses a cancellation that comes with what it waits for: an agent did not end."""
+
+    async def cancel_soon() -> None:
+        hurry = asyncio.Event()
+        watching = asyncio.create_task(keep_watching(story.watch, lambda *_: None, hurry))
+        await asyncio.sleep(0.01)
+        hurry.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watching.cancel()
+        await asyncio.wait({watching}, timeout=1.0)
+        assert watching.cancelled()
+
+    asyncio.run(cancel_soon())
+
+
 def test_every_key_has_a_reason() -> None:
     assert "restart this process" in explain_key("master.journal.segments")
     assert "dips extend" in explain_key("shared.stop.tokens")

@@ -158,7 +158,8 @@ class Agent:
             due = self._core.next_deadline()
             pause_s = due - time.monotonic() if isfinite(due) else None
             try:
-                await asyncio.wait_for(self._deadline_moved.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._deadline_moved.wait()
             except TimeoutError:
                 pass  # it is due
 
@@ -167,7 +168,8 @@ class Agent:
         if event is None:
             return
         try:
-            await asyncio.wait_for(self._master.ask_master(event), LEAVE_S)
+            async with asyncio.timeout(LEAVE_S):
+                await self._master.ask_master(event)
         except (DipsError, TimeoutError) as error:
             self._log.warning("could not take leave of the master; the lease will end", error=str(error))
 

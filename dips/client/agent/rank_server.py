@@ -128,7 +128,8 @@ class RankServer:
             if not isinstance(answer, AskAgain) or left_s <= 0 or getattr(message, "at_once", False):
                 return answer
             with suppress(TimeoutError):
-                await asyncio.wait_for(change.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await change.wait()
 
     def _route_lanes(self, answer: PushNow | PullNow) -> Answer:
         try:

@@ -180,7 +180,8 @@ class Relay:
         outer = socket.socket(family, kind, protocol)
         try:
             outer.setblocking(False)
-            await asyncio.wait_for(self._loop.sock_connect(outer, address), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                await self._loop.sock_connect(outer, address)
             _set_socket_options(outer)
         except BaseException:
             outer.close()

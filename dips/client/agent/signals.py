@@ -27,5 +27,6 @@ class AgentSignals:
     async def wait_terminated(self, seconds: float) -> bool:
         """Wait so long, or until SIGTERM; return whether it came."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.terminated.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.terminated.wait()
         return self.terminated.is_set()

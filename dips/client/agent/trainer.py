@@ -56,7 +56,8 @@ class TrainerProcess:
         """Ask it to end; kill it after `grace_s`. Return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
-            return await asyncio.wait_for(self.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
         except TimeoutError:
             self.send_signal(signal.SIGKILL)
             return await self.wait()

@@ -24,7 +24,8 @@ class Connection:
         keep_alive(writer.get_extra_info("socket"))
         host = TokenServer(token)
         writer.write(host.greeting)
-        answer = await asyncio.wait_for(reader.readexactly(ANSWER), ADMIT_S)
+        async with asyncio.timeout(ADMIT_S):
+            answer = await reader.readexactly(ANSWER)
         proof, seal = host.admit_rank(answer)
         writer.write(proof)
         return cls(reader, writer, seal)
