@@ -18,6 +18,9 @@ from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, refe
 
 LAST = 12
 TWO, THREE = ["ps0", "ps1"], ["ps0", "ps1", "ps2"]
+# A push in bf16 is off by up to half a step, 2⁻⁹ of a difference below 1. Momentum adds to that for two versions, 0.0021 was
+# seen of θ; then error feedback has it back.
+ROUNDED, SETTLED = 3e-3, 1e-3
 
 
 def dips(*words: str) -> str:
@@ -116,4 +119,5 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
         seen = dict(json.loads((tmp_path / name).read_text()))
         assert f"v{LAST}@r{rounds[-1][0].round}" in seen
         for version, number in seen.items():
-            assert number == pytest.approx(expected[version], abs=2e-3), f"{name} at {version}"
+            within = SETTLED if version == f"v{LAST}@r{rounds[-1][0].round}" else ROUNDED
+            assert number == pytest.approx(expected[version], abs=within), f"{name} at {version}"
