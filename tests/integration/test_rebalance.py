@@ -18,8 +18,8 @@ from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, refe
 
 LAST = 12
 TWO, THREE = ["ps0", "ps1"], ["ps0", "ps1", "ps2"]
-# A push in bf16 is off by up to half a step, 2⁻⁹ of a difference below 1. Momentum adds to that for two versions, 0.0021 was
-# seen of θ; then error feedback has it back.
+# A push in bf16 is off by up to half a step, 2⁻⁹ of a difference below 1. Momentum adds to that for two versions, then
+# error feedback has it back: θ was seen 0.0021 off in between.
 ROUNDED, SETTLED = 3e-3, 1e-3
 
 
