@@ -15,6 +15,7 @@ from dips.commands.options import AS_JSON
 from dips.commands.planning import MemoryPlan, kubernetes_resources, plan_cluster, plan_memory, plan_slave
 from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
 from dips.errors import ConfigError
+from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
 
@@ -134,20 +135,20 @@ def find_shares(
         return [
             (name, 0, parameters * (i + 1) // len(names) - parameters * i // len(names)) for i, name in enumerate(names)
         ]
-    buffers = run_file.shared.share_buffers if run_file else ()
-    manifest = _read_manifest(model, factory, buffers)
+    grouping = run_file.shared.grouping if run_file else PLAIN_GROUPING
+    manifest = _read_manifest(model, factory, grouping)
     placed = place_layers(manifest, names)
     return [(name, len(layers), sum(manifest.layers[i].numel for i in layers)) for name, layers in placed]
 
 
-def _read_manifest(model: Path | None, factory: str | None, buffers: tuple[str, ...]) -> Manifest:
+def _read_manifest(model: Path | None, factory: str | None, grouping: Grouping) -> Manifest:
     from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
 
     if model is not None:
-        return manifest_of_file(model, buffers)
+        return manifest_of_file(model, grouping)
     assert factory is not None
     try:
-        return manifest_of_factory(factory, buffers)
+        return manifest_of_factory(factory, grouping)
     except ImportError as error:  # torch is not on every machine
         raise ConfigError(f"--factory needs torch ({error}): give --model or --parameters instead") from error
 

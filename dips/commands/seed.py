@@ -17,7 +17,9 @@ from dips.commands.first_model import load_tensors
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
+from dips.protocol.enums import LayerUnit
 from dips.protocol.events import RunProposed
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.transport.endpoints import Endpoint
 
@@ -87,8 +89,9 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
     watch = SeedWatch(bar.show_rate, bar.show_wait)
     found = await await_master(peer, watch, wait_s)
     shared = found["shared"] if "waiting" in found else (await _describe(peer))["shared"]
-    tensors: Tensors = load(tuple(shared["share_buffers"]))
-    proposed: RunProposed = propose_run(tensors, tuple(shared["share_buffers"]))
+    grouping = Grouping(LayerUnit(shared["layers"]), tuple(shared["share_buffers"]))
+    tensors: Tensors = load(grouping.share_buffers)
+    proposed: RunProposed = propose_run(tensors, grouping)
     if "waiting" in found:
         await operator.ask_master(peer, "Begin", proposed)
         bar.show_wait("the run's ledger is made")

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from dips.config.section import MIB, Section
-from dips.protocol.enums import PullCodec, PushCodec
+from dips.protocol.enums import LayerUnit, PullCodec, PushCodec
+from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
 
 LATER_KEYS: Mapping[str, Any] = {  # what each says of a run that began before it; no default of today
@@ -24,6 +25,7 @@ LATER_KEYS: Mapping[str, Any] = {  # what each says of a run that began before i
         "clip": {"per_layer": False},
     },
     "penalty": {"score": "linear", "joiner_cap": 5.0},
+    "layers": "block",
 }
 EARLIER_RULES: Mapping[tuple[str, ...], str] = {("dips",): "dips", (): "none"}  # of `gates`, when it was `rule`
 MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
@@ -40,6 +42,7 @@ class Shared(Section):
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
+    layers: LayerUnit = LayerUnit.BLOCK  # what rules that weigh each layer alone weigh: `merge: rda`, for one
     share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
 
     @field_validator("data", mode="before")
@@ -56,6 +59,10 @@ class Shared(Section):
                 "what rounding leaves over"
             )
         return self
+
+    @property
+    def grouping(self) -> Grouping:
+        return Grouping(self.layers, self.share_buffers)
 
     @property
     def agreed(self) -> dict[str, Any]:

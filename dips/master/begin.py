@@ -16,6 +16,7 @@ from dips.fsync import sync_path
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger
 from dips.protocol.events import RunProposed
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import describe_other_model
@@ -24,9 +25,9 @@ ASIDE = ".beginning"
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
-def propose_run(tensors: Mapping[str, genesis.Tensor], share_buffers: tuple[str, ...]) -> RunProposed:
+def propose_run(tensors: Mapping[str, genesis.Tensor], grouping: Grouping) -> RunProposed:
     """Measure a model; raise ConfigError if it may be none: see `genesis.make_run`."""
-    manifest = genesis.manifest_of(tensors, share_buffers)
+    manifest = genesis.manifest_of(tensors, grouping)
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
     norms = tuple(genesis.layer_norm(layer, tensors) for layer in manifest.layers)
     return RunProposed(manifest.to_json(), digests, norms)
@@ -61,7 +62,7 @@ def check_repeated(row: RunRow, proposed: RunProposed) -> None:
 def _check_proposed(config: RunFile, proposed: RunProposed) -> Manifest:
     manifest = Manifest.from_json(proposed.manifest)
     shapes = ((p.name, p.shape) for layer in manifest.layers for p in layer.parameters)
-    ours = Manifest.from_shapes(shapes, config.shared.share_buffers)
+    ours = Manifest.from_shapes(shapes, config.shared.grouping)
     if not manifest.numel or ours.digest != manifest.digest:
         raise RemoteProtocolError("manifest: expected layers as this version of Di-PS groups parameters, got others")
     count, digests, norms = len(manifest.layers), proposed.genesis, proposed.genesis_norms

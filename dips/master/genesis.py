@@ -23,6 +23,7 @@ from dips.fsync import sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
@@ -95,7 +96,7 @@ def make_run(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
     mirrors = find_mirrors(config, force)
-    manifest = manifest_of(tensors, config.shared.share_buffers)
+    manifest = manifest_of(tensors, config.shared.grouping)
     digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
     row = make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
     if force:
@@ -170,7 +171,7 @@ def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     return found
 
 
-def manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) -> Manifest:
+def manifest_of(tensors: Mapping[str, Tensor], grouping: Grouping) -> Manifest:
     if not tensors:
         raise ConfigError("the model has no parameters")
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
@@ -182,8 +183,8 @@ def manifest_of(tensors: Mapping[str, Tensor], share_buffers: tuple[str, ...]) -
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
         raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
-    manifest = Manifest.from_shapes(((name, t.shape) for name, t in tensors.items()), share_buffers)
-    if unmatched := unmatched_patterns(manifest, share_buffers):
+    manifest = Manifest.from_shapes(((name, t.shape) for name, t in tensors.items()), grouping)
+    if unmatched := unmatched_patterns(manifest, grouping.share_buffers):
         raise ConfigError(
             f"shared.share_buffers: no tensor of the model has a name like {_shorten_lines(unmatched)}: --factory adds "
             "the buffers of its module, a file must hold them"

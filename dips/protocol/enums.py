@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+class LayerUnit(StrEnum):
+    """`shared.layers`: what one layer of the manifest holds the parameters of."""
+
+    BLOCK = "block"  # a numbered block, `layers.3`, with all modules in it
+    MODULE = "module"  # a module, `layers.3.attention.wq`
+
+
 # ---- rounds and pushes ---------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 A layer is the unit of placement: a list of parameters that one slave holds. It depends on the model alone, never on
 how a cluster shards it, so clusters with different layouts train the same global model. Parameters are grouped by the
-name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`).
+name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`); with
+`shared.layers: module` all by their module, for rules that look at each layer alone.
 
 Buffers that the clusters share (`shared.share_buffers`) stand in one layer of their own, the last: the outer step
 averages it by tokens, without learning rate and momentum, and no norm contains it.
@@ -12,19 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
 from dips.dataclass import dataclass
 from dips.errors import CorruptManifest
+from dips.protocol.grouping import AVERAGED_LAYER, PLAIN_GROUPING, Grouping
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32
 MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
 MAX_JSON_BYTES = 12 << 20  # of a manifest: 50,000 parameters take 3 MiB; with its message it stays below 16 MiB
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
-AVERAGED_LAYER = "<buffers>"  # the layer of shared buffers; no module's path is spelled so
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,9 @@ class Manifest:
 
     @classmethod
     def from_shapes(
-        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], share_buffers: Collection[str] = ()
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], grouping: Grouping = PLAIN_GROUPING
     ) -> Manifest:
         """Group (name, full shape) pairs into layers; layers and parameters in the order of their names.
-
-        share_buffers  patterns of the names that are buffers: their layer is the last
 
         Every framework lists a model's parameters in an order of its own, and a pipeline's ranks list parts of it: the
         order of names, numbers in them counted as numbers, is the one that all can make.
@@ -129,8 +128,7 @@ class Manifest:
         groups: dict[str, list[Parameter]] = {}
         keys = _PartKeys()
         for name, shape in sorted(shapes, key=lambda pair: keys.natural_key(pair[0])):
-            layer = AVERAGED_LAYER if is_shared_buffer(name, share_buffers) else layer_of(name)
-            groups.setdefault(layer, []).append(Parameter(name, tuple(shape)))
+            groups.setdefault(grouping.layer_of(name), []).append(Parameter(name, tuple(shape)))
         in_order = sorted(groups.items(), key=lambda group: (group[0] == AVERAGED_LAYER, keys.natural_key(group[0])))
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
@@ -181,24 +179,10 @@ def _check_shape(raw: object) -> tuple[int, ...]:
     return tuple(raw)
 
 
-def is_shared_buffer(name: str, share_buffers: Iterable[str]) -> bool:
-    """Whether `shared.share_buffers` has a pattern for this name. No parameter may match: the adapter refuses it."""
-    return any(fnmatchcase(name, pattern) for pattern in share_buffers)
-
-
 def unmatched_patterns(manifest: Manifest, share_buffers: Iterable[str]) -> list[str]:
     """Patterns that name no buffer of the model."""
     buffers = [p.name for layer in manifest.layers if layer.averaged for p in layer.parameters]
     return [pattern for pattern in share_buffers if not any(fnmatchcase(name, pattern) for name in buffers)]
-
-
-def layer_of(parameter: str) -> str:
-    """Name the layer of a parameter: its path up to and with the first number, else its module."""
-    parts = parameter.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1]) or parameter
 
 
 class _PartKeys(dict[str, tuple[int, str]]):

@@ -16,6 +16,7 @@ import xxhash
 
 from dips.errors import ConfigError
 from dips.outer import kernels
+from dips.protocol.enums import LayerUnit
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.protocol.records import Record, RoundEnded, VersionCommitted
 from dips.sim.agent import SimAgent
@@ -43,7 +44,13 @@ class EmulatedVersion:
 
 
 def emulate_arrivals(
-    task: Task, fleet: Fleet, recipe: Recipe, rounds: Sequence[tuple[Arrival, ...]], seed: int, options: Options
+    task: Task,
+    fleet: Fleet,
+    recipe: Recipe,
+    rounds: Sequence[tuple[Arrival, ...]],
+    seed: int,
+    options: Options,
+    layers: LayerUnit = LayerUnit.BLOCK,
 ) -> list[EmulatedVersion]:
     """Make the rounds' versions of their pushes; raise ConfigError where this cannot be what made them.
 
@@ -51,7 +58,7 @@ def emulate_arrivals(
     recipe  its schedule goes by versions: a cluster that trains on version v of n is at v/n
     """
     torch.set_num_threads(1)
-    model = _PlannedModel(task, recipe, seed, fleet.names)
+    model = _PlannedModel(task, recipe, seed, fleet.names, layers=layers)
     steps, versions = sum(push.inner_steps for pushes in rounds for push in pushes), sum(map(_is_applied, rounds))
     timing = replace(options.timing, window_s=WINDOW_S)
     options = replace(options, stop=StopOptions(versions=versions), data=DataOptions(ranges=RANGES), timing=timing)
@@ -71,8 +78,8 @@ def _is_applied(pushes: tuple[Arrival, ...]) -> bool:
 class _PlannedModel(LearnedModel):
     """Its learning rate goes by the version that a cluster trains on, which a ledger tells."""
 
-    def __init__(self, task: Task, recipe: Recipe, seed: int, names: tuple[str, ...]) -> None:
-        super().__init__(task, recipe, seed, names)
+    def __init__(self, task: Task, recipe: Recipe, seed: int, names: tuple[str, ...], *, layers: LayerUnit) -> None:
+        super().__init__(task, recipe, seed, names, layers=layers)
         self.progress = dict.fromkeys(names, 0.0)
 
     def take_inner_step(self, site: Site, theta: Arrays, progress: float) -> float:

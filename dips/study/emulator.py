@@ -12,7 +12,7 @@ import torch
 
 from dips.ids import VersionId
 from dips.outer import kernels
-from dips.protocol.enums import AnchorRule
+from dips.protocol.enums import AnchorRule, LayerUnit
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
@@ -42,11 +42,12 @@ def emulate(
     seed: int,
     options: Options | None = None,
     pull_codec: str = "fp32",
+    layers: LayerUnit = LayerUnit.BLOCK,
 ) -> tuple[Emulated, GateCount]:
     """Train until the tokens of `steps` inner steps are accepted, in virtual time; same arguments, same bits."""
     torch.set_num_threads(1)
     faults = {n: m.fault for n, m in zip(fleet.names, fleet.members, strict=True) if m.fault is not None}
-    model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps))
+    model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps), layers)
     result, tokens = Emulated(first_loss=model.evaluate(model.genesis)), steps * task.tokens
     options = replace(options or Options(), stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES))
     scenario = make_scenario(fleet, options, LEAST_S + PATIENCE * steps / fleet.step_rate, pull_codec)

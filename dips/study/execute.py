@@ -31,8 +31,9 @@ def execute_run(plan: RunPlan) -> Numbers:
 
 def _emulate(task: Task, settings: Settings, seed: int) -> Numbers:
     made, gates = emulate(
-        task, settings.fleet, settings.recipe, settings.steps, seed, settings.options, settings.pull_codec
-    )
+        task, settings.fleet, settings.recipe, settings.steps, seed, settings.options, settings.pull_codec,
+        settings.layers,
+    )  # fmt: skip
     ideal = settings.fleet.step_rate * task.tokens
     return {
         "loss": made.loss, "first_loss": made.first_loss, "finished": made.finished, "tokens": made.tokens,

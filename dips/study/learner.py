@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from dips.errors import ConfigError
 from dips.ids import PushId
+from dips.protocol.enums import LayerUnit
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import FORBID
 from dips.sim.site import Site
@@ -117,6 +119,7 @@ class LearnedModel:
         names: tuple[str, ...] = ("a",),
         faults: Mapping[str, Fault] | None = None,
         due: Mapping[str, float] | None = None,
+        layers: LayerUnit = LayerUnit.BLOCK,
     ) -> None:
         """`faults` by cluster, and how many inner steps each is `due`: they begin and end at shares of it."""
         self._task, self._recipe, self._seed, self._names = task, recipe, seed, names
@@ -124,7 +127,8 @@ class LearnedModel:
         first = make_model(task, seed)
         self._first = {n: p.detach().clone() for n, p in first.named_parameters() if p.requires_grad}
         self._state = {n: t.detach().clone() for n, t in first.state_dict().items()}
-        self.manifest = Manifest.from_shapes([(name, tuple(p.shape)) for name, p in self._first.items()])
+        shapes = [(name, tuple(p.shape)) for name, p in self._first.items()]
+        self.manifest = Manifest.from_shapes(shapes, Grouping(layers))
         self._layout = LayerLayout(self.manifest, range(len(self.manifest.layers)))
         self._places = self._find_places()
         self.genesis: Arrays = {i: np.zeros(layer.numel, np.float32) for i, layer in enumerate(self.manifest.layers)}

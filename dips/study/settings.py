@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from dips.config.reading import explain_invalid
 from dips.errors import ConfigError
-from dips.protocol.enums import PullCodec
+from dips.protocol.enums import LayerUnit, PullCodec
 from dips.protocol.options import Options
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import Recipe
 
 SECTIONS = ("outer", "penalty", "timing")  # of dips.yaml
 OWN = ("inner", "task")
-WORDS = ("method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "steps")
+WORDS = ("method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "layers", "steps")
 METHODS = ("dips", "data_parallel", "synchronous", "post_local", "naive")
 
 Nested = dict[str, Any]
@@ -39,6 +39,7 @@ class Settings:
     recipe: Recipe
     options: Options
     pull_codec: str
+    layers: LayerUnit
 
 
 def nest_keys(flat: Mapping[str, Any]) -> Nested:
@@ -79,6 +80,7 @@ def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Sett
     settings = Settings(
         method, steps, dict(nested.get("task", {})), fleet, _checked(Recipe, nested.get("inner", {}), "inner"),
         _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec").value,
+        _checked(LayerUnit, nested.get("layers", "block"), "layers"),
     )  # fmt: skip
     _refuse_senseless(settings)
     return settings

@@ -24,6 +24,7 @@ from torch import nn
 
 from dips.client.parallel import HostMemory, lay_out
 from dips.client.rank.collectives import JobCollectives
+from dips.protocol.grouping import Grouping
 
 TIED = "embedding.word_embeddings.weight"
 
@@ -133,7 +134,9 @@ def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
     )
     parts = [part.to(layouts.device) for part in parts]
     models, optimizer = tiny.wrapped(parts, way.distributed)
-    layout = lay_out(models, collectives, optimizer, spread_items=64, share_buffers=SHARED if way.experts else ())
+    layout = lay_out(
+        models, collectives, optimizer, spread_items=64, grouping=Grouping(share_buffers=SHARED if way.experts else ())
+    )
     memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
     wrong: dict[str, int] = {}
     for round_, scale in enumerate((0.02, 0.03)):

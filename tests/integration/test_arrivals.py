@@ -26,6 +26,7 @@ PACES = ({"steps": 6}, {"seconds": 0.3}, {"aligned": 4})
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "dips": {
+        "layers": "module",
         "outer": {"merge": "rda", "step": "share", "clip": {}},
         "penalty": {"gates": ["dips", "replay"], "warmup_rounds": 3},
     },
@@ -52,14 +53,16 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
             history = ledger.read_history(10 * VERSIONS)  # with rounds whose pushes were all gated
         rounds = [each for each in history if each.version is not None]
         snapshots = [_read_snapshots(run, str(each.version)) for each in rounds]
-        options = load_run(run.file).make_options()
+        file = load_run(run.file)
 
     assert len(rounds) == VERSIONS and max(len(each.folds) for each in rounds) > 1
     steps = {fold.inner_steps for each in rounds for fold in each.folds}
     assert len(steps) > 2, f"a mixed pace: {steps}"
     assert (rules == "anchored") == any(fold.anchored for each in rounds for fold in each.folds)
     fleet = Fleet((FleetCluster(),) * len(PACES))
-    made = emulate_arrivals(task, fleet, script.RECIPE, read_arrivals(history), script.SEED, options)
+    made = emulate_arrivals(
+        task, fleet, script.RECIPE, read_arrivals(history), script.SEED, file.make_options(), file.shared.layers
+    )
     for real, version, layers in zip(rounds, made, snapshots, strict=True):
         assert _spell_round(version.row) == _spell_round(real), real.version
         assert dict(enumerate(zip(version.theta, version.momentum, strict=True))) == layers, real.version

@@ -37,7 +37,8 @@ def ran(
     directory.mkdir()
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in load("fsdp2", EXAMPLES).build().named_parameters()}
-    shared = {"stop": {"versions": 4}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
+    outer = {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}
+    shared = {"stop": {"versions": 4}, "outer": outer, "layers": "module"}
     words = [str(HERE / script), str(directory / "out"), *(["1"] if script == "run_example.py" else [])]
     words += [str(EXAMPLES / "fsdp2.py"), "--layout", "fsdp" if ranks > 1 else "plain"]
     with harness.Run(directory, tensors, shared=shared) as run:

@@ -27,6 +27,7 @@ from dips.client import OuterLoop
 from dips.client.parallel import HostMemory, full_parameters, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.client.torchtitan import join_trainer
+from dips.protocol.grouping import Grouping
 
 SHARED = ("*.expert_bias_E",)
 SAVED_EVERY, BREAKS_AT = 4, 10
@@ -79,7 +80,7 @@ def check(out: Path, kind: str) -> None:
     torch.set_num_threads(1)
     trainer = titan.make_trainer(titan.make_config(out.parent / "titan", kind == "experts", 2))
     (model,), collectives = trainer.model_parts, JobCollectives()
-    layout = lay_out(model, collectives, share_buffers=SHARED, spread_items=64)
+    layout = lay_out(model, collectives, grouping=Grouping(share_buffers=SHARED), spread_items=64)
     memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
     memory.gather_pieces()
     full = {name: p.full_tensor().detach().numpy().copy() for name, p in model.named_parameters()}

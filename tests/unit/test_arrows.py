@@ -51,7 +51,7 @@ MAY: dict[str, set[str]] = {
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW
-    | {"dips.protocol.enums", "dips.protocol.options", "dips.protocol.rank_keys"}
+    | {"dips.protocol.enums", "dips.protocol.grouping", "dips.protocol.options", "dips.protocol.rank_keys"}
     | {"dips.file_stamps", "dips.identity.names", "dips.identity.paths"},
     "dips.identity": LOW | {"dips.fsync", "dips.private_files"},
     "dips.telemetry": LOW | {"dips.distribution"},

@@ -20,6 +20,7 @@ from dips.config import (
 from dips.config.reading import RENAMED_KEYS
 from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
+from dips.protocol.enums import LayerUnit
 from dips.protocol.options import PenaltyOptions, TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,6 +85,8 @@ def test_a_run_that_began_before_there_were_rules_goes_on() -> None:
     others += [{"staleness_alpha": 0.1}, {"clip": {"norm": 1.0, "per_layer": True}}, {"lr": "auto"}]
     digests = {digest_with(**outer) for outer in others}
     assert len(digests | {old}) == 8
+    assert Shared(run="r").digest == Shared(run="r", layers=LayerUnit.BLOCK).digest
+    assert Shared(run="r").digest != Shared(run="r", layers=LayerUnit.MODULE).digest
 
 
 def test_own_data_is_the_word_for_no_ranges() -> None:

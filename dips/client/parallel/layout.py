@@ -23,6 +23,7 @@ from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check
 from dips.client.parallel.shared_buffers import check_found
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
+from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
 
 SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
@@ -50,16 +51,16 @@ def lay_out(
     optimizer: Any = None,
     max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
-    share_buffers: Collection[str] = (),
+    grouping: Grouping = PLAIN_GROUPING,
 ) -> ModelLayout:
     """Lay out the model of a job; every rank calls this with its own part.
 
-    share_buffers  patterns of the names of buffers that are shared, too
+    grouping  of its parameters, and of the buffers that are shared, too
 
     Errors  ConfigError, the same on every rank: no adapter supports the model, or not one of its parameters, the ranks
             hold different models
     """
-    adapter, held, problem = _describe_model(model, optimizer, share_buffers)
+    adapter, held, problem = _describe_model(model, optimizer, grouping.share_buffers)
     claims = ((h.name, Holding(h.shape, _rects_of(h.reads), _rects_of(h.writes))) for h in held)
     own = RankLayout.from_claims(claims, socket.gethostname(), adapter is not None and adapter.staged)
     ranks, by_rank = gather_layouts(own, problem, collectives)
@@ -67,8 +68,8 @@ def lay_out(
     if problems:
         raise ConfigError(problem if len(set(by_rank)) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    plan = make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items, share_buffers)
-    check_found(plan.manifest, share_buffers)
+    plan = make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items, grouping)
+    check_found(plan.manifest, grouping.share_buffers)
     return ModelLayout(adapter, held, replace(plan, replicas=find_replicas(ranks)))
 
 
@@ -113,7 +114,8 @@ def full_parameters(model: nn.Module, share_buffers: Collection[str] = ()) -> tu
         if flat.numel() != prod(held.shape):
             raise ConfigError(f"{held.name}: {flat.numel()} of its {prod(held.shape)} elements lie on this process")
         found[held.name] = flat.view(held.shape)
-    check_found(Manifest.from_shapes(((n, tuple(t.shape)) for n, t in found.items()), share_buffers), share_buffers)
+    grouping = Grouping(share_buffers=tuple(share_buffers))
+    check_found(Manifest.from_shapes(((n, tuple(t.shape)) for n, t in found.items()), grouping), share_buffers)
     return found, [plain_name(name) for name, p in model.named_parameters() if not p.requires_grad]
 
 

@@ -19,7 +19,7 @@ its rectangles in the same order. Pure: no torch, no clock, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dips.client.parallel.arrangement import Arrangement, PieceExchange, SlabCut, TransferRanks
@@ -27,6 +27,7 @@ from dips.client.parallel.rank_layout import RankLayout
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.ways import ParameterWays, Way
 from dips.errors import ConfigError
+from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
 from dips.wire.chunks import Range
 
@@ -76,9 +77,9 @@ def make_plan(
     me: int,
     max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
-    share_buffers: Collection[str] = (),
+    grouping: Grouping = PLAIN_GROUPING,
 ) -> TransferPlan:
-    """Plan for rank `me` of the job; what is named in `share_buffers` is a buffer.
+    """Plan for rank `me` of the job.
 
     Errors  ConfigError, the same on every rank: ranks disagree on a parameter, an element is held by no rank or twice
     Cost    about 20 µs for each parameter that this rank holds; the other ranks count by their ways to hold one
@@ -86,7 +87,7 @@ def make_plan(
     ways = ParameterWays(ranks)
     if not ways.by_name:
         raise ConfigError("the model has no parameter with requires_grad: nothing would be trained")
-    manifest = Manifest.from_shapes(((name, ways.shape_of(name)) for name in ways.by_name), share_buffers)
+    manifest = Manifest.from_shapes(((name, ways.shape_of(name)) for name in ways.by_name), grouping)
     transfer_ranks = TransferRanks([rank.host for rank in ranks], max_transfer_ranks)
     found: dict[Way, Arrangement] = {}
     for parameter in (p for layer in manifest.layers for p in layer.parameters):

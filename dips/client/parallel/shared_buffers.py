@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from dips.errors import ConfigError
-from dips.protocol.manifest import Manifest, is_shared_buffer, unmatched_patterns
+from dips.protocol.grouping import is_shared_buffer
+from dips.protocol.manifest import Manifest, unmatched_patterns
 
 
 def choose_buffers(

@@ -7,23 +7,24 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from dips.errors import ConfigError
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 
 
-def manifest_of_file(path: Path, share_buffers: tuple[str, ...]) -> Manifest:
+def manifest_of_file(path: Path, grouping: Grouping) -> Manifest:
     """Read names and shapes of a safetensors file; its bytes are not read."""
     try:
         with safe_open(path, framework="np") as file:
             shapes = ((n, tuple(file.get_slice(n).get_shape())) for n in file.offset_keys())
-            return Manifest.from_shapes(shapes, share_buffers)
+            return Manifest.from_shapes(shapes, grouping)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--model {path}: expected a safetensors file: {error}") from error
 
 
-def manifest_of_factory(spec: str, share_buffers: tuple[str, ...]) -> Manifest:
+def manifest_of_factory(spec: str, grouping: Grouping) -> Manifest:
     """Call MODULE:FUNCTION without memory for its parameters (torch's meta device) and lay its model out."""
     from dips.client.parallel import full_parameters
     from dips.client.parallel.factory import make_module
 
-    parameters, _ = full_parameters(make_module(spec, device="meta"), share_buffers)
-    return Manifest.from_shapes(((name, tuple(tensor.shape)) for name, tensor in parameters.items()), share_buffers)
+    parameters, _ = full_parameters(make_module(spec, device="meta"), grouping.share_buffers)
+    return Manifest.from_shapes(((name, tuple(tensor.shape)) for name, tensor in parameters.items()), grouping)

@@ -65,11 +65,11 @@ def check(
     if factory and model:
         raise ConfigError("which model: give --factory or --model, not both")
     cluster_file, ours = load_cluster(config), None
-    buffers = cluster_file.shared.share_buffers
+    grouping = cluster_file.shared.grouping
     if factory:
-        ours = partial(manifest_of_factory, factory, buffers)
+        ours = partial(manifest_of_factory, factory, grouping)
     elif model:
-        ours = partial(manifest_of_file, model, buffers)
+        ours = partial(manifest_of_file, model, grouping)
     rows = make_rows(cluster_file, ours, most_mib * MIB, seconds)
     if as_json:
         fields = ("what", "verdict", "seen", "todo")

@@ -79,7 +79,7 @@ class OuterLoop:
         self._agent_client = find_agent(self._config, self._collectives, alone)
         layout = lay_out(
             model, self._collectives, optimizer, self._config.max_transfer_ranks,
-            share_buffers=self._config.shared.share_buffers,
+            grouping=self._config.shared.grouping,
         )  # fmt: skip
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             warn_of_coarse(layout.adapter.loses_bits)

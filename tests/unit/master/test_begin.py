@@ -13,6 +13,7 @@ from dips.master.begin import ASIDE, begin_run, check_repeated, propose_run
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.waiting import ModelAwaiting
+from dips.protocol.grouping import PLAIN_GROUPING
 from tests.unit.master.test_genesis import model, run_file
 
 
@@ -25,7 +26,7 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
     made = make_run(run_file(tmp_path / "init"), model())
     config = run_file(tmp_path / "seed")
     (tmp_path / "seed" / ASIDE).mkdir(parents=True)  # of a master that died over it
-    assert begin_run(config, propose_run(model(), ()), wall) == made
+    assert begin_run(config, propose_run(model(), PLAIN_GROUPING), wall) == made
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.run_row() == made
     ledger.close()
@@ -39,20 +40,20 @@ def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
     waiting = ModelAwaiting(config)
     with pytest.raises(UnavailableMaster, match="run 'toy' waits for the first model: run `dips seed`"):
         waiting.put_event(None)
-    begin_run(config, propose_run(model(), ()), wall)
+    begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
     with pytest.raises(UnavailableMaster, match="run 'toy' begins: its master cannot be reached for a moment"):
         waiting.put_event(None)
 
 
 def test_a_run_begins_once(tmp_path: Path) -> None:
     """The same model again is no news, another one is refused by the names of its layers."""
-    config, proposed = run_file(tmp_path), propose_run(model(), ())
+    config, proposed = run_file(tmp_path), propose_run(model(), PLAIN_GROUPING)
     row = begin_run(config, proposed, wall)
     check_repeated(row, proposed)
     other = model()
     other["layers.0.b"] = other["layers.0.b"] + 1
     with pytest.raises(ConfigError, match=r"got another: they differ in layers\.0; a new run"):
-        check_repeated(row, propose_run(other, ()))
+        check_repeated(row, propose_run(other, PLAIN_GROUPING))
     with pytest.raises(ConfigError, match="a ledger is here already"):
         begin_run(config, proposed, wall)
 
@@ -69,7 +70,7 @@ def test_a_run_begins_once(tmp_path: Path) -> None:
 )
 def test_what_is_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     """Before anything is written."""
-    proposed = replace(propose_run(model(), ()), **changes)
+    proposed = replace(propose_run(model(), PLAIN_GROUPING), **changes)
     with pytest.raises((RemoteProtocolError, CorruptManifest), match=said):
         begin_run(run_file(tmp_path / "m"), proposed, wall)
     assert not (tmp_path / "m").exists()
@@ -78,5 +79,5 @@ def test_what_is_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], sa
 def test_more_slaves_than_layers(tmp_path: Path) -> None:
     """Refused as `dips init` does."""
     with pytest.raises(ConfigError):
-        begin_run(run_file(tmp_path / "m", slaves=9), propose_run(model(), ()), wall)
+        begin_run(run_file(tmp_path / "m", slaves=9), propose_run(model(), PLAIN_GROUPING), wall)
     assert not ledger_path(run_file(tmp_path / "m")).exists()

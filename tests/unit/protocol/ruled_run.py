@@ -14,6 +14,7 @@ from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
 from dips.protocol.enums import AnchorRule
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
 from tests import rules_reference
@@ -21,7 +22,7 @@ from tests.loading import load_version
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 NAMES = ("embedding.weight", "layers.0.w", "layers.1.w", "output.weight", "router.bias")
-RULED = Manifest.from_shapes([(name, (8,)) for name in NAMES], ("router.*",))
+RULED = Manifest.from_shapes([(name, (8,)) for name in NAMES], Grouping(share_buffers=("router.*",)))
 BLOCKS, BUFFERS = (1, 2), 4  # by the names' order: embedding, layers.0, layers.1, output, buffers
 START = 1.0
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dips.errors import CorruptManifest
+from dips.protocol.enums import LayerUnit
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_DIMENSIONS, MAX_NUMEL, Manifest
 
 
@@ -21,6 +23,31 @@ def test_legal_shapes(shape: tuple[int, ...]) -> None:
     manifest = Manifest.from_json(spelled(shape=shape))
     assert manifest.layers[0].parameters[0].shape == shape
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_layers_are_blocks_or_modules() -> None:
+    """A block with all in it, or each module alone; what is outside of blocks, and a model's own, are alike in both."""
+    names = [
+        "layers.10.attention.wq.weight", "layers.2.attention.wq.weight", "layers.2.attention.wq.bias",
+        "layers.2.mlp.0.weight", "layers.2.scale", "embeddings.weight", "temperature", "layers.2.moe.bias",
+    ]  # fmt: skip
+    shapes = [(name, (2,)) for name in names]
+
+    def grouped(unit: LayerUnit) -> dict[str, list[str]]:
+        manifest = Manifest.from_shapes(shapes, Grouping(unit, ("*.moe.bias",)))
+        assert manifest.blocks == {i for i, layer in enumerate(manifest.layers) if layer.name.startswith("layers.")}
+        return {
+            layer.name: [p.name.removeprefix(f"{layer.name}.") for p in layer.parameters] for layer in manifest.layers
+        }
+
+    outside = {"embeddings": ["weight"], "temperature": ["temperature"], "<buffers>": ["layers.2.moe.bias"]}
+    block = ["attention.wq.bias", "attention.wq.weight", "mlp.0.weight", "scale"]
+    assert grouped(LayerUnit.BLOCK) == {**outside, "layers.2": block, "layers.10": ["attention.wq.weight"]}
+    assert grouped(LayerUnit.MODULE) == {
+        **outside, "layers.2": ["scale"], "layers.2.attention.wq": ["bias", "weight"], "layers.2.mlp.0": ["weight"],
+        "layers.10.attention.wq": ["weight"],
+    }  # fmt: skip
+    assert list(grouped(LayerUnit.MODULE))[2:5] == ["layers.2.attention.wq", "layers.2.mlp.0", "layers.10.attention.wq"]
 
 
 def test_its_json_is_what_json_dumps_writes() -> None:

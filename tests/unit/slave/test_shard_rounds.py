@@ -30,6 +30,7 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done, Folded, Measured, Persisted
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.slave.shard_registration import Followed, Unfollowed
 from tests.loading import follow_load
@@ -89,7 +90,7 @@ def test_a_late_push_is_measured_against_its_base_while_that_is_held(keeps_older
 def test_the_layer_of_buffers_is_averaged() -> None:
     """The manifest says which it is: in a round of two pushes it becomes their mean, the parameters take the step."""
     shapes = [("a.0.w", (2, 3)), ("b.w", (4,)), ("c.bias", (1,))]
-    slave = ShardRig(manifest=Manifest.from_shapes(shapes, ["*.bias"])).ready()
+    slave = ShardRig(manifest=Manifest.from_shapes(shapes, Grouping(share_buffers=("*.bias",)))).ready()
     slave.fold(P1, 2.0)
     slave.fold(P2, 6.0, weight=3.0)
     slave.order(Apply(1, V1, nesterov_step(0.25, 0.5, 0.0)))

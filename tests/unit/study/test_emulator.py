@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from torch import nn
 
 from dips.errors import ConfigError
 from dips.ids import PushId
-from dips.protocol.enums import StepRule
+from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.site import Site
 from dips.study.account import Emulated, GateCount
@@ -17,7 +20,7 @@ from dips.study.faults import KINDS, Fault
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import LearnedModel, Recipe
 from dips.study.optimizers import make_optimizers, split_matrices
-from tests.unit.study.tiny import TINY, TOKENS, build, fleet
+from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
 
 STEPS = 96
 TWO = fleet(1.0, 1.5)
@@ -60,6 +63,23 @@ def test_the_cosine_to_the_momentum_is_known_from_the_second_version_on(made: Em
 def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
     assert emulated(TWO)[0] == made
     assert emulated(TWO, seed=4)[0].loss != made.loss
+
+
+def test_rda_weighs_blocks_or_modules() -> None:
+    """The mean has the same bits by both: layers are weighed alike."""
+
+    def make_model() -> nn.Module:
+        inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Embedding(WORDS, WIDTH), inside, nn.Linear(WIDTH, WORDS))
+
+    task = replace(TASK, make_model=make_model)
+    losses = {
+        (merge, unit): emulate(task, TWO, TINY, STEPS, 3, Options(OuterOptions(merge=merge)), layers=unit)[0].loss
+        for merge in (MergeRule.MEAN, MergeRule.RDA)
+        for unit in LayerUnit
+    }
+    assert losses[MergeRule.MEAN, LayerUnit.BLOCK] == losses[MergeRule.MEAN, LayerUnit.MODULE]
+    assert len(set(losses.values())) == 3
 
 
 def test_the_paper_s_clip_is_counted() -> None:

@@ -11,7 +11,8 @@ from dips.client.parallel import HostMemory, full_parameters, lay_out
 from dips.client.parallel.model_memory import ModelMemory
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
-from dips.protocol.manifest import AVERAGED_LAYER, Manifest
+from dips.protocol.grouping import AVERAGED_LAYER, Grouping
+from dips.protocol.manifest import Manifest
 
 
 class Router(nn.Module):
@@ -33,7 +34,7 @@ class Mixture(nn.Module):
 def test_they_are_pushed_and_installed_with_the_parameters() -> None:
     """In the last layer, by their names; those that no pattern names stay as they are."""
     model = Mixture()
-    layout = lay_out(model, JobCollectives(), share_buffers=["*.expert_bias"])
+    layout = lay_out(model, JobCollectives(), grouping=Grouping(share_buffers=("*.expert_bias",)))
     assert [layer.name for layer in layout.plan.manifest.layers] == ["layers.0", "layers.1", AVERAGED_LAYER]
     assert [p.name for p in layout.plan.manifest.layers[2].parameters] == [
         "layers.0.expert_bias",
@@ -53,7 +54,7 @@ def test_they_are_pushed_and_installed_with_the_parameters() -> None:
 def test_a_buffer_that_is_replaced_is_noticed() -> None:
     """`self.expert_bias = other` after OuterLoop: the model is refused at the next push, as with a parameter."""
     model = Mixture()
-    layout = lay_out(model, JobCollectives(), share_buffers=["*.expert_bias"])
+    layout = lay_out(model, JobCollectives(), grouping=Grouping(share_buffers=("*.expert_bias",)))
     memory = ModelMemory(layout.adapter, layout.held)
     assert memory.find_replaced() == ""
     model.layers[1].expert_bias = torch.zeros(3)
@@ -63,25 +64,25 @@ def test_a_buffer_that_is_replaced_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["*.seen"], r"layers\.0\.seen is a buffer of torch\.int64, of which there is no mean"),
-        (["*"], r"layers\.0\.gate\.weight is a trainable parameter, which is shared anyway"),
-        (["*.expert_bias", "*.expert_bais"], r"no buffer's name matches '\*\.expert_bais'; `model\.named_buffers"),
+        (("*.seen",), r"layers\.0\.seen is a buffer of torch\.int64, of which there is no mean"),
+        (("*",), r"layers\.0\.gate\.weight is a trainable parameter, which is shared anyway"),
+        (("*.expert_bias", "*.expert_bais"), r"no buffer's name matches '\*\.expert_bais'; `model\.named_buffers"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_by_name(patterns: list[str], message: str) -> None:
+def test_what_cannot_be_averaged_is_refused_by_name(patterns: tuple[str, ...], message: str) -> None:
     """Integers, parameters, a pattern that names nothing; by the ranks and by `dips init --factory` alike."""
     with pytest.raises(ConfigError, match=message):
-        lay_out(Mixture(), JobCollectives(), share_buffers=patterns)
+        lay_out(Mixture(), JobCollectives(), grouping=Grouping(share_buffers=patterns))
     with pytest.raises(ConfigError, match=message):
         full_parameters(Mixture(), patterns)
 
 
 def test_the_run_and_a_cluster_see_one_model() -> None:
     """What `dips init` makes of names and shapes is what a rank lays out; without the pattern they differ by name."""
-    patterns = ["*.expert_bias"]
-    tensors, _ = full_parameters(Mixture(), patterns)
-    of_run = Manifest.from_shapes(((n, tuple(t.shape)) for n, t in tensors.items()), patterns)
-    assert lay_out(Mixture(), JobCollectives(), share_buffers=patterns).plan.manifest == of_run
+    grouping = Grouping(share_buffers=("*.expert_bias",))
+    tensors, _ = full_parameters(Mixture(), grouping.share_buffers)
+    of_run = Manifest.from_shapes(((n, tuple(t.shape)) for n, t in tensors.items()), grouping)
+    assert lay_out(Mixture(), JobCollectives(), grouping=grouping).plan.manifest == of_run
     other = Manifest.from_shapes((n, tuple(t.shape)) for n, t in tensors.items())
     assert of_run.describe_differences(other)[0] == (
         "layers.0.expert_bias: expected a buffer of shared.share_buffers, got a parameter"
@@ -91,7 +92,7 @@ def test_the_run_and_a_cluster_see_one_model() -> None:
 
 def test_lazy_installs_are_refused() -> None:
     """No hook runs before a buffer is read."""
-    layout = lay_out(Mixture(), JobCollectives(), share_buffers=["*.expert_bias"])
+    layout = lay_out(Mixture(), JobCollectives(), grouping=Grouping(share_buffers=("*.expert_bias",)))
     with pytest.raises(ConfigError, match=r"install: lazy does not write shared\.share_buffers"):
         layout.adapter.read_groups()
 
