@@ -1,6 +1,6 @@
 """What a model learns in an asynchronous outer loop, against data parallel and synchronous DiLoCo at equal tokens.
 
-Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. The quick table, 24
+Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. The quick table, 31
 runs of 6,000 inner steps, some 15 minutes on two cores, is what must hold. With `--full` the methods are compared each
 at the best of its own inner learning rates, then one factor at a time, then one recipe wherever it is put, then gates
 under bad data: hours, so every finished run is kept in --output, and the same command goes on. `--look` is the quick

@@ -65,6 +65,7 @@ EDIT = {  # A-EDiT: its clusters train for a time, as with pace `aligned`
 }  # fmt: skip
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
+RDA = {"outer.merge": "rda", "layers": "module"}
 OURS = {"outer.step": "share"}  # of the preset: beside pace aligned and no clip
 DP = "data parallel"
 LRS = {"inner.lr": [2e-3, 4e-3, 8e-3]}
@@ -76,8 +77,8 @@ QUICK: Rows = {
     "steps with share in windows of 60 s, 50 %": {**SHARE, "timing.window_s": THIRD_S, "seeds": QUICK_SEEDS},
     "the paper's preset, 50 %": {**PAPER, "seeds": [1]},
     "naive asynchronous, 50 %": {"method": "naive", "seeds": [1]},
-    "aligned, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "seeds": [1, 2]},
-    "aligned with rda, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "outer.merge": "rda", "seeds": [1, 2]},
+    "aligned, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "seeds": QUICK_SEEDS},
+    "aligned with rda, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, **RDA, "seeds": QUICK_SEEDS},
     "aligned with Muon, 5.23 ×": {"fleet": "fivefold", **MUON, "seeds": [1]},
     "data parallel": {"method": "data_parallel", "tune": DP_LRS, "seeds": [1]},
 }

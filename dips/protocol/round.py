@@ -7,7 +7,9 @@ round's end means for its clusters in settlement.py: a commit, or a skip by what
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import isfinite, nan, sqrt
+from typing import TypeVar, cast
 
 from dips.dataclass import replace
 from dips.errors import FailedDisk
@@ -24,6 +26,7 @@ from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import PushEvidence, Verdict
 
 PUSH_DIGESTS = 1 << 53  # the digests of its slaves add up modulo this to a push's
+A = TypeVar("A", Measured, Folded, Prepared)
 
 
 def advance_round(run: RunState) -> None:
@@ -97,27 +100,19 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
 
 
 def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> PushEvidence:
-    """What the slaves measured, by layers in manifest order, so that no sum depends on the number of slaves."""
-    squares, products, digest, finite = dict[int, float](), dict[int, float](), 0, True
-    for slave in run.slaves.values():
-        answer = fanout.answers[slave.name]
-        assert isinstance(answer, Measured)
-        finite = finite and answer.finite and len(answer.layer_sq) == len(slave.layers)
-        squares.update(zip(slave.layers, answer.layer_sq, strict=False))
-        products.update(zip(slave.layers, answer.layer_dot, strict=False))
-        digest = (digest + answer.digest) % PUSH_DIGESTS
-    layers = range(len(run.manifest.layers))
+    """What the slaves measured, and what the round has folded before."""
+    answers = _read_answers(run, fanout, Measured)
     before = [p.verdict.evidence for p in r.folded if p.verdict is not None]
     live = [cluster.name for cluster in run.clusters.values() if cluster.live]
     compared = [evidence for evidence in before if evidence.witnesses >= evidence.strangers]
     cosines = [cosine for evidence in compared if (cosine := evidence.cosine) is not None]
     return PushEvidence(
         push.id.cluster,
-        tuple(squares.get(layer, nan) for layer in layers),
+        _order_by_layer(run, ((slave, answer.layer_sq) for slave, answer in answers), nan),
         push.inner_steps,
-        finite,
+        all(answer.finite and len(answer.layer_sq) == len(slave.layers) for slave, answer in answers),
         exempt=not run.is_ancestor(push.base),
-        dot=sum(products.get(layer, 0.0) for layer in layers),
+        dot=sum(_order_by_layer(run, ((slave, answer.layer_dot) for slave, answer in answers), 0.0)),
         acc_sq=sum(r.acc_sq),
         others=len(r.folded),
         strangers=sum(not p.base == push.base == run.head for p in r.folded),
@@ -127,7 +122,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         clusters=len(live),
         trusted=run.penalty.count_trusted(push.id.cluster, live),
         moved=run.moved_since(push.base) if push.anchor is None else 0.0,
-        digest=digest,
+        digest=_sum_digests(answers),
         loss=push.loss,
     )
 
@@ -136,12 +131,8 @@ def on_push_folded(run: RunState, fanout: Fanout) -> None:
     """The push is in the running mean on every slave; its slot is free."""
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
-    by_layer = dict[int, float]()
-    for slave in run.slaves.values():
-        answer = fanout.answers[slave.name]
-        assert isinstance(answer, Folded)
-        by_layer.update(zip(slave.layers, answer.acc_sq, strict=False))
-    r.acc_sq = tuple(by_layer.get(layer, nan) for layer in range(len(run.manifest.layers)))  # in any number of slaves
+    answers = _read_answers(run, fanout, Folded)
+    r.acc_sq = _order_by_layer(run, ((slave, answer.acc_sq) for slave, answer in answers), nan)
     r.folded.append(r.current)
     run.transfers.close_push(r.current)
     r.current = None
@@ -193,14 +184,10 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
 
 def _read_step(run: RunState, fanout: Fanout) -> tuple[int, float]:
     """(digest of θ′, how far it is from θ, summed over layers as a push's norm is); 0 for what is unknown."""
-    squares, digest = dict[int, float](), 0
-    for slave in run.slaves.values():
-        answer = fanout.answers[slave.name]
-        assert isinstance(answer, Prepared)
-        squares.update(zip(slave.layers, answer.layer_sq, strict=False))
-        digest = (digest + answer.digest) % PUSH_DIGESTS
-    norm = sum(sqrt(squares.get(layer, nan)) for layer in range(len(run.manifest.layers)))
-    return digest, norm if isfinite(norm) else 0.0
+    answers = _read_answers(run, fanout, Prepared)
+    squares = _order_by_layer(run, ((slave, answer.layer_sq) for slave, answer in answers), nan)
+    norm = sum(map(sqrt, squares))
+    return _sum_digests(answers), norm if isfinite(norm) else 0.0
 
 
 def on_version_persisted(run: RunState, fanout: Fanout) -> None:
@@ -228,3 +215,26 @@ def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFail
         assert isinstance(body, Apply)
         run.replace_order(event.number, replace(body, reserve=False))
     return True
+
+
+# ---- what slaves answer ----------------------------------------------------------------------------------------------
+
+
+def _read_answers(run: RunState, fanout: Fanout, kind: type[A]) -> list[tuple[Slave, A]]:
+    answers = [(slave, fanout.answers[slave.name]) for slave in run.slaves.values()]
+    assert all(isinstance(answer, kind) for _, answer in answers)
+    return cast(list[tuple[Slave, A]], answers)
+
+
+def _order_by_layer(
+    run: RunState, numbers: Iterable[tuple[Slave, Sequence[float]]], missing: float
+) -> tuple[float, ...]:
+    """A number of each layer, in manifest order: no sum of them depends on how many slaves there are."""
+    found = dict[int, float]()
+    for slave, of_layers in numbers:
+        found.update(zip(slave.layers, of_layers, strict=False))
+    return tuple(found.get(layer, missing) for layer in range(len(run.manifest.layers)))
+
+
+def _sum_digests(answers: Sequence[tuple[Slave, Measured | Prepared]]) -> int:
+    return sum(answer.digest for _, answer in answers) % PUSH_DIGESTS

@@ -25,6 +25,7 @@ ORDER = "tests/unit/protocol/test_order.py"
 CLAIMS = "tests/unit/protocol/test_claims.py"
 HELD = TUNED = "tests/unit/protocol/test_operators.py"
 INDEXES = "tests/unit/protocol/test_indexes.py"
+GROUPS = "tests/unit/protocol/test_manifest.py"
 
 ANCHORS, ROUND_PY, WINDOW = "dips/protocol/anchors.py", "dips/protocol/round.py", "dips/protocol/window.py"
 ANCHORED = "tests/unit/protocol/test_anchors.py"
@@ -109,7 +110,7 @@ MUTANTS = (
         ROUND,
     ),
     Mutant("weight upside down", ROOM, "push.tokens / r.folded[0].tokens", "r.folded[0].tokens / push.tokens", ROUND),
-    Mutant("the norm is that of the first fold", ROOM, "r.acc_sq = tuple(", "r.acc_sq = r.acc_sq or tuple(", ROUND),
+    Mutant("the norm is that of the first fold", ROOM, "r.acc_sq = _order", "r.acc_sq = r.acc_sq or _order", ROUND),
     Mutant(
         "norm of the sum unscaled",
         ROOM,
@@ -427,9 +428,18 @@ MUTANTS = (
     Mutant(
         "layers move together",
         ROOM,
-        "sum(sqrt(squares.get(layer, nan)) for layer in range(len(run.manifest.layers)))",
-        "sqrt(sum(squares.get(layer, nan) for layer in range(len(run.manifest.layers))))",
+        "norm = sum(map(sqrt, squares))",
+        "norm = sqrt(sum(squares))",
         MOVED,
+    ),
+    Mutant("modules are no layers", ROOM, "if self.layers is LayerUnit.BLOCK", "if True", GROUPS),
+    Mutant("a module is its block", ROOM, 'parameter.rpartition(".")', 'parameter.partition(".")', GROUPS),
+    Mutant(
+        "runs by blocks and by modules agree",
+        "dips/config/shared.py",
+        '    "layers": "block",\n',
+        "",
+        "tests/unit/test_config.py",
     ),
     Mutant("what was pulled counts as trained", ROOM, "(theta_digest,) if theta_digest else ()", "()", GATES),
     Mutant("a layer that is left out teaches", ROOM, "if place not in flagged:", "if True:", GATES),

@@ -225,7 +225,7 @@ def test_the_benchmark_s_rows_can_be_read() -> None:
     ):
         make_study(StudyFile.model_validate({**content, "rows": rows}))
     seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in rows_of.QUICK.values()]
-    assert sum(seeds) == 25
+    assert sum(seeds) == 31
 
 
 def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
