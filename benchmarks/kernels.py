@@ -54,9 +54,18 @@ class Yardsticks:
         return 0.0
 
     def apply(
-        self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32
-    ) -> None:
+        self,
+        theta: F32,
+        acc: F32,
+        momentum: F32,
+        scale: float,
+        lr: float,
+        numbers: Numbers,
+        theta_next: F32,
+        first: int,
+    ) -> tuple[float, int]:
         _triad(theta_next, theta, momentum)
+        return 0.0, 0
 
 
 def measure(bench: Bench) -> None:

@@ -31,6 +31,7 @@ from dips.ids import VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import BYTES, Arrays, Pool
+from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.snapshots import Snapshots
@@ -142,13 +143,13 @@ def _recovery(
     """Median seconds to read a full snapshot, and to read one sum and replay it: each of up to k − 1 adds that."""
     theta, momentum, acc, theta_next = banks
     kernels.warm_up()
-    workers = os.cpu_count() or 1
+    workers, steps = os.cpu_count() or 1, dict.fromkeys(theta, nesterov_step(1.0, 0.7, 0.8))
 
     def replay() -> None:
         with tensorfile.Reader(folded) as reader:
             for i, layer in enumerate(manifest.layers):
                 reader.read_into(layer.parameters[0].name, layer.parameters[0].shape, acc[i])
-        kernel_pool.apply(theta, acc, momentum, 1.0, 0.7, 0.8, theta_next)
+        kernel_pool.apply(theta, acc, momentum, steps, theta_next)
 
     with ThreadPoolExecutor(workers, "kernel") as threads:
         kernel_pool = KernelPool(kernels, threads, workers)

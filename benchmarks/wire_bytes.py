@@ -100,7 +100,7 @@ class CountedRounds:
         """Bring a version; return the bytes that it took."""
         self._seq, before = self._seq + 1, self._door.nbytes
         pull, held = PullId(CLUSTER, 1, self._seq), self._feedback.restore_base()
-        source = self.versions.pin_version(pull, version)
+        source = self.versions.held.pin_version(pull, version)
         self._flow.open_pull(pull, version, source, self.versions.pin_updates(pull, version))
         pull_pieces(self._grant(version), self._name(), self._pieces, held=held)
         self._flow.close_pull(pull)

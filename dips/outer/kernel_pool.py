@@ -29,6 +29,7 @@ LAYER_FACTOR = 0x9E3779B97F4A7C15  # odd, and without a pattern: equal layers in
 
 _NO_STEPS = np.zeros(0, np.float32)
 _Result = TypeVar("_Result")
+_Measured = tuple[float, float, int]  # Σd², Σd·acc and the digest of a slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,16 @@ class Kernels(Protocol):
     def fold(self, acc: F32, theta: F32, theta_j: F32, weight: float) -> float: ...
 
     def apply(
-        self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32
-    ) -> None: ...
+        self,
+        theta: F32,
+        acc: F32,
+        momentum: F32,
+        scale: float,
+        lr: float,
+        numbers: Numbers,
+        theta_next: F32,
+        first: int,
+    ) -> tuple[float, int]: ...
 
     def round_int8(
         self, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Any, steps: F32
@@ -82,13 +91,10 @@ class KernelPool:
         """Measure a push against θ, and beside what is folded so far; None: nothing is."""
         kernel = self._kernels.measure
 
-        def measure_slice(i: int, cut: slice) -> tuple[float, float, int]:
+        def measure_slice(i: int, cut: slice) -> _Measured:
             return kernel(theta[i][cut], theta_j[i][cut], None if acc is None else acc[i][cut], cut.start)
 
-        slices = self._map_slices(theta, measure_slice)
-        squares = tuple(_ordered_sum([square for square, _, _ in layer]) for layer in slices)
-        products = tuple(_ordered_sum([product for _, product, _ in layer]) for layer in slices)
-        return Measures(squares, products, tuple(sum(digest for _, _, digest in layer) % DIGESTS for layer in slices))
+        return _add_up(self._map_slices(theta, measure_slice))
 
     def fold_first(self, theta: Arrays, theta_j: Arrays, weights: Mapping[int, float]) -> tuple[float, ...]:
         """Turn θ_j into acc = θ − θ_j, or 0 in a layer that weighs 0; return Σ acc² of each layer."""
@@ -118,16 +124,20 @@ class KernelPool:
         momentum: Arrays,
         steps: Mapping[int, OuterStep],
         theta_next: Arrays,
-    ) -> None:
-        """Take each layer's outer step, whose scale is one number: θ′ into `theta_next`, m′ into `acc`."""
+    ) -> Measures:
+        """Take each layer's outer step, whose scale is one number: θ′ into `theta_next`, m′ into `acc`.
+
+        Return what a push that is θ′ would be measured as.
+        """
         kernel = self._kernels.apply
 
-        def apply_slice(i: int, cut: slice) -> float:
-            step, m = steps[i], momentum[i][cut]
-            kernel(theta[i][cut], acc[i][cut], m, step.scales[0], step.lr, step.numbers, theta_next[i][cut])
-            return 0.0
+        def apply_slice(i: int, cut: slice) -> _Measured:
+            step, made = steps[i], theta_next[i][cut]
+            t, sums, m = theta[i][cut], acc[i][cut], momentum[i][cut]
+            square, digest = kernel(t, sums, m, step.scales[0], step.lr, step.numbers, made, cut.start)
+            return square, 0.0, digest
 
-        self._map_slices(theta, apply_slice)
+        return _add_up(self._map_slices(theta, apply_slice))
 
     def round_update(
         self,
@@ -183,6 +193,13 @@ class KernelPool:
         size = -(-len(tasks) // self._workers)
         parts = [tasks[i : i + size] for i in range(0, len(tasks), size)]
         return [result for part in self._threads.map(run_part, parts) for result in part]
+
+
+def _add_up(slices: Sequence[Sequence[_Measured]]) -> Measures:
+    """What was measured of each layer's slices, for the layers."""
+    squares = tuple(_ordered_sum([square for square, _, _ in layer]) for layer in slices)
+    products = tuple(_ordered_sum([product for _, product, _ in layer]) for layer in slices)
+    return Measures(squares, products, tuple(sum(digest for _, _, digest in layer) % DIGESTS for layer in slices))
 
 
 def _ordered_sum(values: Sequence[float]) -> float:

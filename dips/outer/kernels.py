@@ -148,6 +148,22 @@ def _apply_loop(
         theta_next[i] = theta[i] - lr * (c * g + e * m)
 
 
+@_compile_nogil()
+def _apply_measured(
+    theta: F32, acc: F32, momentum: F32, scale: Any, lr: Any, a: Any, b: Any, c: Any, e: Any, theta_next: F32,
+    bits: U32, first: int,
+) -> tuple[float, np.uint64]:  # fmt: skip
+    total, digest = 0.0, np.uint64(0)
+    for begin in range(0, theta.size, BLOCK):
+        end = min(begin + BLOCK, theta.size)
+        made = theta_next[begin:end]
+        _apply_loop(theta[begin:end], acc[begin:end], momentum[begin:end], scale, lr, a, b, c, e, made)
+        part, digits = _measure_block(theta[begin:end], made, bits[begin:end])
+        total += part
+        digest += digits * np.uint64(2 * (first + begin) + 1)
+    return total, digest
+
+
 @_compile_nogil(fastmath={"nnan", "nsz"})
 def _largest_change(a: F32, b: F32) -> np.float32:
     top = np.float32(0)
@@ -245,8 +261,12 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
     return _fold_loop(acc, theta, theta_j, np.float32(weight))
 
 
-def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32) -> None:
+def apply(
+    theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32, first: int = 0
+) -> tuple[float, int]:
     """Take the outer step of any rule: g = scale·acc; m′ = a·m + b·g; θ′ = θ − lr·(c·g + e·m′).
+
+    Return (Σ(θ − θ′)², digest of θ′), as `measure` would.
 
     theta       f32[n]  in      θ of the version being left
     acc         f32[n]  in/out  Σ w·(θ − θ_j); afterwards m′
@@ -254,13 +274,16 @@ def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers:
     scale       ≥ 0             averages and clips
     numbers     a, b, c and e   Nesterov's are μ, 1, 1, μ: to multiply by 1 rounds nothing
     theta_next  f32[n]  out     θ′
+    first       ≥ 0             as in `measure`
 
-    Cost    reads 3n floats, writes 2n, allocates nothing.
+    Cost    reads 3n floats, writes 2n, allocates nothing; it measures what is in the cache.
     Errors  none; equal lengths are the caller's promise.
     Source  Di-PS §4.1, steps 4 and 5; Algorithm 1, line 14.
     """
     a, b, c, e = map(np.float32, numbers)
-    _apply_loop(theta, acc, momentum, np.float32(scale), np.float32(lr), a, b, c, e, theta_next)
+    scale_, lr_, bits = np.float32(scale), np.float32(lr), theta_next.view(np.uint32)
+    total, digest = _apply_measured(theta, acc, momentum, scale_, lr_, a, b, c, e, theta_next, bits, first)
+    return total, int(digest)
 
 
 def round_int8(

@@ -47,13 +47,17 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
         return _sum_sq(acc)
 
 
-def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32) -> None:
-    """Take the outer step: θ′ into `theta_next`, m′ into `acc`."""
+def apply(
+    theta: F32, acc: F32, momentum: F32, scale: float, lr: float, numbers: Numbers, theta_next: F32, first: int = 0
+) -> tuple[float, int]:
+    """Take the outer step: θ′ into `theta_next`, m′ into `acc`; return Σ(θ − θ′)² and the digest of θ′."""
     a, b, c, e = map(np.float32, numbers)
     with np.errstate(all="ignore"):
         g = np.float32(scale) * acc
         acc[:] = a * momentum + b * g
         theta_next[:] = theta - np.float32(lr) * (c * g + e * acc)
+    square, _, digest = measure(theta, theta_next, None, first)
+    return square, digest
 
 
 def round_int8(

@@ -7,35 +7,23 @@ and no clock; whoever moves bytes into a slot or out of a pinned θ must have st
 pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-ones takes the place of θ′: `move_readers` moves its readers to a file of the same bytes, one after another, and the
-last of them frees the bank; until then, or if there is no file, `prepare_version` is Busy (docs/rationale.md#19).
-With `keeps_older` the newest older versions stay without readers, too, in pinned banks that no reader has: a late push
-is measured against the one that its cluster had pulled. They are freed before anybody is told to wait.
+ones takes the place of θ′ until its readers have moved (held_thetas.py); until then `prepare_version` is Busy
+(docs/rationale.md#19). What is kept without readers is freed before anybody is told to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.averaged_layers import AveragedLayers
-from dips.outer.kernel_pool import KernelPool
+from dips.outer.held_thetas import HeldThetas, Theta
+from dips.outer.kernel_pool import KernelPool, Measures
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
 from dips.outer.updates import Fields, Update, Updates
 from dips.outer_step import Factors, OuterStep
-
-
-@dataclass(slots=True)
-class Theta:
-    """θ of one version in memory, and who reads it."""
-
-    version: VersionId
-    bank: Bank
-    pulls: set[PullId] = field(default_factory=set)
-    moving: bool = False  # its readers go over to a file; it takes no new ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +59,16 @@ class Versions:
         self._fields: Fields = {}
         self._averaged = AveragedLayers()
         self.slots = slots
-        self._pinned, self._keeps_older = pinned, keeps_older
+        self._pinned = pinned
+        self.held = HeldThetas(self._give_back, pinned, keeps_older)
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
         self._layers: dict[int, int] | None = None
-        self._head: Theta | None = None
         self._momentum: Bank | None = None
         self._acc: Bank | None = None
         self._next: Next | None = None
         self._abandoned: Next | None = None  # aborted while it was being written
         self._loading: Next | None = None
         self._open: dict[PushId, Bank] = {}
-        self._older: list[Theta] = []  # oldest first
-        self._from_file: dict[PullId, VersionId] = {}
 
     def allocate_banks(
         self, layers: Mapping[int, int], fields: Fields | None = None, averaged: frozenset[int] = frozenset()
@@ -112,7 +98,7 @@ class Versions:
     @property
     def served_version(self) -> VersionId | None:
         """The version that is served, None before the first load."""
-        return self._head.version if self._head else None
+        return self.held.head.version if self.held.head else None
 
     @property
     def prepared(self) -> VersionId | None:
@@ -139,32 +125,12 @@ class Versions:
         return tuple(self._open)
 
     @property
-    def pins(self) -> dict[PullId, VersionId]:
-        """Every pull that may still read, with the version that it reads."""
-        in_memory = {pull: theta.version for theta in self._all_thetas() for pull in sorted(theta.pulls)}
-        return {**self._from_file, **in_memory}
-
-    @property
-    def older_versions(self) -> tuple[VersionId, ...]:
-        """Older versions whose readers hold a bank and are not being moved, oldest first."""
-        return tuple(theta.version for theta in self._older if theta.pulls and not theta.moving)
-
-    @property
-    def excess_versions(self) -> int:
-        """How many of those are more than the pool has pinned banks for."""
-        return max(0, len(self.older_versions) - self._pinned)
-
-    @property
     def used_bytes(self) -> int:
         return self._pool.used_bytes + self._updates.nbytes
 
     @property
     def limit_bytes(self) -> int:
         return self._pool.limit_bytes + self._updates.nbytes
-
-    def is_older(self, version: VersionId) -> bool:
-        """Whether it is an older version in memory, which stays there until the open round's Apply."""
-        return any(theta.version == version and not theta.moving for theta in self._older)
 
     def bank_holders(self) -> list[str]:
         """Who holds each bank in use, for status and for those who check the sum."""
@@ -174,7 +140,7 @@ class Versions:
         """Return θ of a version that is served, pinned or prepared; nobody may write it."""
         if self._next and self._next.version == version:
             return self._next.theta.arrays
-        return self._theta_of(version).bank.arrays
+        return self.held.find(version).bank.arrays
 
     def momentum(self, version: VersionId) -> Arrays:
         """Return m of the version that is served or prepared; nobody may write it."""
@@ -195,7 +161,7 @@ class Versions:
             raise LocalProtocolError(f"push {push} already has a slot")
         if len(self._open) >= self.slots:
             raise Busy(f"all {self.slots} slots are in use by {', '.join(map(str, self._open))}")
-        held = self._theta_of(base) if base is not None else None
+        held = self.held.find(base) if base is not None else None
         slot = self._open[push] = self._pool.take_bank(f"slot {push}")
         if held is not None:
             self._kernel_pool.copy_theta(held.bank.arrays, slot.arrays)
@@ -214,13 +180,8 @@ class Versions:
 
     def measure_push(self, push: PushId, anchor: VersionId | None = None) -> PushMeasures:
         """Measure a push against `anchor`, or the version that is served, and beside what is folded so far."""
-        acc = self._acc.arrays if self._acc else None
-        return self._measure(self._arrays_of(anchor), self._slot_of(push).arrays, acc)
-
-    def _measure(self, theta: Arrays, theta_j: Arrays, acc: Arrays | None = None) -> PushMeasures:
-        found = self._kernel_pool.measure(theta, theta_j, acc)
-        squares = self._averaged.leave_out(theta, found.squares)
-        return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
+        acc, theta = self._acc.arrays if self._acc else None, self._arrays_of(anchor)
+        return self._leave_out_buffers(theta, self._kernel_pool.measure(theta, self._slot_of(push).arrays, acc))
 
     def fold_push(
         self, push: PushId, weight: float, layer_weights: Factors = (), anchor: VersionId | None = None
@@ -257,24 +218,25 @@ class Versions:
         head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
-        self._free_kept(self._pinned)
-        if len(self._older) > self._pinned:  # else a push would find no bank for the slot that it was promised
+        self.held.free_kept(self._pinned)
+        if len(self.held.older) > self._pinned:  # else a push would find no bank for the slot that it was promised
             raise Busy(
-                f"θ′ {version}: its bank is held by {', '.join(theta.bank.holder or '' for theta in self._older)}"
+                f"θ′ {version}: its bank is held by {', '.join(theta.bank.holder or '' for theta in self.held.older)}"
             )
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
             steps = self._averaged.step_layers(head.bank.arrays, step)
-            self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
-            self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
-            measures = self._measure(head.bank.arrays, theta_next.arrays)
+            measures = self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
+            if self._updates.codec != "fp32":
+                self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
+                measures = self._kernel_pool.measure(head.bank.arrays, theta_next.arrays)
         except BaseException:
             self._pool.give_back(theta_next)
             self._updates.drop_update()
             raise
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None
-        return measures
+        return self._leave_out_buffers(head.bank.arrays, measures)
 
     def flip_version(self, version: VersionId) -> None:
         """Serve the prepared version; the one before stays for the pulls that read it."""
@@ -282,12 +244,12 @@ class Versions:
         if made is None or made.version != version or momentum is None:
             raise LocalProtocolError(f"{version} is not prepared; {self._held_names()}")
         self._pool.give_back(momentum)
-        assert self._head is not None, "what is prepared came of what is served"
-        self._updates.publish_update(version, self._head.version)
-        self._leave_served()
+        assert self.held.head is not None, "what is prepared came of what is served"
+        self._updates.publish_update(version, self.held.head.version)
+        self.held.leave_head()
         self._serve_version(version, made.theta, made.momentum)
         self._next = None
-        self._free_kept(self._pinned)
+        self.held.free_kept(self._pinned)
 
     def abort_round(self, written: VersionId | None = None) -> None:
         """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are.
@@ -323,8 +285,9 @@ class Versions:
             raise LocalProtocolError(
                 f"{version} cannot be loaded over the open pushes {', '.join(map(str, self._open))}"
             )
-        if self._head and self._head.pulls and sum(bool(theta.pulls) for theta in self._older) > self._pinned:
-            raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
+        held = self.held
+        if held.head and held.head.pulls and sum(bool(theta.pulls) for theta in held.older) > self._pinned:
+            raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, held.pins))}")
         self.abort_round()
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
         self._loading = Next(version, theta, momentum)
@@ -340,58 +303,25 @@ class Versions:
             return
         if self._momentum is not None:
             self._pool.give_back(self._momentum)
-        self._leave_served()
-        read = next((t for t in self._older if t.version == loaded.version and t.pulls and not t.moving), None)
+        self.held.leave_head()
+        read = self.held.find_read(loaded.version)
         self._serve_version(loaded.version, loaded.theta, loaded.momentum)
         if read is not None:  # the same numbers, and readers who go on where they are
             self._pool.give_back(loaded.theta)
-            self._older.remove(read)
-            self._head, read.bank.holder = read, f"θ {read.version}"
-        self._free_kept(0)  # of another lineage, perhaps
+            self.held.older.remove(read)
+            self.held.head, read.bank.holder = read, f"θ {read.version}"
+        self.held.free_kept(0)  # of another lineage, perhaps
 
     # ---- readers --------------------------------------------------------------------------------
-
-    def pin_version(self, pull: PullId, version: VersionId) -> Arrays:
-        """Keep θ of `version` for a pull and return it; raise StaleVersion if it is not held."""
-        if pull in self.pins:
-            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
-        theta = self._theta_of(version)
-        theta.pulls.add(pull)
-        return theta.bank.arrays
 
     def pin_updates(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:
         """Keep the updates that led to `version` for a pull, until it is unpinned; () if there are none to be had."""
         return self._updates.pin_chain(pull, version)
 
-    def pin_file(self, pull: PullId, version: VersionId) -> None:
-        """Take note of a pull that reads an older version from a file: it holds no bank."""
-        if pull in self.pins:
-            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
-        self._from_file[pull] = version
-
-    def move_readers(self, version: VersionId) -> tuple[PullId, ...]:
-        """Begin to move an older version's readers to a file and return them; `on_reader_moved` ends it for each."""
-        for theta in self._older:
-            if theta.version == version and not theta.moving:
-                theta.moving = True
-                return tuple(sorted(theta.pulls))
-        raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older_versions))}")
-
-    def on_reader_moved(self, pull: PullId) -> None:
-        """Nobody reads for the pull from a bank any more; the last one frees it. Nothing for one that is over."""
-        for theta in self._older:
-            if theta.moving and pull in theta.pulls:
-                self._from_file[pull] = theta.version
-                theta.pulls.discard(pull)
-        self._free_unread()
-
     def unpin_version(self, pull: PullId) -> None:
-        """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
-        self._from_file.pop(pull, None)
+        """End a pin, of updates too; the last one of an older version frees it. Nothing for an unknown pull."""
         self._updates.unpin_chain(pull)
-        for theta in self._all_thetas():
-            theta.pulls.discard(pull)
-        self._free_unread()
+        self.held.unpin(pull)
 
     # ---- leaves --------------------------------------------------------------------------------
 
@@ -399,55 +329,22 @@ class Versions:
         self, theta: Arrays, theta_next: Arrays, momentum: Arrays, steps: Mapping[int, OuterStep]
     ) -> None:
         """Make θ′ of what clusters will pull of it (docs/protocol.md#updates)."""
-        codec = self._updates.codec
-        if codec != "fp32":
-            back, update = {layer: step.returned for layer, step in steps.items()}, self._updates.begin_update()
-            self._kernel_pool.round_update(codec, theta, theta_next, momentum, back, update, self._fields)
+        back, update = {layer: step.returned for layer, step in steps.items()}, self._updates.begin_update()
+        self._kernel_pool.round_update(self._updates.codec, theta, theta_next, momentum, back, update, self._fields)
 
-    def _free_unread(self) -> None:
-        for theta in [t for t in self._older if not t.pulls and (t.moving or not self._keeps_older)]:
-            self._free_older(theta)
-
-    def _free_kept(self, room: int) -> None:
-        """Free what is older and has no readers, the oldest first, until no more than `room` older ones are held."""
-        for theta in [t for t in self._older if not t.pulls]:
-            if len(self._older) > room:
-                self._free_older(theta)
-
-    def _free_older(self, theta: Theta) -> None:
-        self._older.remove(theta)
-        self._pool.give_back(theta.bank)
+    def _leave_out_buffers(self, theta: Arrays, found: Measures) -> PushMeasures:
+        squares = self._averaged.leave_out(theta, found.squares)
+        return PushMeasures(squares, self._averaged.leave_out(theta, found.products), found.combine_digests(theta))
 
     def _serve_version(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
         theta.holder, momentum.holder = f"θ {version}", f"m {version}"
-        self._head, self._momentum = Theta(version, theta), momentum
-
-    def _leave_served(self) -> None:
-        """Let go of the served θ: to its readers, if it has any, or to pushes that will be measured against it."""
-        if self._head is None:
-            return
-        if self._head.pulls or self._keeps_older:
-            self._head.bank.holder = f"older θ {self._head.version}"
-            self._older.append(self._head)
-        else:
-            self._pool.give_back(self._head.bank)
-        self._head = None
-
-    def _all_thetas(self) -> list[Theta]:
-        return [*self._older, self._head] if self._head else list(self._older)
-
-    def _theta_of(self, version: VersionId) -> Theta:
-        head = self._head
-        if not self._older and head is not None and head.version == version and not head.moving:
-            return head  # as nearly always
-        for theta in self._all_thetas():
-            if theta.version == version and not theta.moving:
-                return theta
-        raise StaleVersion(f"{version} is not held; {self._held_names()}")
+        self.held.head, self._momentum = Theta(version, theta), momentum
 
     def _held_names(self) -> str:
-        names = ", ".join(str(theta.version) for theta in self._all_thetas())
-        return f"held: {names or 'nothing'}; prepared: {self.prepared or 'nothing'}"
+        return f"held: {self.held.describe()}; prepared: {self.prepared or 'nothing'}"
+
+    def _give_back(self, bank: Bank) -> None:
+        self._pool.give_back(bank)
 
     def _slot_of(self, push: PushId) -> Bank:
         if push not in self._open:
@@ -459,10 +356,10 @@ class Versions:
         served = self._current_theta().bank.arrays
         if anchor is None:
             return served
-        older, averaged = self._theta_of(anchor).bank.arrays, self._averaged.layers
+        older, averaged = self.held.find(anchor).bank.arrays, self._averaged.layers
         return {layer: served[layer] if layer in averaged else older[layer] for layer in served}
 
     def _current_theta(self) -> Theta:
-        if self._head is None:
+        if self.held.head is None:
             raise StaleVersion("no version is loaded")
-        return self._head
+        return self.held.head

@@ -160,7 +160,7 @@ class OpenTransfers:
     def open_pull(self, order: OpenPull, opened: Opened) -> None:
         """Pin a version and serve it; a pull that is already open on that version stays as it is."""
         pull = order.pull
-        pinned = self.versions.pins.get(pull)
+        pinned = self.versions.held.pins.get(pull)
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
             return
@@ -178,12 +178,12 @@ class OpenTransfers:
         """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
         memory = self.versions.served_version
         try:
-            return self.versions.pin_version(pull, version)
+            return self.versions.held.pin_version(pull, version)
         except StaleVersion:
             source = self.disk.map_theta(version) if memory and version.version < memory.version else None
             if source is None:
                 raise
-        self.versions.pin_file(pull, version)
+        self.versions.held.pin_file(pull, version)
         return source
 
     def move_old_readers(self) -> None:
@@ -191,18 +191,18 @@ class OpenTransfers:
 
         One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
         """
-        excess = self.versions.excess_versions
-        for version in self.versions.older_versions if excess else ():
+        excess = self.versions.held.excess_versions
+        for version in self.versions.held.older_versions if excess else ():
             source = self.disk.map_theta(version) if excess else None
             if source is None:
                 continue
             excess -= 1
-            for pull in self.versions.move_readers(version):
+            for pull in self.versions.held.move_readers(version):
                 self.flow.move_pull(pull, source)
 
     def on_source_moved(self, pull: PullId) -> None:
         """It reads from its file only."""
-        self.versions.on_reader_moved(pull)
+        self.versions.held.on_reader_moved(pull)
 
     def open_pulls(self, order: Commit, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated.
@@ -212,7 +212,8 @@ class OpenTransfers:
         if order.keys and len(order.keys) != len(order.pulls):
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
         for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
-            if pull not in self.pulls and pull not in self.versions.pins and not _is_closed(self.closed_pulls, pull):
+            known = pull in self.pulls or pull in self.versions.held.pins
+            if not known and not _is_closed(self.closed_pulls, pull):
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:

@@ -47,7 +47,7 @@ class ShardRound:
         if self.versions.served_version != order.version:
             raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
         known = self._transfers.staged_push(order.push)
-        anchor = order.anchor if order.anchor is not None and self.versions.is_older(order.anchor) else None
+        anchor = order.anchor if order.anchor is not None and self.versions.held.is_older(order.anchor) else None
         with self._poison_on_error(f"Measure of {order.push}"):
             found = self.versions.measure_push(order.push, anchor)
         known.measured = order.round

@@ -62,7 +62,7 @@ def two_steps(codec: str, open_at: FlowUnderTest) -> dict[VersionId, Model]:
         versions.prepare_version(version, nesterov_step(1.0, 0.7, 0.8))
         versions.flip_version(version)
         thetas[version] = {i: a.copy() for i, a in versions.theta(version).items()}
-    open_at.flow.open_pull(PULL, V, versions.pin_version(PULL, V), versions.pin_updates(PULL, V))
+    open_at.flow.open_pull(PULL, V, versions.held.pin_version(PULL, V), versions.pin_updates(PULL, V))
     return thetas
 
 

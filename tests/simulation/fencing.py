@@ -97,7 +97,7 @@ def _of_slave(process: SlaveProcess) -> Any:
         versions.prepared,
         versions.open_pushes,
         versions.bank_holders(),
-        sorted(versions.pins),
+        sorted(versions.held.pins),
         shard.round,
         shard.poison,
     )

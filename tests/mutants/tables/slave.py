@@ -31,12 +31,14 @@ MUTANTS = (
     Mutant(
         "older versions take the bank of θ′",
         OUTER,
-        "self._free_kept(self._pinned)\n        if len",
+        "self.held.free_kept(self._pinned)\n        if len",
         "if len",
         OLDER,
     ),
-    Mutant("older versions outlast a load", OUTER, "self._free_kept(0)  # of", "self._free_kept(9)  # of", OLDER),
-    Mutant("what is read is freed", OUTER, "[t for t in self._older if not t.pulls]:", "list(self._older):", OLDER),
+    Mutant(
+        "older versions outlast a load", OUTER, "self.held.free_kept(0)  # of", "self.held.free_kept(9)  # of", OLDER
+    ),
+    Mutant("what is read is freed", OUTER, "[t for t in self.older if not t.pulls]:", "list(self.older):", OLDER),
     Mutant("an older version is kept by everybody", OUTER, "pulls or self._keeps_older:", "pulls or True:", OLDER),
     Mutant(
         "a version that moves out is an anchor", OUTER, "== version and not theta.moving for", "== version for", OLDER
@@ -51,9 +53,16 @@ MUTANTS = (
     Mutant(
         "a version has the digest of the one before",
         OUTER,
-        "_measure(head.bank.arrays, theta_next.arrays)",
-        "_measure(theta_next.arrays, head.bank.arrays)",
-        VERSIONS,
+        "theta_next.view(np.uint32)",
+        "theta.view(np.uint32)",
+        KERNELS,
+    ),
+    Mutant(
+        "a version is measured before it is rounded",
+        OUTER,
+        "measures = self._kernel_pool.measure(head.bank.arrays, theta_next.arrays)",
+        "pass",
+        UPDATES,
     ),
     # ---- registration
     Mutant("a copied directory proves who held it", ROOM, "inode == self._lock.stat().st_ino", "inode != 0", LAST),
@@ -417,8 +426,8 @@ MUTANTS = (
     Mutant(
         "an unread version keeps its bank",
         OUTER,
-        "for t in self._older if not t.pulls]",
-        "for t in self._older if not t.pulls and t.moving]",
+        "not t.pulls and (t.moving or not self._keeps_older)]",
+        "not t.pulls and t.moving]",
         VERSIONS,
     ),
     Mutant(

@@ -53,9 +53,9 @@ def test_pinned_older_versions_are_no_excess() -> None:
     excess = []
     for number in (1, 2):
         assert versions.served_version is not None
-        versions.pin_version(PullId("a", 1, number), versions.served_version)
+        versions.held.pin_version(PullId("a", 1, number), versions.served_version)
         versions.flip_version(prepared(versions, number))
-        excess.append(versions.excess_versions)
+        excess.append(versions.held.excess_versions)
     assert excess == [0, 1]
 
 

@@ -34,8 +34,10 @@ def test_elementwise_results_have_the_same_bits_as_the_twins(n: int) -> None:
         first = acc.copy()
         k.fold(acc, theta, theta_j, 0.3)
         folded = acc.copy()
-        k.apply(theta, acc, m, 0.123, 0.7, nesterov_numbers(0.8), theta_next)
+        measured = k.apply(theta, acc, m, 0.123, 0.7, nesterov_numbers(0.8), theta_next, kernels.BLOCK)
         results.append((first, folded, acc, theta_next))
+        square, _, digest = k.measure(theta, theta_next, None, kernels.BLOCK)
+        assert measured == (square, digest), "of θ′, as of a push"
     for compiled, expected in zip(*results, strict=True):
         assert compiled.tobytes() == expected.tobytes()
 
@@ -114,7 +116,8 @@ def run_kernel_pool(pool: KernelPool, seed: int) -> tuple[bytes, ...]:
         *pool.fold_first(theta, acc, dict.fromkeys(sizes, 1.0)),
         *pool.fold(acc, theta, theta_j, {i: 0.7 + i for i in sizes}),
     )
-    pool.apply(theta, acc, m, dict.fromkeys(sizes, nesterov_step(0.01, 0.7, 0.8)), theta_next)
+    made = pool.apply(theta, acc, m, dict.fromkeys(sizes, nesterov_step(0.01, 0.7, 0.8)), theta_next)
+    assert made == pool.measure(theta, theta_next)
     arrays_out = [bank[i].tobytes() for bank in (acc, theta_next) for i in sizes]
     return (np.array(norms).tobytes(), *arrays_out)
 
@@ -154,7 +157,7 @@ def test_warm_up_compiles_every_kernel() -> None:
         kernels._measure_beside_loop,
         kernels._fold_first,
         kernels._fold_loop,
-        kernels._apply_loop,
+        kernels._apply_measured,
     ]
     before = [len(f.signatures) for f in compiled]
     theta, acc, theta_j, m = arrays(100, 4)

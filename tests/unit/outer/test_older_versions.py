@@ -33,24 +33,24 @@ def test_the_newest_older_versions_stay_while_there_is_room() -> None:
     """As many as there are pinned banks; with none, or unless told to, nothing is kept."""
     versions = made(pinned=2)
     v1, v2, v3 = flip(versions, 1, 2, 3)
-    assert [v for v in (GENESIS, v1, v2, v3) if versions.is_older(v)] == [v1, v2]
-    assert versions.older_versions == () and versions.excess_versions == 0  # nobody reads them
+    assert [v for v in (GENESIS, v1, v2, v3) if versions.held.is_older(v)] == [v1, v2]
+    assert versions.held.older_versions == () and versions.held.excess_versions == 0  # nobody reads them
     for other in (made(pinned=0), made(pinned=2, keeps_older=False)):
         flip(other, 1)
-        assert not other.is_older(GENESIS)
+        assert not other.held.is_older(GENESIS)
 
 
 def test_readers_take_the_banks_of_what_is_only_kept() -> None:
     """A version that is read is not freed for one that nobody reads; the sum of banks is what it is without."""
     versions = made(pinned=1)
     pull = PullId("a", 1, 1)
-    versions.pin_version(pull, GENESIS)
+    versions.held.pin_version(pull, GENESIS)
     (v1, v2) = flip(versions, 1, 2)
-    assert versions.is_older(GENESIS) and not versions.is_older(v1)
+    assert versions.held.is_older(GENESIS) and not versions.held.is_older(v1)
     prepared(versions, 3)
     assert versions.used_bytes <= versions.limit_bytes
     versions.unpin_version(pull)
-    assert versions.is_older(GENESIS) and versions.served_version == v2  # until the bank is wanted
+    assert versions.held.is_older(GENESIS) and versions.served_version == v2  # until the bank is wanted
 
 
 def test_every_slot_and_the_next_version_find_their_banks() -> None:
@@ -71,7 +71,7 @@ def test_what_readers_left_behind_is_freed_before_anybody_waits() -> None:
     versions = made(pinned=1)
     for number in (1, 2):
         assert versions.served_version is not None
-        versions.pin_version(PullId("a", 1, number), versions.served_version)
+        versions.held.pin_version(PullId("a", 1, number), versions.served_version)
         flip(versions, number)
     for number in (1, 2):
         versions.unpin_version(PullId("a", 1, number))
@@ -80,7 +80,7 @@ def test_what_readers_left_behind_is_freed_before_anybody_waits() -> None:
     for number in (4, 5):
         versions.open_slot(PushId("b", 1, number))
     versions.prepare_version(VersionId(3, 3), nesterov_step(1.0, 1.0, 0.0))
-    assert not versions.is_older(GENESIS) and versions.used_bytes == versions.limit_bytes
+    assert not versions.held.is_older(GENESIS) and versions.used_bytes == versions.limit_bytes
 
 
 def test_a_load_forgets_them() -> None:
@@ -88,7 +88,7 @@ def test_a_load_forgets_them() -> None:
     versions = made(pinned=2)
     (v1,) = flip(versions, 1)
     load_version(versions, GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
-    assert not versions.is_older(v1) and not versions.is_older(GENESIS)
+    assert not versions.held.is_older(v1) and not versions.held.is_older(GENESIS)
     assert len(versions.bank_holders()) == 2
 
 
@@ -97,14 +97,14 @@ def test_a_load_of_what_is_read_leaves_its_readers_where_they_are(flips: int) ->
     """The head again, or by a rollback: one bank for its θ, which is served on, and its reader ends as ever."""
     versions = made(pinned=1)
     reader = PullId("a", 1, 9)
-    read = versions.pin_version(reader, GENESIS)
+    read = versions.held.pin_version(reader, GENESIS)
     for number in range(1, flips + 1):
         flip(versions, number)
     load_version(versions, GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.5))
     assert sorted(versions.bank_holders()) == ["m v0@r0", "θ v0@r0"]
     assert versions.theta(GENESIS)[0] is read[0] and versions.momentum(GENESIS)[0][0] == 0.5
     versions.unpin_version(reader)
-    assert versions.served_version == GENESIS and not versions.pins
+    assert versions.served_version == GENESIS and not versions.held.pins
 
 
 def test_measured_and_folded_from_the_anchor() -> None:
@@ -124,10 +124,10 @@ def test_a_version_whose_readers_move_is_none() -> None:
     """Its bank is about to be free: it is no anchor from then on."""
     versions = made(pinned=1)
     pull = PullId("a", 1, 1)
-    versions.pin_version(pull, GENESIS)
+    versions.held.pin_version(pull, GENESIS)
     flip(versions, 1)
-    assert versions.is_older(GENESIS)
-    versions.move_readers(GENESIS)
-    assert not versions.is_older(GENESIS)
-    versions.on_reader_moved(pull)
+    assert versions.held.is_older(GENESIS)
+    versions.held.move_readers(GENESIS)
+    assert not versions.held.is_older(GENESIS)
+    versions.held.on_reader_moved(pull)
     assert len(versions.bank_holders()) == 2  # θ and m

@@ -17,7 +17,7 @@ from dips.outer.updates import (
     count_buffers,
     cut_parameters,
 )
-from dips.outer.versions import Versions
+from dips.outer.versions import PushMeasures, Versions
 from dips.outer_step import nesterov_numbers, nesterov_step, returned_share
 from dips.wire import frame
 from tests.loading import load_version
@@ -50,7 +50,7 @@ def made(codec: str, pinned: int = 1) -> Versions:
     return versions
 
 
-def prepare(versions: Versions, n: int) -> None:
+def prepare(versions: Versions, n: int) -> PushMeasures:
     """Fold a push of some change and make version n of it."""
     rng, push = np.random.default_rng(n), PushId("a", 1, n)
     assert versions.served_version is not None
@@ -58,7 +58,17 @@ def prepare(versions: Versions, n: int) -> None:
     for layer, slot in versions.open_slot(push).items():
         slot[:] = theta[layer] + 1e-3 * rng.standard_normal(slot.size).astype(np.float32)
     versions.fold_push(push, 1.0)
-    versions.prepare_version(version(n), nesterov_step(1.0, LR, MU))
+    return versions.prepare_version(version(n), nesterov_step(1.0, LR, MU))
+
+
+@pytest.mark.parametrize("codec", ["fp32", *LOSSY])
+def test_a_version_is_measured_as_its_clusters_pull_it(codec: str) -> None:
+    """After it was rounded: what a trainer pulled and pushes as it is has its digest."""
+    versions, push = made(codec), PushId("b", 1, 1)
+    prepared = prepare(versions, 1)
+    for layer, slot in versions.open_slot(push).items():
+        slot[:] = versions.theta(version(1))[layer]
+    assert versions.measure_push(push) == prepared
 
 
 def step(versions: Versions, n: int) -> dict[int, np.ndarray]:

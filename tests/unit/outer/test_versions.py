@@ -149,21 +149,21 @@ def test_all_slots_in_use_is_busy() -> None:
 def test_a_pinned_version_outlives_the_flip() -> None:
     """A pull that began before a flip goes on reading the same bytes (guards invariant 11)."""
     versions = made()
-    source = versions.pin_version(pull(1), GENESIS)
+    source = versions.held.pin_version(pull(1), GENESIS)
     copy = source[0].copy()
     outer_step(versions, 1, 0.5)
     outer_step(versions, 2, 0.25)
     np.testing.assert_array_equal(source[0], copy)
-    assert versions.pins == {pull(1): GENESIS}
+    assert versions.held.pins == {pull(1): GENESIS}
     versions.unpin_version(pull(1))
     with pytest.raises(StaleVersion, match="v0@r0 is not held; held: v2@r2"):
-        versions.pin_version(pull(2), GENESIS)
+        versions.held.pin_version(pull(2), GENESIS)
 
 
 def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
     """With more old readers than pins, prepare is Busy and changes nothing; it works when one is done."""
     versions = made(slots=1, pinned=0)
-    versions.pin_version(pull(1), GENESIS)
+    versions.held.pin_version(pull(1), GENESIS)
     outer_step(versions, 1, 0.5)
     fill(versions.open_slot(push(2)), 0.25)
     versions.fold_push(push(2), 1.0)
@@ -178,7 +178,7 @@ def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
 def test_an_older_version_never_takes_the_bank_of_a_slot() -> None:
     """Though a slot is free: a push that is granted it while θ′ is made must find its bank."""
     versions = made(slots=2, pinned=0)
-    versions.pin_version(pull(1), GENESIS)
+    versions.held.pin_version(pull(1), GENESIS)
     outer_step(versions, 1, 0.5)
     fill(versions.open_slot(push(2)), 0.25)
     versions.fold_push(push(2), 1.0)
@@ -191,40 +191,40 @@ def test_an_older_version_never_takes_the_bank_of_a_slot() -> None:
 def test_a_bank_is_free_when_its_last_reader_has_moved() -> None:
     """Readers leave a bank one by one; a version that is being left takes no new one, and the pins stay known."""
     versions = made(slots=1, pinned=0)
-    versions.pin_version(pull(1), GENESIS)
-    versions.pin_version(pull(2), GENESIS)
+    versions.held.pin_version(pull(1), GENESIS)
+    versions.held.pin_version(pull(2), GENESIS)
     outer_step(versions, 1, 0.5)
-    assert (versions.excess_versions, versions.older_versions) == (1, (GENESIS,))
-    assert versions.move_readers(GENESIS) == (pull(1), pull(2))
-    assert (versions.excess_versions, versions.older_versions) == (0, ())
+    assert (versions.held.excess_versions, versions.held.older_versions) == (1, (GENESIS,))
+    assert versions.held.move_readers(GENESIS) == (pull(1), pull(2))
+    assert (versions.held.excess_versions, versions.held.older_versions) == (0, ())
     with pytest.raises(StaleVersion):
-        versions.pin_version(pull(3), GENESIS)
-    versions.on_reader_moved(pull(1))
+        versions.held.pin_version(pull(3), GENESIS)
+    versions.held.on_reader_moved(pull(1))
     assert "older θ v0@r0" in versions.bank_holders()
-    versions.on_reader_moved(pull(2))
-    versions.on_reader_moved(pull(2))
+    versions.held.on_reader_moved(pull(2))
+    versions.held.on_reader_moved(pull(2))
     assert "older θ v0@r0" not in versions.bank_holders()
-    assert versions.pins == {pull(1): GENESIS, pull(2): GENESIS}
+    assert versions.held.pins == {pull(1): GENESIS, pull(2): GENESIS}
     versions.unpin_version(pull(1))
-    assert versions.pins == {pull(2): GENESIS}
+    assert versions.held.pins == {pull(2): GENESIS}
 
 
 def test_a_reader_that_ends_while_it_moves_is_over() -> None:
     """`released` before `moved` frees the bank too, and leaves nothing behind."""
     versions = made(slots=1, pinned=0)
-    versions.pin_version(pull(1), GENESIS)
+    versions.held.pin_version(pull(1), GENESIS)
     outer_step(versions, 1, 0.5)
-    versions.move_readers(GENESIS)
+    versions.held.move_readers(GENESIS)
     versions.unpin_version(pull(1))
-    versions.on_reader_moved(pull(1))
-    assert versions.pins == {}
+    versions.held.on_reader_moved(pull(1))
+    assert versions.held.pins == {}
     assert versions.used_bytes == 2 * 4 * 5
 
 
 def test_a_failed_load_keeps_what_was_served() -> None:
     """A snapshot that turns out corrupt half-way leaves θ and m of the present version as they are."""
     versions = made()
-    versions.pin_version(pull(1), GENESIS)
+    versions.held.pin_version(pull(1), GENESIS)
 
     def broken(theta: dict[int, np.ndarray], momentum: dict[int, np.ndarray]) -> None:
         fill(theta, 9.0)
@@ -250,7 +250,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
         (lambda v: v.allocate_banks({0: 99}), ConfigError),
         (lambda v: v.begin_load(VersionId(1, 1)), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
-        (lambda v: v.move_readers(GENESIS), LocalProtocolError),
+        (lambda v: v.held.move_readers(GENESIS), LocalProtocolError),
     ],
 )
 def test_what_is_illegal_is_refused(what: object, error: type[Exception]) -> None:
@@ -297,7 +297,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def prepare(self) -> None:
         self.seq += 1
-        older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
+        older = {v for v in self.versions.held.pins.values() if v != self.versions.served_version}
         try:
             self.versions.prepare_version(
                 VersionId(self.versions.served_version.version + 1, self.seq), nesterov_step(0.5, 0.7, 0.8)
@@ -318,7 +318,7 @@ class Life(RuleBasedStateMachine):
     @rule(value=st.floats(-4, 4, width=32))
     def load(self, value: float) -> None:
         self.seq += 1
-        older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
+        older = {v for v in self.versions.held.pins.values() if v != self.versions.served_version}
         try:
             load_version(
                 self.versions, VersionId(self.seq, self.seq), lambda theta, m: fill(theta, value) or fill(m, 0.0)
@@ -329,7 +329,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def pin(self) -> None:
         self.seq += 1
-        source = self.versions.pin_version(pull(self.seq), self.versions.served_version)
+        source = self.versions.held.pin_version(pull(self.seq), self.versions.served_version)
         self.readers[pull(self.seq)] = (dict(source), {i: a.tobytes() for i, a in source.items()})
 
     @precondition(lambda self: self.readers)
@@ -339,17 +339,17 @@ class Life(RuleBasedStateMachine):
         del self.readers[reader]
         self.versions.unpin_version(reader)
 
-    @precondition(lambda self: self.versions.older_versions)
+    @precondition(lambda self: self.versions.held.older_versions)
     @rule()
     def move(self) -> None:
         """The readers of the oldest version leave for copies; until each has `moved`, its bank must not change."""
-        self.moving += self.versions.move_readers(self.versions.older_versions[0])
+        self.moving += self.versions.held.move_readers(self.versions.held.older_versions[0])
 
     @precondition(lambda self: self.moving)
     @rule()
     def moved(self) -> None:
         reader = self.moving.pop()
-        self.versions.on_reader_moved(reader)
+        self.versions.held.on_reader_moved(reader)
         if reader in self.readers:
             _, content = self.readers[reader]
             self.readers[reader] = ({i: np.frombuffer(raw, np.float32) for i, raw in content.items()}, content)
@@ -362,7 +362,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def every_bank_in_use_has_a_reason(self) -> None:
         v = self.versions
-        in_memory = {p: version for p, version in v.pins.items() if p not in v._from_file}
+        in_memory = {p: version for p, version in v.held.pins.items() if p not in v.held._from_file}
         older = {version for version in in_memory.values() if version != v.served_version}
         expected = 2 + len(v.open_pushes) + v.folded + 2 * (v.prepared is not None) + len(older)
         assert len(v.bank_holders()) == expected == v.used_bytes // 20

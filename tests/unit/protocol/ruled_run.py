@@ -49,7 +49,7 @@ class RuledRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                held = body.anchor if body.anchor is not None and self.memory.is_older(body.anchor) else None
+                held = body.anchor if body.anchor is not None and self.memory.held.is_older(body.anchor) else None
                 found = self.memory.measure_push(body.push, held)
                 return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest, held is not None)
             case Fold():

@@ -82,7 +82,7 @@ def test_with_anchor_current_slaves_are_asked_for_nothing() -> None:
     run, _, _, _ = late_push(anchor="current")
     measured = [e.body for e in run.effects if isinstance(e, Order) and isinstance(e.body, Measure)]
     assert len(measured) == 2 and all(order.anchor is None for order in measured)
-    assert not run.memory.is_older(V1)
+    assert not run.memory.held.is_older(V1)
 
 
 @pytest.mark.parametrize(("base", "reason"), [(VersionId(1, 9), "which is no ancestor of it"), (GENESIS, "")])

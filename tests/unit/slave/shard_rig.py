@@ -244,6 +244,13 @@ class ShardRig:
         """Everything that an order could change."""
         v = self.shard.versions
         thetas = tuple(a.tobytes() for a in v.theta(v.served_version).values()) if v.served_version else ()
-        held = (v.served_version, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.bank_holders()))
+        held = (
+            v.served_version,
+            v.prepared,
+            v.folded,
+            v.open_pushes,
+            tuple(v.held.pins.items()),
+            tuple(v.bank_holders()),
+        )
         seen = (self.shard.term, self.shard.sinc, self.shard.round, self.shard.poison)
         return (thetas, held, seen, tuple(self.flow.pushes), tuple(self.flow.pulls), tuple(self.disk.kept))

@@ -336,7 +336,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
         slave.shard.execute_order(order)
     slave.shard.transfers.on_source_moved(PULL)
     assert read_prepared(slave.shard.execute_order(order)) == VersionId(3, 3)
-    assert slave.shard.versions.pins == {PULL: V1}
+    assert slave.shard.versions.held.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
 
 
@@ -361,7 +361,7 @@ def test_one_older_version_stays_in_memory() -> None:
     assert slave.flow.moving == []
     slave.order(Commit(slave.prepare(P3, 3), ()))
     assert slave.flow.moving == [PULL]
-    assert slave.shard.versions.older_versions == (VersionId(2, 2),)
+    assert slave.shard.versions.held.older_versions == (VersionId(2, 2),)
 
 
 def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:
@@ -372,7 +372,7 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
     slave.order(Commit(slave.prepare(P2, 2), ()))
     assert slave.flow.moving == [PULL]
     slave.shard.transfers.on_source_moved(PULL)
-    assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
+    assert slave.shard.versions.held.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
 
 
 def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
@@ -383,9 +383,9 @@ def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     used = slave.shard.versions.used_bytes
     slave.order(OpenPull(PULL, V1))
     assert slave.shard.versions.used_bytes == used
-    assert slave.shard.versions.pins == {PULL: V1}
+    assert slave.shard.versions.held.pins == {PULL: V1}
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
         slave.order(OpenPull(PullId("y", 1, 1), prepared))
     slave.shard.transfers.on_pull_released(PULL, "done")
-    assert slave.shard.versions.pins == {}
+    assert slave.shard.versions.held.pins == {}

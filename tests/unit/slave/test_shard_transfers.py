@@ -74,7 +74,7 @@ def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
         with pytest.raises(RemoteProtocolError):
             slave.order(body)
     assert slave.shard.versions.open_pushes == ()
-    assert slave.shard.versions.pins == {}
+    assert slave.shard.versions.held.pins == {}
 
 
 def test_an_open_push_is_opened_once_and_reported_again() -> None:
@@ -96,7 +96,7 @@ def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     slave.order(Commit(version, ()))
     assert slave.shard.versions.served_version == version
     assert all((a == 1.0).all() for a in slave.flow.pushes[P2].values())
-    assert slave.shard.versions.pins == {}
+    assert slave.shard.versions.held.pins == {}
 
 
 def test_a_lossy_push_on_a_version_that_is_not_held_is_refused_and_takes_nothing() -> None:
@@ -137,9 +137,9 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     slave = ShardRig().ready()
     slave.order(OpenPull(PULL, GENESIS))
     slave.order(ClosePull(PULL))
-    assert slave.shard.versions.pins == {PULL: GENESIS}
+    assert slave.shard.versions.held.pins == {PULL: GENESIS}
     slave.shard.transfers.on_pull_released(PULL, "closed")
-    assert slave.shard.versions.pins == {}
+    assert slave.shard.versions.held.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))
 
