@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_sec
 from tests.chaos.train_chaos import SHAPES, START, H
 from tests.chaos.wires import CutLine, Loop, Wire
 from tests.forkserver.process import descendants
-from tests.integration.cluster_harness import Process, Run
+from tests.integration.cluster_harness import Process, Run, free_port
 
 RUN, SLAVES = "test", ("ps0", "ps1")  # the harness's
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
@@ -68,19 +66,6 @@ EVER = 1_000_000  # rounds
 FIRST_GROUP = 43_000
 STEADY_S = 90.0  # for two more versions, restarts included: a trainer has taken 35 s to start where eight things ran
 SEEN_S = 60.0  # for what takes a second on idle cores
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4  # of those that test side by side
-_ports = list(range(15_000 + 4_000 * WORKER, 19_000 + 4_000 * WORKER))  # below those that the kernel hands out
-random.SystemRandom().shuffle(_ports)
-
-
-def free_port() -> int:
-    """A port that nobody listens on, each once: while a process is dead its port is free, and still its own."""
-    while True:
-        port = _ports.pop()
-        with socket.socket() as s, suppress(OSError):
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 def address() -> str:

@@ -13,13 +13,14 @@ slaves are 0. What a process prints is in `<name>.log` below the directory, and 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,9 @@ from dips.master.ledger import Ledger
 
 ROOT = Path(__file__).parents[2]
 END_S = 30.0  # for a process to end after SIGTERM
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4  # of those that test side by side
+_ports = list(range(15_000 + 4_000 * WORKER, 19_000 + 4_000 * WORKER))  # below those that connections are given
+random.SystemRandom().shuffle(_ports)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -43,10 +47,13 @@ def daemon(role: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that the kernel says is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens on, each once: while a process is dead its port is free, and still its own."""
+    while True:
+        port = _ports.pop()
+        with socket.socket() as s, suppress(OSError):
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:
