@@ -159,6 +159,6 @@ MUTANTS = (
         "dips/wire/updates.py",
         "most + -(self.offset + most) % BLOCK",
         "most",
-        "tests/unit/transport/test_update_intake.py",
+        "tests/unit/wire/test_updates.py",
     ),
 )

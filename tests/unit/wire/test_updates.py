@@ -83,3 +83,15 @@ def test_what_a_welcome_may_not_say_is_refused(said: tuple[int, int]) -> None:
 def test_parameters_are_no_updates() -> None:
     """Depth 0 of fp32 is the plain pull."""
     assert spelling_of(0, 0) is None and range_of(0, 0) is Range
+
+
+@pytest.mark.parametrize("key", SPELLINGS)
+@pytest.mark.parametrize("offset", [0, 3, BLOCK])
+def test_what_is_cut_off_ends_with_a_block(key: tuple[int, int], offset: int) -> None:
+    """However little is wanted: a block that is cut in two would travel with two steps."""
+    spelling = spelling_of(*key)
+    assert spelling is not None
+    piece = spelling.range(0, 0, offset, 4 * BLOCK - offset)
+    for most in (1, BLOCK - 1, BLOCK + 1, 3 * BLOCK):
+        cut = piece.cut(most)
+        assert (cut.offset + cut.length) % BLOCK == 0 and most <= cut.length < most + BLOCK
