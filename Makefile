@@ -42,7 +42,7 @@ mutants: $(VENV)/dev.stamp ## break one line at a time and run the tests that mu
 check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manifests
 	@echo "ruff check";          $(BIN)/ruff check -q .
 	@echo "ruff format --check"; $(BIN)/ruff format -q --check .
-	@echo "mypy --strict dips";  $(BIN)/mypy --no-error-summary
+	@echo "mypy --strict";       $(BIN)/mypy --no-error-summary
 	@echo "stubs of protos/";    out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
 	  PYTHON="$(CURDIR)/$(BIN)/python" protos/generate "$$out/generated"; \
 	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median
 
 from benchmarks.cast import Cast
@@ -202,12 +203,12 @@ def order(bench: Bench) -> None:
     cast = Cast(slaves=2, ranks=4, layers=8, numel=(8 if bench.quick else 16) << 18)
     runs = {AskOrder.TURNS: bench.runs, AskOrder.RANDOM: 6 if bench.quick else 20}
     bench.say(f"order: 4 workers, 2 slaves, {WORKERS_MBIT:g} Mbit/s each, {runs[AskOrder.RANDOM]} random orders")
-    took: dict[tuple[str, str], list[Took]] = {}
+    took: dict[tuple[str, AskOrder], list[Took]] = {}
     with network(hosts_of(cast, WORKERS_MBIT)) as hosts:
         for kind, module, concurrent_streams in SERVING:
             with ends(cast, hosts, module, concurrent_streams=concurrent_streams) as made:
                 for rule in (AskOrder.TURNS, AskOrder.RANDOM):
-                    took[kind, rule] = in_turns({rule: lambda made=made, rule=rule: made.push(rule)}, runs[rule])[rule]
+                    took[kind, rule] = in_turns({rule: partial(made.push, rule)}, runs[rule])[rule]
     seconds = {key: mean(t.seconds for t in each) for key, each in took.items()}
     for kind, _, _ in SERVING:
         bench.row(
@@ -218,8 +219,8 @@ def order(bench: Bench) -> None:
         "an order shortens a push where slaves serve one at a time; those that ask several at once keep their lines "
         "full in any order, since who has nothing to give is overtaken: there the limit is the wire, whatever the order"
     )
-    for (kind, rule), each in took.items():
-        bench.note(f"{kind}, {rule}: {limit(middle(each), cast, WORKERS_MBIT)}")
+    for (kind, used), each in took.items():
+        bench.note(f"{kind}, {used}: {limit(middle(each), cast, WORKERS_MBIT)}")
 
 
 def second_cluster(bench: Bench) -> None:

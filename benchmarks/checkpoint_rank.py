@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.outer_rank import BenchModel
 from dips.client import OuterLoop
@@ -89,6 +89,7 @@ class CheckpointTurns:
         for _ in range(max(1, round(seconds / self._step_s))):
             with torch.no_grad():
                 for parameter in self._model.parameters():
+                    assert isinstance(parameter, DTensor)
                     parameter.to_local().add_(1e-3)
             time.sleep(self._step_s)
             self._outer.step(tokens=1)
@@ -106,7 +107,8 @@ class CheckpointTurns:
             writer.fs = PacedDisk(self._disk_bps)
         begun = time.perf_counter()
         state = {"model": self._model.state_dict(), "outer": self._outer.state_dict()}
-        saving = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        saving = async_save(state, storage_writer=writer, process_group=self._group)
+        assert isinstance(saving, Future)
         saving.add_done_callback(lambda _: took.update(save=time.perf_counter() - begun))
         return saving
 
@@ -136,4 +138,5 @@ def main(out: Path, layers: int, numel: int, step_s: float, disk_bps: float, run
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), *map(float, sys.argv[4:6]), int(sys.argv[6]))  # type: ignore[arg-type]
+    out, layers, numel, step_s, disk_bps, runs = sys.argv[1:]
+    main(Path(out), int(layers), int(numel), float(step_s), float(disk_bps), int(runs))

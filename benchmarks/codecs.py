@@ -25,7 +25,7 @@ from benchmarks.wire_bytes import bytes_of_round
 from dips.demo import data
 from dips.demo.model import Decoder, Shape, loss_of
 from dips.outer import kernels
-from dips.outer.updates import BLOCK, Update
+from dips.outer.updates import Codes, Update, count_blocks
 from dips.outer_step import nesterov_numbers, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.update_chunks import cut_updates
@@ -110,26 +110,21 @@ class PulledVersions:
         self._codec, self._momentum, self.theta = codec, np.zeros_like(theta), theta.copy()
         self._whole, layout = Range(0, 0, 0, numel), Manifest((Layer("all", (Parameter("all", (numel,)),)),))
         self._layout = LayerLayout(layout, (0,))
-        codes = np.zeros(numel, np.int8 if codec == "int8" else np.uint16)
-        steps = {0: np.zeros(-(-numel // BLOCK), np.float32)} if codec == "int8" else {}
+        codes: Codes = np.zeros(numel, np.int8) if codec == "int8" else np.zeros(numel, np.uint16)
+        steps = {0: np.zeros(count_blocks(numel), np.float32)} if codec == "int8" else {}
         self._update = Update({0: codes}, steps)
 
     def step(self, difference: F32) -> None:
         """Take the outer step, and pull it."""
         acc, after = -difference, np.empty_like(self.theta)
-        kernels.apply(self.theta, acc, self._momentum, 1.0, OUTER_LR, nesterov_numbers(MOMENTUM), after)
+        kernels.apply(self.theta, acc, self._momentum, 1.0, OUTER_LR, nesterov_numbers(MOMENTUM), after, 0)
         if self._codec == "fp32":
             self.theta = after
         else:
-            kernel = kernels.round_int8 if self._codec == "int8" else kernels.round_bf16
-            steps = self._update.steps.get(0, np.zeros(0, np.float32))
+            kernel: Callable[..., None] = kernels.round_int8 if self._codec == "int8" else kernels.round_bf16
+            back, steps = returned_share(OUTER_LR, nesterov_numbers(MOMENTUM)), self._update.steps.get(0)
             kernel(
-                self.theta,
-                after,
-                acc,
-                returned_share(OUTER_LR, nesterov_numbers(MOMENTUM)),
-                self._update.codes[0],
-                steps,
+                self.theta, after, acc, back, self._update.codes[0], np.zeros(0, np.float32) if steps is None else steps
             )
             self._pull()
             assert self.theta.tobytes() == after.tobytes(), "a pull is not the version"
@@ -183,7 +178,7 @@ def inner_steps(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: data
         if step == INNER_STEPS:
             return
         optimizer.zero_grad()
-        loss_of(model, torch.from_numpy(batch.astype("int64"))).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, torch.from_numpy(batch.astype("int64"))).backward()
         optimizer.step()
 
 

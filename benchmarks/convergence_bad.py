@@ -49,7 +49,7 @@ def bad_fleets() -> dict[str, list[Any]]:
 
 def _share_of(others: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> float:
     """Of the tokens of a third of the run's time: what is accepted in it without the bad ones."""
-    return sum(1 / m["step_s"] for m in others) / sum(1 / m["step_s"] for m in whole)
+    return float(sum(1 / m["step_s"] for m in others) / sum(1 / m["step_s"] for m in whole))
 
 
 def bad_rows() -> Rows:

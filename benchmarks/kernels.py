@@ -67,6 +67,8 @@ class Yardsticks:
         _triad(theta_next, theta, momentum)
         return 0.0, 0
 
+    round_int8, round_bf16 = staticmethod(kernels.round_int8), staticmethod(kernels.round_bf16)  # nothing is like them
+
 
 def measure(bench: Bench) -> None:
     """Time every kernel over one model's banks, in turn with the yardsticks."""

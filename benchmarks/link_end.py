@@ -46,6 +46,8 @@ class LinkEvents:
     def on_pull_released(self, pull: PullId, reason: str) -> None:
         self._over.set()
 
+    def on_source_moved(self, pull: PullId) -> None: ...
+
     def on_push_refused(self, push: PushId, reason: str) -> None:
         print(f"refused: {reason}", file=sys.stderr, flush=True)
 

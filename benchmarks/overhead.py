@@ -92,7 +92,7 @@ def measure(bench: Bench) -> None:
     """Without overlap, then with it."""
     device = bench.args.device
     lacks = missing() or missing_device(device)
-    if lacks is not None:
+    if lacks:
         bench.note(f"nothing was measured: {lacks}")
         return
     for overlap, setting in (QUICK_RUN if bench.quick else FULL_RUN).items():
@@ -157,8 +157,8 @@ def lived(setting: Setting, overlap: str, device: str) -> Seen:
             rounds = [one for name in clusters for one in run.stretches(name)]
             contributions = run.contributions()[WARM:][: setting.rounds]
             beyond = [run.beyond(name) for name in clusters]
-    host, device = ([n for b in beyond if (n := b[of]) is not None] for of in ("host", "device"))
-    return Seen(rounds, contributions, host, device)
+    used = {of: [n for b in beyond if (n := b[of]) is not None] for of in ("host", "device")}
+    return Seen(rounds, contributions, **used)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def _timed(run: ScaleRun, work: Callable[[], object]) -> float:
 
 def _lives(bench: Bench, run: ScaleRun) -> None:
     lives = []
-    run.took.clear(), run.count.clear()
+    run.took.clear()
+    run.count.clear()
     for number in range(bench.runs):
         bench.say(f"life {number + 1} of {bench.runs}")
         lives.append(_timed(run, lambda cluster=run.clusters[number]: run.live_push(cluster, 2)))  # type: ignore[misc]

@@ -8,7 +8,7 @@ timed, by kind of event.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -57,7 +57,7 @@ class ScaleRun:
         self.journaled = False
         judge = Judge.from_state(options.timing, state, self.now)
         self.core = MasterCore(self.coordinator, judge, options.timing, self.now, step=self._step)
-        self.took: Counter[str] = Counter()  # seconds by kind of event
+        self.took: defaultdict[str, float] = defaultdict(float)  # seconds by kind of event
         self.count: Counter[str] = Counter()
         self.orders: deque[Order] = deque()
         self.answers: dict[int, Any] = {}

@@ -43,7 +43,7 @@ class SlowClusterRun:
 
     def round_s(self, clusters: Sequence[str]) -> float:
         """Mean seconds from one outer step to the next."""
-        return mean(b["ended"] - a["ended"] for name in clusters for a, b in pairwise(self.steps[name][WARM:]))
+        return mean(float(b["ended"] - a["ended"]) for name in clusters for a, b in pairwise(self.steps[name][WARM:]))
 
 
 def measure(bench: Bench) -> None:
@@ -91,8 +91,8 @@ def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
         ) as run,
     ):  # fmt: skip
         run.finish(WITHIN_S)
-        steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
-        marks = {name: list(timeline.read_marks(run.timeline(name))) for name in clusters}
+        steps: dict[str, list[Mark]] = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
+        marks: dict[str, list[Mark]] = {name: list(timeline.read_marks(run.timeline(name))) for name in clusters}
     return SlowClusterRun(steps, marks)
 
 

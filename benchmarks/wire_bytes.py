@@ -18,9 +18,11 @@ from dips.client.rank.transfer import TransferIdentity, pull_pieces, push_pieces
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
+from dips.outer.pool import Arrays
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.enums import PushCodec
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.transport.shares import Piece
@@ -90,7 +92,8 @@ class CountedRounds:
         flow.start(1, self._events)
         self.versions = Versions(KernelPool(kernels), 1, 1, pull_codec)
         self.versions.allocate_banks({0: numel})
-        self.versions.load_version(GENESIS, _begin)
+        _begin(*self.versions.begin_load(GENESIS))
+        self.versions.end_load(filled=True)
         self.host = np.zeros(numel, np.float32)
         self._pieces = [Piece(0, 0, 0, numel, self.host)]
         self._feedback = Feedback(self._pieces)
@@ -128,13 +131,13 @@ class CountedRounds:
 
     def _grant(self, version: VersionId, codec: str = "fp32") -> Grant:
         there = (SlaveAddress(SLAVE, 1, (self._door.address,), (0,)),)
-        return Grant(version, there, ((0,),), WAIT_S, codec, None if codec == "fp32" else version)  # type: ignore[arg-type]
+        return Grant(version, there, WAIT_S, PushCodec(codec), None if codec == "fp32" else version)
 
     def _name(self) -> TransferIdentity:
         return TransferIdentity(RUN, CLUSTER, 1, self._seq, 0)
 
 
-def _begin(theta: dict[int, np.ndarray], momentum: dict[int, np.ndarray]) -> None:
+def _begin(theta: Arrays, momentum: Arrays) -> None:
     theta[0][:] = np.random.default_rng(1).standard_normal(theta[0].size, np.float32)
     momentum[0].fill(0)
 
