@@ -50,14 +50,16 @@ class _Member:
     step_s: float
     since_push: int
     bytes_per_s: float
+    idle_s: float
 
     @property
     def period_s(self) -> float:
         return min(self.wanted * self.step_s, NEVER_S)
 
     def duration_s(self, timing: WindowTiming) -> float:
-        """How long its push moves; 0 while its bandwidth is unknown."""
-        return timing.model_bytes / self.bytes_per_s if self.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
+        """How long its push is open; the time in which it moves is left out while its bandwidth is unknown."""
+        moving_s = timing.model_bytes / self.bytes_per_s if self.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
+        return min(moving_s + self.idle_s, NEVER_S)
 
 
 class Alignment:
@@ -78,10 +80,11 @@ class Alignment:
         trains = heartbeat.trainer is TrainerState.TRAINING
         if trains and heartbeat.aligned_steps > 0 and heartbeat.step_s >= LEAST_STEP_S:
             before = self._members.get(heartbeat.cluster)
-            self._members[heartbeat.cluster] = _Member(
-                heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s
+            member = self._members[heartbeat.cluster] = _Member(
+                heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s, heartbeat.idle_s
             )
-            self._changed = self._changed or before is None or before.bytes_per_s != heartbeat.bytes_per_s
+            if before is None or (before.bytes_per_s, before.idle_s) != (member.bytes_per_s, member.idle_s):
+                self._changed = True
         else:
             self.forget_cluster(heartbeat.cluster)
 

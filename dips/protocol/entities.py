@@ -67,6 +67,7 @@ class Push:
     deadline: float  # moves on, see movement.py
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
+    idle_s: float = 0.0  # in that time: open but not moving, as its cluster says
     codec: PushCodec = PushCodec.FP32
     opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False

@@ -136,6 +136,7 @@ class PushRequested:
     tokens: int = 0  # that it would bring if it were frozen now
     step_s: float = 0.0  # time of an inner step; 0 while unknown
     keys: tuple[str, ...] = ()  # public, of each rank; slaves whose lanes are plain need none
+    idle_s: float = 0.0  # open but not moving: until ranks that train on look at it, and between fragments
 
 
 @dataclass(frozen=True, slots=True)

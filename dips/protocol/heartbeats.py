@@ -42,6 +42,7 @@ class ClusterHeartbeat:
     tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # of the push or pull that its ranks come to, or move; 0: none
     note: str = ""  # what a person should know of this cluster; for showing only
+    idle_s: float = 0.0  # of a push: see PushRequested
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     cluster.ranks, cluster.keys = event.ranks, event.keys
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
-    due = _due_at(run, cluster)
-    push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
+    due = _due_at(run, cluster, event.idle_s)
+    push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, event.idle_s, codec, opened_at=run.now)
     push.first = lowest_free(((p.first, p.ranks) for p in run.transfers.uncommitted_pushes()), event.ranks)
     push.unstaged = dict.fromkeys(run.slaves)
     cluster.push = push
@@ -128,14 +128,14 @@ def on_push_opened(run: RunState, fanout: Fanout) -> None:
     cluster = run.cluster_of(fanout.subject)
     if cluster is None or cluster.push is None:
         return
-    cluster.push.opened, cluster.push.due = True, _due_at(run, cluster)
+    cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
     cluster.reason = "pushing"
     window.extend_open_window(run)
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
-def _due_at(run: RunState, cluster: Cluster) -> float:
-    return run.now + run.moving_s(cluster) if cluster.bytes_per_s else 0.0
+def _due_at(run: RunState, cluster: Cluster, idle_s: float) -> float:
+    return run.now + run.moving_s(cluster) + idle_s if cluster.bytes_per_s else 0.0
 
 
 def _grant_of(run: RunState, push: Push) -> Grant:

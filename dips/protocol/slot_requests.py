@@ -24,7 +24,7 @@ def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refuse
         if free > run.slot_queue.count_waiting(run.now):
             return None
         return Refused(longest, f"waits for {missing}" if missing else "quarantined: it pushes while no other waits")
-    ask = SlotAsk(cluster.name, event.tokens, event.step_s, run.moving_s(cluster))
+    ask = SlotAsk(cluster.name, event.tokens, event.step_s, run.moving_s(cluster) + event.idle_s)
     answer = run.slot_queue.request_slot(ask, free, longest, run.options.timing.transfer_s, run.now)
     if answer.admitted:
         return None

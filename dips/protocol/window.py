@@ -18,6 +18,7 @@ from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
 
 WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
+IDLE_SHARE = 0.2  # of a push that is open without moving: inner steps and fragments end where they end
 LEAST_WINDOW_S = 1.0
 LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
 SPREAD_SHARE = 0.5  # of a window: waited for that much longer than a cluster is due by its last pushes
@@ -28,7 +29,11 @@ def window_s(run: RunState) -> float:
     if run.options.timing.window_s is not None:
         return run.options.timing.window_s
     paces = [pace for c in run.clusters.values() if c.live for pace in c.paces]
-    return max(LEAST_WINDOW_S, WINDOW_SHARE * median(paces)) if paces else LEAST_WINDOW_S
+    if not paces:
+        return LEAST_WINDOW_S
+    pace = median(paces)
+    idle_s = max((push.idle_s for push in run.transfers.pushes.values()), default=0.0)
+    return max(LEAST_WINDOW_S, WINDOW_SHARE * pace + IDLE_SHARE * min(idle_s, pace))
 
 
 def can_open(run: RunState) -> bool:
@@ -140,4 +145,4 @@ def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> boo
 
 
 def _late_at(run: RunState, cluster: Cluster, push: Push) -> float:
-    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster))
+    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster), push.idle_s)

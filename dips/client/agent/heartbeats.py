@@ -15,7 +15,7 @@ from dips.client.agent.pushes import give_back
 from dips.client.agent.questions import end_pauses
 from dips.client.agent.remarks import write_note
 from dips.client.agent.state import AgentState, TrainerAttempt
-from dips.client.agent.transfers import halt_dropped, moving_transfer
+from dips.client.agent.transfers import halt_dropped, moving_transfer, push_idle_s
 from dips.errors import Denied, StaleIncarnation
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
@@ -73,6 +73,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         account.consumed_tokens,
         sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
         write_note(s),
+        push_idle_s(s),
     )
 
 

@@ -15,6 +15,7 @@ from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.questions import close_channel, repeat_question
 from dips.client.agent.state import AgentState
+from dips.client.agent.transfers import fragment_interval
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import (
     Answer,
@@ -113,22 +114,12 @@ def _find_verdict(s: AgentState) -> Answer:
     if sync.phase is SyncPhase.PUSHING and sync.grant:
         pushes.freeze_push(s)
         sync.ordered = s.push_id
-        return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, _fragment_interval(s))
+        return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, fragment_interval(s))
     if sync.phase is SyncPhase.PULLING and sync.grant:
-        interval = _fragment_interval(s) if sync.merge else 0
+        interval = fragment_interval(s) if sync.merge else 0
         sync.ordered = s.pull_id
         return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result, interval)
     return AskAgain(sync.reason, s.pace.steps_until_ask)
-
-
-def _fragment_interval(s: AgentState) -> int:
-    """Inner steps between two fragments; 0: all move at once, or the pace is not known yet.
-
-    Those of a push take half of the time between two pushes, those of its pull the other half, so that there are as
-    many rounds as without fragments.
-    """
-    fragments = s.settings.fragments
-    return s.pace.round_steps // (2 * fragments) if fragments > 1 else 0
 
 
 def on_sync_reply(s: AgentState, result: Result) -> None:

@@ -33,6 +33,7 @@ class Pace:
         self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
         self._took: deque[float] = deque(maxlen=STEPS_KEPT)
         self._step_s: float | None = 0.0  # their median, once somebody has asked for it
+        self._round = 0  # steps of the last round; 0: there was none
         self.first_step_s = 0.0  # of all, from the trainer's beginning: an estimate until there is a better one
         self._due: float | None = None  # of the meeting
         self._set_at = 0.0  # when it was set
@@ -54,7 +55,7 @@ class Pace:
         """Inner steps between two pushes, as far as that is known; 0: it is not."""
         if self._seconds is not None:
             return int(self._seconds / self.step_s) if self.step_s > 0 else 0
-        return self._steps or self._aligned or 0
+        return self._steps or self._round or self._aligned or 0
 
     @property
     def steps_until_ask(self) -> int:
@@ -91,6 +92,7 @@ class Pace:
 
     def restart_count(self, now: float) -> None:
         """A push is over, whatever came of it, or a trainer begins: count anew."""
+        self._round = self.since_push or self._round
         self.since_push, self._since, self._due = 0, now, None
         self.pause_timing()
 

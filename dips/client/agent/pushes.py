@@ -14,7 +14,7 @@ from dips.client.agent.questions import ask_master
 from dips.client.agent.recalls import lose_work
 from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps, name_cause
-from dips.client.agent.transfers import begin_transfer, record_moved
+from dips.client.agent.transfers import begin_transfer, push_idle_s, record_moved
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import PushMoved, PushResult
 from dips.dataclass import replace
@@ -33,9 +33,8 @@ def ask_push(s: AgentState) -> None:
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
     tokens, step_s, ranks = s.account.carried.tokens, s.pace.step_s, s.trainer.push_ranks
-    ask_master(
-        s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, s.trainer.keys[:ranks])
-    )
+    keys, idle_s = s.trainer.keys[:ranks], push_idle_s(s)
+    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, keys, idle_s))
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:

@@ -43,3 +43,21 @@ def halt_dropped(s: AgentState, live: tuple[PushId | None, PullId | None]) -> No
     moving = moving_transfer(s)
     if moving is not None and moving == s.sync.moving_at_heartbeat and moving not in live:
         s.sync.halt = f"the master has dropped {moving}"
+
+
+def fragment_interval(s: AgentState) -> int:
+    """Inner steps between two fragments; 0: all move at once, or the pace is not known yet.
+
+    Those of a push take half of the time between two pushes, those of its pull the other half, so that there are as
+    many rounds as without fragments.
+    """
+    fragments = s.settings.fragments
+    return s.pace.round_steps // (2 * fragments) if fragments > 1 else 0
+
+
+def push_idle_s(s: AgentState) -> float:
+    """How long a push is open without moving: until ranks that train on look, and freeze; and between fragments."""
+    if not s.settings.overlap:
+        return 0.0
+    look = s.pace.steps_until_ask  # in as many steps a fragment is seen to be over, which counts as moving
+    return (look + (s.settings.fragments - 1) * max(0, fragment_interval(s) - look)) * s.pace.step_s

@@ -92,6 +92,7 @@ class ClusterHeartbeat(_message.Message):
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     TRANSFER_SEQ_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -113,6 +114,8 @@ class ClusterHeartbeat(_message.Message):
     """of the push or pull that its ranks come to, or move; 0: none"""
     note: _builtins.str
     """what a person should know of this cluster"""
+    idle_s: _builtins.float
+    """of a push: beyond moving its bytes"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -137,10 +140,11 @@ class ClusterHeartbeat(_message.Message):
         tokens_consumed: _builtins.int = ...,
         transfer_seq: _builtins.int = ...,
         note: _builtins.str = ...,
+        idle_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "note", b"note", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "idle_s", b"idle_s", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "note", b"note", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,11 +160,14 @@ class PushRequested(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
     tokens: _builtins.int
     """that it would bring now"""
     step_s: _builtins.float
     """time of an inner step; 0 while unknown"""
+    idle_s: _builtins.float
+    """it will be open so much longer than its bytes take"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
@@ -178,10 +185,11 @@ class PushRequested(_message.Message):
         tokens: _builtins.int = ...,
         step_s: _builtins.float = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
+        idle_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "keys", b"keys", "push", b"push", "ranks", b"ranks", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "idle_s", b"idle_s", "keys", b"keys", "push", b"push", "ranks", b"ranks", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

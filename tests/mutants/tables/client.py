@@ -14,6 +14,7 @@ RESTARTS = "tests/unit/client/agent/test_restarts.py"
 ERRORS = "tests/unit/client/agent/test_error_tail.py"
 FEEDBACK = "tests/unit/client/rank/test_feedback.py"
 FRAGMENTS = "tests/unit/client/rank/test_fragments.py"
+OVERLAP, PACE = "tests/unit/client/agent/test_overlap.py", "tests/unit/client/agent/test_pace.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
 IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
 PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
@@ -54,6 +55,11 @@ MUTANTS = (
     Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
     Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
     # ---- fragments
+    Mutant("ranks that train on look at once", AGENT, "return (look + (s.", "return ((s.", OVERLAP),
+    Mutant(
+        "a look between fragments counts twice", AGENT, "fragment_interval(s) - look)", "fragment_interval(s))", OVERLAP
+    ),
+    Mutant("aligned fragments go by the own H", AGENT, "self._steps or self._round or", "self._steps or", PACE),
     Mutant(
         "a late fragment is offered whatever it holds",
         RANK,

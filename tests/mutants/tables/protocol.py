@@ -160,6 +160,14 @@ MUTANTS = (
     Mutant("a cluster's pace is forgotten", ROOM, "requested_at + interval_s +", "requested_at +", ROUND),
     Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
     Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
+    Mutant(
+        "ranks that train on are late", ROOM, "run.moving_s(cluster), push.idle_s)", "run.moving_s(cluster))", ROUND
+    ),
+    Mutant("a push is due when its bytes are", ROOM, "run.moving_s(cluster) + idle_s", "run.moving_s(cluster)", ROUND),
+    Mutant("a window is as long for fragments", ROOM, "+ IDLE_SHARE * min(idle_s, pace)", "", ROUND),
+    Mutant(
+        "whatever a cluster says holds a window", ROOM, "IDLE_SHARE * min(idle_s, pace)", "IDLE_SHARE * idle_s", ROUND
+    ),
     Mutant("a window slides without end", WINDOW, "min(find_end(run, r), r", "max(find_end(run, r), r", WINDOWS),
     Mutant("a window slides back", WINDOW, "max(r.closes, min(", "max(0.0, min(", WINDOWS),
     Mutant("windows adapt to the last alone", WINDOW, "due - total / count <=", "due - r.opened <=", WINDOWS),
@@ -469,6 +477,14 @@ MUTANTS = (
     Mutant("a slave's line runs backwards", ROOM, "(slave - worker) % slaves", "(slave + worker) % slaves", ORDER),
     Mutant("begin at a slave with hardly any link left", ROOM, "LEAST_SHARE = 0.5 ", "LEAST_SHARE = 0.01 ", ORDER),
     Mutant("meet after the meeting", ROOM, "begin = self._anchor - ", "begin = self._anchor + ", PACE),
+    Mutant("push as if nobody trained on", ROOM, "min(moving_s + self.idle_s, ", "min(moving_s, ", PACE),
+    Mutant(
+        "who trains on less long begins as early",
+        ROOM,
+        "(member.bytes_per_s, member.idle_s)",
+        "(member.bytes_per_s, before.idle_s)",
+        PACE,
+    ),
     Mutant("shortest push first", ROOM, "(-durations[name], name)", "(durations[name], name)", PACE),
     Mutant("the period leaps", ROOM, "MOST_CHANGE = 1.25", "MOST_CHANGE = 12.5", PACE),
     Mutant(

@@ -111,10 +111,10 @@ class ScriptedRun:
         self.ask(ev.PullRequested(0, pull, 1))
         self.ask(ev.PullFinished(0, pull, True))
 
-    def open_push(self, cluster: str, base: VersionId | None = None, ranks: int = 1) -> PushId:
+    def open_push(self, cluster: str, base: VersionId | None = None, ranks: int = 1, idle_s: float = 0.0) -> PushId:
         """A push that has its slot and moves."""
         push = self.next_push(cluster)
-        self.ask(ev.PushRequested(0, push, base or self.head, ranks))
+        self.ask(ev.PushRequested(0, push, base or self.head, ranks, idle_s=idle_s))
         return push
 
     def commit(self, push: PushId, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> Any:

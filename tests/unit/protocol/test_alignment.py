@@ -18,9 +18,12 @@ HEARTBEAT_S = 0.5
 WINDOW_SHARE = 0.05  # of the time between pushes: the window's default
 
 
-def heartbeat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterHeartbeat:
+def heartbeat(
+    name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0, idle_s: float = 0.0
+) -> ClusterHeartbeat:
     return ClusterHeartbeat(
         name, 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, None, 0, 0, bytes_per_s, wanted, step_s, since,
+        idle_s=idle_s,
     )  # fmt: skip
 
 
@@ -70,22 +73,33 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     assert delays == pytest.approx([4.4, 4.4, 5.4, 5.4])
 
 
+def test_a_push_begins_earlier_by_the_time_in_which_it_does_not_move() -> None:
+    """Its ranks look up from their inner steps, and its fragments are apart; known or not how fast its link is."""
+    alignment = Alignment()
+    alignment.record_heartbeat(heartbeat("a", 0.1, idle_s=2.0))
+    assert alignment.push_in_s("a", gathering(nbytes=100), 0.0) == pytest.approx(4.4)
+    alignment.record_heartbeat(heartbeat("a", 0.1, bytes_per_s=100.0, idle_s=2.0))
+    assert alignment.push_in_s("a", gathering(nbytes=100), 0.0) == pytest.approx(3.4)
+    alignment.record_heartbeat(heartbeat("a", 0.1, bytes_per_s=100.0, idle_s=1.0))
+    assert alignment.push_in_s("a", gathering(nbytes=100), 0.0) == pytest.approx(4.4)
+
+
 REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
 COUNTS = st.sampled_from([0, 1, 64, (1 << 53) - 1])
 
 
 @given(
-    st.lists(st.tuples(REALS, COUNTS, COUNTS, REALS), min_size=1, max_size=4),
+    st.lists(st.tuples(REALS, COUNTS, COUNTS, REALS, REALS), min_size=1, max_size=4),
     st.sampled_from([0, 2, (1 << 53) - 1]),
     st.booleans(),
 )
 def test_no_heartbeat_that_the_wire_lets_in_is_too_much(
-    members: list[tuple[float, int, int, float]], slots: int, opened: bool
+    members: list[tuple[float, int, int, float, float]], slots: int, opened: bool
 ) -> None:
     """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
     alignment, found = Alignment(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
-    for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
-        alignment.record_heartbeat(heartbeat(f"c{i}", step_s, since, wanted, bytes_per_s))
+    for i, (step_s, since, wanted, bytes_per_s, idle_s) in enumerate(members):
+        alignment.record_heartbeat(heartbeat(f"c{i}", step_s, since, wanted, bytes_per_s, idle_s))
     for i in range(len(members)):
         left = alignment.push_in_s(f"c{i}", found, 10.0)
         assert left == OWN_PACE or 0 <= left <= NEVER_S

@@ -184,6 +184,30 @@ def test_the_window_waits_for_a_push_until_it_is_late() -> None:
     assert [fold.push for fold in run.committed[-1].folds] == [push]
 
 
+def test_the_window_waits_for_ranks_that_train_on() -> None:
+    """They look at the push at the end of an inner step: it is due that much later, and late after as much again."""
+    run = paced(window_s=50.0)
+    run.step(ev.BandwidthMeasured("b", 1, MANIFEST.numel * 4 / 10.0))  # its push moves for 10 s
+    run.open_push("b", idle_s=6.0)
+    push = run.push("a")
+    run.wait(21.5)
+    assert run.committed == []
+    run.wait(1.0)
+    assert [fold.push for fold in run.committed[-1].folds] == [push]
+
+
+@pytest.mark.parametrize(("idle_s", "window_s"), [(0.0, 5.0), (40.0, 13.0), (1e9, 25.0)])
+def test_pushes_in_fragments_come_in_a_longer_window(idle_s: float, window_s: float) -> None:
+    """By a fifth of the time in which they do not move, of which no more is believed than the pace."""
+    run = paced()
+    for _ in range(3):
+        pushed_by_two(run)
+        run.wait(100.0)
+    run.open_push("b", idle_s=idle_s)
+    run.push("a")
+    assert opened_window_s(run) == pytest.approx(window_s)
+
+
 def test_the_window_does_not_wait_for_a_push_that_is_due_after_it() -> None:
     """A slow link keeps no window open."""
     run = paced(window_s=5.0)

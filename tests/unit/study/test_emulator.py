@@ -60,6 +60,15 @@ def test_the_cosine_to_the_momentum_is_known_from_the_second_version_on(made: Em
     assert together.cosines[0] > 0 > made.cosines[0]  # who pushes alone meets a θ that has overshot its base
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_aligned_clusters_that_train_on_meet(fragments: int) -> None:
+    """Inner steps longer than anybody waits, at whose ends alone the ranks look at push and pull."""
+    members = replace(fleet(4.0, 4.7, 6.0, pace="aligned", inner_steps=32), overlap=True, fragments=fragments)
+    made = emulated(members, steps=12 * 3 * 32)[0]
+    assert made.finished and made.versions <= 18
+    assert made.mean_staleness < 0.5, "1.1 and 1.9 as long as windows did not wait for them"
+
+
 def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
     assert emulated(TWO)[0] == made
     assert emulated(TWO, seed=4)[0].loss != made.loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dips.client.agent.heartbeats import build_heartbeat
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,
@@ -184,6 +185,20 @@ def test_fragments_of_a_push_and_of_its_pull_take_half_a_round_each(fragments: i
     play.reply(outcome(OutcomeKind.ACCEPTED))
     pull = play.send(moved)
     assert isinstance(pull, PullNow) and (pull.merge, pull.interval) == (True, interval)
+
+
+@pytest.mark.parametrize(("overlap", "fragments", "idle_s"), [(False, 1, 0.0), (True, 1, 4.0), (True, 4, 88.0)])
+def test_the_master_is_told_how_long_a_push_does_not_move(overlap: bool, fragments: int, idle_s: float) -> None:
+    """Inner steps of 4 s: one until the ranks look and freeze; of 3 fragments, 7 of the 8 steps between them."""
+    play = Play(overlap=overlap, fragments=fragments)
+    play.begin()
+    for _ in range(H):
+        play.now += 4.0
+        play.step(1)
+    asked = want(play)
+    play.send(asked)
+    assert play.asked(PushRequested).idle_s == pytest.approx(idle_s)
+    assert build_heartbeat(play.s).idle_s == pytest.approx(idle_s)
 
 
 def test_between_two_fragments_a_link_is_idle_and_not_slow() -> None:
