@@ -244,10 +244,11 @@ class SimTrainer:
 
     def _is_over(self, out: SimBackgroundTransfer) -> bool:
         """Tell the agent how far it is; the agent may know that it leads nowhere."""
-        if not out.over:
-            answer = self._send_message(TransferProgress(self.attempt, out.meter.nbytes, out.meter.total))
-            if isinstance(answer, Halt):
-                out.halt_transfer()
+        over, meter = out.over, out.meter
+        idle_s = self.world.heap.now - meter.ended if over and meter.ended is not None else 0.0
+        answer = self._send_message(TransferProgress(self.attempt, meter.nbytes, meter.total, idle_s))
+        if isinstance(answer, Halt) and not over:
+            out.halt_transfer()
         return out.over
 
     def _install_result(self, out: SimBackgroundTransfer) -> Talk:

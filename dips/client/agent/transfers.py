@@ -14,11 +14,11 @@ def begin_transfer(s: AgentState) -> None:
     s.sync.moved_at, s.sync.moving_s = s.now, 0.0
 
 
-def record_moved(s: AgentState, nbytes: int, total: int) -> None:
-    """So much of it has moved, over all ranks."""
+def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) -> None:
+    """So much of it has moved, over all ranks; nothing in the last `idle_s`, though they look only now."""
     sync = s.sync
     if s.settings.fragments == 1 or nbytes > sync.moved[0]:  # between two fragments the link is idle, not slow
-        sync.moving_s += s.now - sync.moved_at
+        sync.moving_s += max(0.0, s.now - sync.moved_at - max(0.0, idle_s))
     sync.moved, sync.moved_at = (nbytes, total), s.now
     sync.bytes_per_s = nbytes / max(sync.moving_s, 1e-3)
 
@@ -27,7 +27,7 @@ def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
     """Take note; end a transfer that the master has dropped, or that was another incarnation's."""
     if s.sync.ordered != moving_transfer(s):
         return Halt(f"{s.sync.ordered} is over")
-    record_moved(s, message.nbytes, message.total)
+    record_moved(s, message.nbytes, message.total, message.idle_s)
     return Halt(s.sync.halt) if s.sync.halt else Noted()
 
 
@@ -56,8 +56,12 @@ def fragment_interval(s: AgentState) -> int:
 
 
 def push_idle_s(s: AgentState) -> float:
-    """How long a push is open without moving: until ranks that train on look, and freeze; and between fragments."""
+    """How long a push is open without moving, at least: ranks that train on look, freeze and look again.
+
+    Rather too short than too long: no window waits for a push that is due after its end.
+    """
     if not s.settings.overlap:
         return 0.0
-    look = s.pace.steps_until_ask  # in as many steps a fragment is seen to be over, which counts as moving
-    return (look + (s.settings.fragments - 1) * max(0, fragment_interval(s) - look)) * s.pace.step_s
+    look, interval = s.pace.steps_until_ask, fragment_interval(s)
+    between = (s.settings.fragments - 1) * (interval - look)  # a look at each counts as moving
+    return (look + max(look, between)) * s.pace.step_s

@@ -189,6 +189,7 @@ class TransferProgress:
     attempt: int
     nbytes: int
     total: int
+    idle_s: float = 0.0  # since rank 0 had moved all of its own
 
 
 # ---- answers of the agent --------------------------------------------------------------------------------------------

@@ -74,12 +74,15 @@ class AgentClient:
             self._holding.set()
             self._start_flusher(self._connection)
 
-    def report_progress(self, attempt: int, moved: int, total: int) -> str:
-        """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0."""
+    def report_progress(self, attempt: int, moved: int, total: int, idle_s: float) -> str:
+        """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0.
+
+        idle_s  since this rank had moved all of its own
+        """
         if not self._connection:
             return ""
         try:
-            answer = self._exchange(self._connection, TransferProgress(attempt, moved, total))
+            answer = self._exchange(self._connection, TransferProgress(attempt, moved, total, idle_s))
         except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
         return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))

@@ -8,6 +8,7 @@ fails ends the transfer on all ranks.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class TransferThread:
     def __init__(self, work: Callable[[threading.Event], object] | None) -> None:
         """`work` takes the event that cancels it; None: this rank moves nothing."""
         self.error: BaseException | None = None
+        self._ended_at: float | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         if work is not None:
@@ -165,6 +167,11 @@ class TransferThread:
     @property
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def idle_s(self) -> float:
+        """Since it ended; 0 while it moves."""
+        return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     @property
     def reason(self) -> str:
@@ -194,3 +201,4 @@ class TransferThread:
             work(self._cancel)
         except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the training thread)
             self.error = error
+        self._ended_at = time.monotonic()

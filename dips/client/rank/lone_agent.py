@@ -99,7 +99,7 @@ class LoneAgent(AgentClient):
             self._use_up(step.left)
             self._begun = {step.begun.number: step.begun} if step.begun else {}
 
-    def report_progress(self, attempt: int, moved: int, total: int) -> str:
+    def report_progress(self, attempt: int, moved: int, total: int, idle_s: float) -> str:
         """Nothing moves."""
         return ""
 

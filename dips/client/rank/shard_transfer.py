@@ -44,7 +44,7 @@ from dips.transport.shares import Piece
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as this one estimates them; returns why to give up, "" to go on.
-ReportProgress = Callable[[int, int], str]
+ReportProgress = Callable[[int, int, float], str]
 Move = Callable[..., TransferStats]
 ROUNDED = "rounded"  # the name of the remainders in a checkpoint
 
@@ -370,16 +370,16 @@ class ShardTransfer:
             )
 
         def report_progress() -> str:
-            return request.report_progress(*moved.of_all_ranks())
+            return request.report_progress(*moved.of_all_ranks(), thread.idle_s)
 
         thread = TransferThread(run_move if pieces else None)
         made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
         return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
 
 
-def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int) -> str:
+def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int, idle_s: float) -> str:
     """Report a pull that moves layer by layer, of which `before` bytes were moved with earlier layers."""
-    return report_progress(before + moved, total)
+    return report_progress(before + moved, total, idle_s)
 
 
 def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:

@@ -55,10 +55,9 @@ MUTANTS = (
     Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
     Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
     # ---- fragments
-    Mutant("ranks that train on look at once", AGENT, "return (look + (s.", "return ((s.", OVERLAP),
-    Mutant(
-        "a look between fragments counts twice", AGENT, "fragment_interval(s) - look)", "fragment_interval(s))", OVERLAP
-    ),
+    Mutant("ranks that train on look at once", AGENT, "return (look + max(look, ", "return (max(look, ", OVERLAP),
+    Mutant("a look between fragments counts twice", AGENT, "(interval - look)", "interval", OVERLAP),
+    Mutant("who looks late has a slow link", AGENT, " - max(0.0, idle_s))", ")", OVERLAP),
     Mutant("aligned fragments go by the own H", AGENT, "self._steps or self._round or", "self._steps or", PACE),
     Mutant(
         "a late fragment is offered whatever it holds",

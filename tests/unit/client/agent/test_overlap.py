@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dips.client.agent.heartbeats import build_heartbeat
@@ -187,9 +189,9 @@ def test_fragments_of_a_push_and_of_its_pull_take_half_a_round_each(fragments: i
     assert isinstance(pull, PullNow) and (pull.merge, pull.interval) == (True, interval)
 
 
-@pytest.mark.parametrize(("overlap", "fragments", "idle_s"), [(False, 1, 0.0), (True, 1, 4.0), (True, 4, 88.0)])
+@pytest.mark.parametrize(("overlap", "fragments", "idle_s"), [(False, 1, 0.0), (True, 1, 8.0), (True, 4, 88.0)])
 def test_the_master_is_told_how_long_a_push_does_not_move(overlap: bool, fragments: int, idle_s: float) -> None:
-    """Inner steps of 4 s: one until the ranks look and freeze; of 3 fragments, 7 of the 8 steps between them."""
+    """Inner steps of 4 s: one until the ranks look and freeze, one until they see the end; 7 of 8 between fragments."""
     play = Play(overlap=overlap, fragments=fragments)
     play.begin()
     for _ in range(H):
@@ -210,3 +212,13 @@ def test_between_two_fragments_a_link_is_idle_and_not_slow() -> None:
         play.now += seconds
         play.send(TransferProgress(1, nbytes, 400))
     assert play.s.sync.bytes_per_s == 100.0
+
+
+@pytest.mark.parametrize(("idle_s", "rate"), [(0.0, 40.0), (8.0, 200.0), (-5.0, 40.0), (float("nan"), 40.0)])
+def test_what_ranks_see_late_was_not_slow(play: Play, idle_s: float, rate: float) -> None:
+    """They look at the end of an inner step of 10 s, and tell for how long it had been over; or nonsense."""
+    _, moved = pushed(play, steps=0)
+    play.now += 10.0
+    play.send(TransferProgress(1, 400, 400, idle_s))
+    play.send(replace(moved, nbytes=400))
+    assert play.s.sync.bytes_per_s == pytest.approx(rate)

@@ -54,6 +54,18 @@ def test_a_rank_that_is_done_waits_for_the_others() -> None:
     assert begin(TwoRanks(done=False), TransferThread(None)).poll() is None
 
 
+def test_for_how_long_a_rank_has_moved_all_of_its_own() -> None:
+    """Nothing while it moves, nor if it moves nothing."""
+    go = threading.Event()
+    thread = TransferThread(lambda _: go.wait(10))
+    assert thread.idle_s == 0.0
+    go.set()
+    thread.join(10)
+    first = thread.idle_s
+    assert 0.0 < first < thread.idle_s < 10.0
+    assert TransferThread(None).idle_s == 0.0
+
+
 def test_a_failure_elsewhere_cancels_this_rank() -> None:
     """It would wait for its own bytes until its deadline otherwise."""
     thread = TransferThread(moves_until_cancelled)
