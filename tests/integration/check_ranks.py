@@ -57,7 +57,7 @@ def make_shard_transfer(model: nn.Module, collectives: JobCollectives) -> ShardT
 
 def order(identity: TransferIdentity) -> TransferRequest:
     """A transfer of nothing in particular, of which no progress is reported."""
-    return TransferRequest(GRANT, identity, lambda _moved, _total: "")
+    return TransferRequest(GRANT, identity, lambda *_: "")
 
 
 def refused(model: nn.Module, collectives: JobCollectives) -> str:

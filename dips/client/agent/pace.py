@@ -52,10 +52,14 @@ class Pace:
 
     @property
     def round_steps(self) -> int:
-        """Inner steps between two pushes, as far as that is known; 0: it is not."""
+        """Inner steps between two pushes, as far as that is known; 0: it is not.
+
+        Of an aligned cluster no more than its own H: a round that waited long for a slot must not make the next longer.
+        """
         if self._seconds is not None:
             return int(self._seconds / self.step_s) if self.step_s > 0 else 0
-        return self._steps or self._round or self._aligned or 0
+        own = self._steps or self._aligned or 0
+        return min(own, self._round) if self._aligned and self._round else own
 
     @property
     def steps_until_ask(self) -> int:

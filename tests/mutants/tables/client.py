@@ -58,7 +58,14 @@ MUTANTS = (
     Mutant("ranks that train on look at once", AGENT, "return (look + max(look, ", "return (max(look, ", OVERLAP),
     Mutant("a look between fragments counts twice", AGENT, "(interval - look)", "interval", OVERLAP),
     Mutant("who looks late has a slow link", AGENT, " - max(0.0, idle_s))", ")", OVERLAP),
-    Mutant("aligned fragments go by the own H", AGENT, "self._steps or self._round or", "self._steps or", PACE),
+    Mutant(
+        "aligned fragments go by the own H",
+        AGENT,
+        "if self._aligned and self._round else own",
+        "if False else own",
+        PACE,
+    ),
+    Mutant("long rounds make longer ones", AGENT, "min(own, self._round)", "self._round", PACE),
     Mutant(
         "a late fragment is offered whatever it holds",
         RANK,

@@ -183,7 +183,7 @@ MUTANTS = (
         "the row does not say the anchor", ROOM, "p.layer_weights, p.anchor is not None,", "p.layer_weights,", ANCHORED
     ),
     Mutant("windows are half of a pace", ROOM, "WINDOW_SHARE = 0.05", "WINDOW_SHARE = 0.5", ROUND),
-    Mutant("windows follow the slowest", ROOM, "WINDOW_SHARE * median(paces)", "WINDOW_SHARE * max(paces)", ROUND),
+    Mutant("windows follow the slowest", ROOM, "pace = median(paces)", "pace = max(paces)", ROUND),
     Mutant(
         "tokens of a dead cluster's skipped push vanish",
         ROOM,

@@ -146,12 +146,12 @@ def test_steps_that_are_told_together_are_timed_apart() -> None:
 def test_how_many_steps_a_round_has() -> None:
     """The own H; of seconds, as many as the median step fits into them, 0 while none was seen."""
     assert (Pace(steps=64).round_steps, Pace(aligned=12).round_steps) == (64, 12)
-    met = Pace(aligned=12)  # the meetings decide: as many as in the last round
-    for n in range(20):
-        met.record_step(n / 10)
-    met.restart_count(2.0)
-    met.restart_count(2.0)
-    assert met.round_steps == 20
+    for steps, expected in ((20, 12), (5, 5)):  # the meetings decide: as many as in the last round, and no more than H
+        met = Pace(aligned=12)
+        met.record_step(0.0, steps)
+        met.restart_count(2.0)
+        met.restart_count(2.0)
+        assert met.round_steps == expected
     pace = Pace(seconds=60.0)
     assert pace.round_steps == 0
     for n in range(4):
