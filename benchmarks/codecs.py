@@ -122,10 +122,9 @@ class PulledVersions:
             self.theta = after
         else:
             kernel: Callable[..., None] = kernels.round_int8 if self._codec == "int8" else kernels.round_bf16
-            back, steps = returned_share(OUTER_LR, nesterov_numbers(MOMENTUM)), self._update.steps.get(0)
-            kernel(
-                self.theta, after, acc, back, self._update.codes[0], np.zeros(0, np.float32) if steps is None else steps
-            )
+            back = returned_share(OUTER_LR, nesterov_numbers(MOMENTUM))
+            steps = self._update.steps.get(0, np.zeros(0, np.float32))
+            kernel(self.theta, after, acc, back, self._update.codes[0], steps)
             self._pull()
             assert self.theta.tobytes() == after.tobytes(), "a pull is not the version"
         self._momentum = acc

@@ -43,7 +43,8 @@ from dips.transport import curve
 from dips.transport.shares import Piece
 from dips.wire import codecs
 
-# Takes bytes moved and in all, over all ranks as this one estimates them; returns why to give up, "" to go on.
+# Takes bytes moved and in all, over all ranks as this one estimates them, and for how long this one has moved all of
+# its own, in seconds; returns why to give up, "" to go on.
 ReportProgress = Callable[[int, int, float], str]
 Move = Callable[..., TransferStats]
 ROUNDED = "rounded"  # the name of the remainders in a checkpoint
