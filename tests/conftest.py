@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +52,13 @@ settings.load_profile("dips")
 
 
 def pytest_configure() -> None:
-    """Until all is collected only more is kept: the collector would walk over every library again and again."""
+    """Until all is collected only more is kept: the collector would walk over every library again and again.
+
+    A shell's job in the background is born deaf to Ctrl-C, and all that tests start and interrupt would be, too.
+    """
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
