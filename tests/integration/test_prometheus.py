@@ -190,7 +190,7 @@ def a_cluster_goes_wild(it: Incidents) -> None:
 
 def a_trainer_stands_still_and_dies(it: Incidents) -> None:
     """Inner steps are over at once, so all else is standstill; it takes none while the other goes on; it is killed,
-    twice."""
+    twice, and stays away until that is seen."""
     it.tell("west", "eager")
     it.until_fire("DipsStandstill")
     it.tell("west", "steady")
@@ -199,9 +199,11 @@ def a_trainer_stands_still_and_dies(it: Incidents) -> None:
     it.tell("east", "steady")
     for _ in range(2):
         it.run.until(lambda: it.watch.query("min(dips_agent_training) == 1"), 30, "the trainer is back")
+        it.tell("east", "away")
         with suppress(ProcessLookupError):
             os.kill(int((it.directory / "east.out.pid").read_text()), signal.SIGKILL)
         it.until_fire("DipsTrainerDead")
+        it.tell("east", "steady")
     it.until_fire("DipsTrainerRestarts")
 
 
