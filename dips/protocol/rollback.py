@@ -54,7 +54,8 @@ def consider_rollback(run: RunState) -> None:
     head = next((v for v in kept if all(_can_offer(run, s, v) for s in run.slaves.values())), None)
     if head is None:
         run.rollback_waits = (
-            f"no version is offered by every slave: {_describe_offers(run)}; restore a snapshot directory"
+            f"no version is offered by every slave: {_describe_offers(run)}; "
+            "restore a snapshot directory and start its slave again"
         )
         return
     _roll_back(run, head, f"{name_some(lacking)} cannot offer {run.head}")

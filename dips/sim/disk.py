@@ -98,13 +98,16 @@ class SimDisk:
         self.harmed.discard(version)
         self._replaced.pop(version, None)
 
-    def restore_copy(self) -> None:
-        """Somebody brings back what rotted or was replaced."""
+    def restore_copy(self) -> bool:
+        """Somebody brings back what rotted or was replaced; True if there was anything."""
+        rotten = [snapshot for snapshot in self.files.values() if snapshot.rotten]
+        changed = bool(self._replaced or rotten)
         self.files.update(self._replaced)
         self._replaced.clear()
         for snapshot in self.files.values():  # what was replaced may have rotted before
             snapshot.rotten = False
         self.harmed.difference_update(self.files)  # what went with a lost disk is for the slave's mirror to bring back
+        return changed
 
     @property
     def good_versions(self) -> list[VersionId]:

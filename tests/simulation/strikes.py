@@ -139,13 +139,19 @@ def _ask_operator(world: World) -> None:
 
 
 def restore_if_all_is_lost(world: World) -> None:
-    """When disks rotted or were put back, and no version that is still on offer is whole on all of them."""
-    disks = [machine.disk for machine in world.machines.values()]
+    """When disks rotted or were put back, and no version that is still on offer is whole on all of them.
+
+    A slave that runs on such a disk is started again: it has read through what lies there, and would not look again.
+    """
+    machines = world.machines.values()
+    disks = [machine.disk for machine in machines]
     common = [v for v in world.books.offered_versions if all(v in disk.good_versions for disk in disks)]
     if not common and any(disk.harmed for disk in disks):
         world.look_everywhere()
-        for disk in disks:
-            disk.restore_copy()
+        for machine in machines:
+            if machine.disk.restore_copy() and machine.process is not None:
+                machine.crash()
+                world.call_later(DOWN_S, f"{machine.name} starts again", machine.start)
 
 
 def old_snapshots(world: World, rng: Random) -> None:

@@ -22,6 +22,7 @@ FOUND = {  # by playing 10,000: a bug each, while no draw is added
     "a model that was not finite was pushed for ever": (4652, 7586),
     "‖θ₀‖ was summed up in fp32 by the simulated `dips init`": (4777,),
     "what was put back had rotted before": (5293, 8751),
+    "an operator put a snapshot back under a slave that runs": (1290,),
     "two clusters lost patience in one round, and the reference saw the second beside the first": (6368,),
 }
 
