@@ -100,8 +100,7 @@ class SimDisk:
 
     def restore_copy(self) -> bool:
         """Somebody brings back what rotted or was replaced; True if there was anything."""
-        rotten = [snapshot for snapshot in self.files.values() if snapshot.rotten]
-        changed = bool(self._replaced or rotten)
+        changed = bool(self._replaced) or any(snapshot.rotten for snapshot in self.files.values())
         self.files.update(self._replaced)
         self._replaced.clear()
         for snapshot in self.files.values():  # what was replaced may have rotted before

@@ -92,9 +92,12 @@ def diverge(world: World, rng: Random) -> None:
 
 
 def crash_slave(world: World, rng: Random) -> None:
-    machine = _machine(world, rng)
+    _restart(world, _machine(world, rng), _down_s(rng))
+
+
+def _restart(world: World, machine: SlaveMachine, down_s: float) -> None:
     machine.crash()
-    world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    world.call_later(down_s, f"{machine.name} starts again", machine.start)
 
 
 def pause_slave(world: World, rng: Random) -> None:
@@ -128,9 +131,8 @@ def rot(world: World, rng: Random) -> None:
     """A bit flips in a snapshot at rest, and the machine restarts: until then its page cache hides it."""
     machine = _machine(world, rng)
     machine.disk.flip_bit()
-    machine.crash()
     _ask_operator(world)
-    world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    _restart(world, machine, _down_s(rng))
 
 
 def _ask_operator(world: World) -> None:
@@ -150,8 +152,7 @@ def restore_if_all_is_lost(world: World) -> None:
         world.look_everywhere()
         for machine in machines:
             if machine.disk.restore_copy() and machine.process is not None:
-                machine.crash()
-                world.call_later(DOWN_S, f"{machine.name} starts again", machine.start)
+                _restart(world, machine, DOWN_S)
 
 
 def old_snapshots(world: World, rng: Random) -> None:
