@@ -22,7 +22,8 @@ from rich.console import Console
 from benchmarks.harness import LOG, ROOT, append_log, end_in_order, shown
 
 NAMES = (
-    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster", "scale",
+    "kernels", "codecs", "transport", "memory", "persist", "orders", "round", "links", "ablation", "slow_cluster",
+    "scale",
 )  # fmt: skip
 APART = (
     "recovery",
@@ -37,6 +38,7 @@ APART = (
     "curve",
     "ranks",
     "fragments",
+    "ledger_start",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them,

@@ -16,6 +16,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.convergence_bad import bad_fleets, bad_rows, report_gates
+from benchmarks.convergence_honest import FACTORY as HONEST_FACTORY
+from benchmarks.convergence_honest import HONEST_BASE, HONEST_FLEETS, SHOWN, honest_rows, report_honest
 from benchmarks.convergence_rows import (
     BAD_STEPS,
     BASE,
@@ -42,7 +44,7 @@ from dips.transport.pipeline import available_cores
 
 FACTORY = DEFAULT_FACTORY
 KEPT = ROOT / "runs" / "convergence"
-PARTS = ("methods", "factors", "recipe", "bad")
+PARTS = ("methods", "factors", "recipe", "bad", "honest")
 NO_WORSE, SHARE_NO_WORSE, RDA_BETTER, NAIVE_WORSE = 0.005, 0.02, 0.01, 0.5  # nats for the last
 THROUGHPUT = 0.97  # of what all clusters make alone
 
@@ -67,6 +69,10 @@ def measure(bench: Bench) -> None:
         bad_base = {**base, **STEADY, "steps": bench.args.steps or BAD_STEPS}
         result = _run_rows(bench, "bad", bad_rows(), bad_base, bad_fleets())
         report_gates(bench, result, bench.args.output / "gates.csv")
+    if "honest" in chosen:
+        seeds = bench.args.seed or SHOWN
+        result = _run_rows(bench, "honest", honest_rows(), HONEST_BASE, HONEST_FLEETS, seeds, HONEST_FACTORY)
+        report_honest(bench, result, bench.args.output / "honest.csv")
 
 
 def _run_rows(
@@ -76,9 +82,10 @@ def _run_rows(
     base: dict[str, Any],
     fleets: dict[str, list[Any]],
     seeds: Sequence[int] = SEEDS,
+    factory: str = FACTORY,
 ) -> StudyResult:
-    study = _make_study(name, rows, base, fleets, seeds)
-    store = ResultStore(bench.args.output / "runs", FACTORY)
+    study = _make_study(name, rows, base, fleets, seeds, factory)
+    store = ResultStore(bench.args.output / "runs", factory)
     bench.say(f"{name}: {study.run_count} runs; finished ones are kept in {bench.args.output}")
     result = run_study(study, store, bench.args.workers or available_cores(), bench.say)
     for row, error in result.failed.items():
@@ -89,9 +96,9 @@ def _run_rows(
 
 
 def _make_study(
-    name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]], seeds: Sequence[int]
+    name: str, rows: Rows, base: dict[str, Any], fleets: dict[str, list[Any]], seeds: Sequence[int], factory: str
 ) -> Study:
-    content = {"study": name, "factory": FACTORY, "seeds": seeds, "fleets": fleets, "base": base, "rows": rows}
+    content = {"study": name, "factory": factory, "seeds": seeds, "fleets": fleets, "base": base, "rows": rows}
     return make_study(StudyFile.model_validate(content))
 
 
@@ -157,6 +164,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=KEPT, help=f"where finished runs are kept; default {KEPT}")
     parser.add_argument("--full", action="store_true", help=f"{', '.join(PARTS)}: hours; a killed one goes on")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part of --full; may be repeated")
+    parser.add_argument(
+        "--seed", action="append", type=int, help="of the part honest, in the place of those that are shown"
+    )
     parser.add_argument("--steps", type=int, help="inner steps of a run, of all clusters together")
     parser.add_argument(
         "--look", action="store_true", help=f"the quick table with {LOOK_STEPS} steps: promises nothing"

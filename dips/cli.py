@@ -25,6 +25,7 @@ from dips.commands import (
     readmit,
     rebalance,
     recover,
+    rollback,
     seed,
     status,
     study,
@@ -69,6 +70,7 @@ Keeping it going:
   dips quarantine CLUSTER --config dips.yaml                keep a cluster out of the outer step
   dips tune KEY=VALUE --config dips.yaml                    change lr, window or gate while the run goes on
   dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
+  dips rollback vN@rM --config dips.yaml                    go back to an older version, by hand
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
   dips-master replay master/                                decide again what a master decided
@@ -121,6 +123,7 @@ for word in (
     drain.drain,
     rebalance.rebalance,
     recover.recover,
+    rollback.rollback,
     study.study,
 ):
     cli.command()(word)

@@ -81,6 +81,10 @@ class Busy(DipsError):
     """A pool or a lane is full: wait."""
 
 
+class BusyDisk(Busy):
+    """A disk is at work on what is before it: that takes as long as it takes."""
+
+
 class Denied(DipsError):
     """This identity may not do this."""
 
@@ -99,6 +103,10 @@ class CorruptSnapshot(Corrupt):
 
 class CorruptManifest(Corrupt):
     """A manifest that cannot be read, or that is not the one of its ledger."""
+
+
+class CorruptLedger(Corrupt):
+    """A ledger whose pages cannot be read, or whose rows are not those that were written."""
 
 
 class Diverged(DipsError):

@@ -11,6 +11,6 @@ def stamp_file(path: Path) -> FileStamp:
     """Changes whenever the file does, also if a link leads to another (a ConfigMap); a missing file has one, too."""
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name with a NUL
         return 0, 0, 0
     return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -28,3 +28,13 @@ def write_aside(output: Path) -> Iterator[Path]:
         sync_path(output.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, content: bytes, aside: Path) -> None:
+    """Put a whole file in the place of another, by way of `aside` in the same directory; durable on return."""
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    sync_path(path.parent)

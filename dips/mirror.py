@@ -2,14 +2,18 @@
 
 A directory path or `file://` needs nothing besides; other URLs need their fsspec package (s3fs for s3). What must stay
 true: `write_file` leaves a whole file under its name, or none; `create_file` promises nothing, so whoever uses it
-writes a small file behind it, which says that all is there. The directory of a local mirror is never made here: where
-a disk is not mounted, nothing must be written below its mount point. Raises FailedMirror, whatever the backend raised.
+writes a small file behind it, which says that all is there. Raises FailedMirror, whatever the backend raised.
+
+Where a disk is not mounted, nothing must be written below its mount point, and "nothing lies there" must not be
+believed. The directory of a local mirror is never made here; and the first write leaves a marker in the mirror, and
+beside what is mirrored a note of it: from then on a place without that marker is another one.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -19,18 +23,24 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dips.errors import ConfigError, DipsError, FailedMirror
-from dips.fsync import sync_path
+from dips.fsync import sync_path, write_durably
 
 PIECE_BYTES = 8 << 20  # read and written at a time
 ASIDE = ".unfinished-"
+MARKER = "dips-mirror"  # a file in each folder of a mirror; its content tells it from every other
+SEEN = "mirror.seen"  # beside what is mirrored: the mirror's URL, and its marker
+MOST_MARKER_BYTES = 4096
 _SECRET = re.compile("//[^/@]*@")  # user and password: never in a log
 
 
 class MirrorStore:
     """One folder of a mirror: `<url>/<run>/<owner>/`."""
 
-    def __init__(self, url: str, *folders: str) -> None:
-        """Raise ConfigError if the URL says nothing, or its package is not installed; nothing is asked of it yet."""
+    def __init__(self, url: str, *folders: str, of: Path | None = None) -> None:
+        """Raise ConfigError if the URL says nothing, or its package is not installed; nothing is asked of it yet.
+
+        of  the directory that is mirrored: the mirror must be the one that it had; None: of somebody who only looks
+        """
         self.url = "/".join((_SECRET.sub("//", url).rstrip("/"), *folders))
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
@@ -38,22 +48,32 @@ class MirrorStore:
             raise ConfigError(f"mirror: {self.url} cannot be used: {error}") from error
         self._local = isinstance(self._fs, LocalFileSystem)
         self._base = str(PurePosixPath(self._root, *folders))
+        self._of = of
+        self._proven = False  # since the last failure; asked each time of a disk, which may be unmounted in between
+
+    def shares_disk(self) -> bool:
+        """Whether it lies on the disk of what it mirrors, and is lost with it; False if that cannot be told."""
+        try:
+            return self._local and self._of is not None and os.stat(self._root).st_dev == os.stat(self._of).st_dev
+        except OSError:
+            return False
 
     def list_names(self, folder: str = "") -> list[str]:
         """The names of what lies in a folder, ascending; empty if the folder is not there, but the mirror is."""
         with self._translate_errors(folder):
-            self._require_root()
+            self._require_mirror()
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._full_path(folder), detail=False)
             except FileNotFoundError:
                 return []
-            return sorted(name for name in (PurePosixPath(path).name for path in found) if not name.startswith(ASIDE))
+            names = (PurePosixPath(path).name for path in found)
+            return sorted(name for name in names if name != MARKER and not name.startswith(ASIDE))
 
     def read_file(self, name: str, most: int) -> bytes | None:
         """The content of a file, None if it is not there; FailedMirror if it is longer than `most` bytes."""
         with self._translate_errors(name):
-            self._require_root()
+            self._require_mirror()
             size = self.file_size(name)
             if size is None:
                 return None
@@ -65,24 +85,17 @@ class MirrorStore:
     def write_file(self, name: str, content: bytes) -> None:
         """Put a whole file under its name, in the place of another; local ones are synced and renamed."""
         with self._translate_errors(name):
-            if not self._local:
-                self._fs.pipe_file(self._full_path(name), content)
-                return
-            path = Path(self._full_path(name))
-            aside = path.with_name(ASIDE + path.name)
-            with self.create_file(str(PurePosixPath(name).with_name(aside.name))) as file:
-                file.write(content)
-            aside.rename(path)
-            sync_path(path.parent)
+            self._require_mirror(marks=True)
+            self._put_file(name, content)
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
         """Write a file piece by piece; it is durable when the context ends, if the disk is local."""
         with self._translate_errors(name):
-            self._require_root()
+            self._require_mirror(marks=True)
             path = self._full_path(name)
             if self._local:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                _make_folder(Path(path).parent)
             with self._fs.open(path, "wb", **({} if self._local else {"block_size": PIECE_BYTES})) as file:
                 yield file
                 if self._local:
@@ -105,6 +118,12 @@ class MirrorStore:
             except FileNotFoundError:
                 return None
 
+    def file_state(self, name: str) -> str:
+        """A text that changes with a file: its size, when it was changed, what else the backend knows of it."""
+        with self._translate_errors(name):
+            self._fs.invalidate_cache()
+            return str(self._fs.ukey(self._full_path(name)))
+
     def remove_path(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; a missing one is fine."""
         with self._translate_errors(name):
@@ -115,9 +134,49 @@ class MirrorStore:
     def _full_path(self, name: str) -> str:
         return str(PurePosixPath(self._base, name)) if name else self._base
 
-    def _require_root(self) -> None:
+    def _put_file(self, name: str, content: bytes) -> None:
+        if not self._local:
+            self._fs.pipe_file(self._full_path(name), content)
+            return
+        path = Path(self._full_path(name))
+        _make_folder(path.parent)
+        write_durably(path, content, path.with_name(ASIDE + path.name))
+
+    def _require_mirror(self, *, marks: bool = False) -> None:
+        """It is there, and it is the one that was written to before; with `marks` a new one gets its marker."""
         if self._local and not Path(self._root).is_dir():
             raise FailedMirror(f"mirror: {self._root} is not there: mount it, or make the directory")
+        if self._of is None or self._proven:
+            return
+        seen, marker = self._read_seen(self._of / SEEN), self._read_marker()
+        if seen is not None and seen != marker:
+            raise FailedMirror(
+                f"{self.url}: expected the mirror whose {MARKER} is {seen}, got {marker or 'a place without one'}: "
+                f"mount its disk; if an empty one has replaced it for good, remove {self._of / SEEN}"
+            )
+        if marker is None and marks:
+            marker = uuid.uuid4().hex
+            self._put_file(MARKER, marker.encode())
+        if marker is not None and seen is None:
+            self._of.mkdir(parents=True, exist_ok=True)
+            write_durably(self._of / SEEN, f"{self.url}\n{marker}\n".encode(), self._of / f"{SEEN}.tmp")
+        self._proven = marker is not None and not self._local
+
+    def _read_marker(self) -> str | None:
+        self._fs.invalidate_cache()
+        try:
+            content: bytes = self._fs.cat_file(self._full_path(MARKER), start=0, end=MOST_MARKER_BYTES)
+        except FileNotFoundError:
+            return None
+        return content.decode(errors="replace").strip()
+
+    def _read_seen(self, path: Path) -> str | None:
+        """The marker of the mirror at this URL, if it was ever seen; of another URL nothing is known."""
+        try:
+            url, _, marker = path.read_text(errors="replace").strip().partition("\n")
+        except FileNotFoundError:
+            return None
+        return marker if url == self.url else None
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
@@ -125,10 +184,20 @@ class MirrorStore:
         try:
             yield
         except DipsError:
+            self._proven = False
             raise
         except Exception as error:
+            self._proven = False
             raise FailedMirror(f"{self.url}/{name}: {_error_text(error)}") from error
 
 
 def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def _make_folder(path: Path) -> None:
+    """Make a directory and those above it; each is durable in the one above."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_path(path.parent)

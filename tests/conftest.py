@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from dips.transport import pipeline
@@ -45,10 +46,23 @@ DEAREST = (  # the longest files, the longest first; --durations=0 tells
     "integration/test_preflight.py",
     "unit/protocol/test_bounded.py",
 )
+RACING = tuple(  # real processes and sockets, on a machine that is not ours alone
+    TESTS / name
+    for name in (
+        *("attacks", "chaos", "deploy", "integration", "unit/demo", "unit/transport"),
+        *("unit/benchmarks/test_harness.py", "unit/client/test_doors.py", "unit/slave/test_probes.py"),
+        *("unit/master/test_children.py", "unit/master/test_on_version.py", "unit/master/test_supervisor.py"),
+    )
+)
 
 # Two shared cores are slow at times; a test that hangs has its own timeout.
 settings.register_profile("dips", deadline=None, print_blob=True)
 settings.load_profile("dips")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "play once more what failed last (with --last-failed), if all of it races with this machine: see RACING"
+    parser.addoption("--racing-only", action="store_true", help=told)
 
 
 def pytest_configure() -> None:
@@ -63,14 +77,20 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the dearest files, so that no worker is left with one of them when the others are done."""
-    if missing := [name for name in DEAREST if not (TESTS / name).is_file()]:
-        raise pytest.UsageError(f"DEAREST of {__file__}: {', '.join(missing)} is not there")
+    if missing := [str(place) for place in (*(TESTS / name for name in DEAREST), *RACING) if not place.exists()]:
+        raise pytest.UsageError(f"DEAREST or RACING of {__file__}: {', '.join(missing)} is not there")
     rank = {TESTS / name: at for at, name in enumerate(DEAREST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    for item in items:
+        if any(item.path.is_relative_to(place) for place in RACING):
+            item.add_marker("races")
 
 
-def pytest_collection_finish() -> None:
-    """What stays until the end is walked over no more."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What stays until the end is walked over no more. A test without a race that failed has failed."""
+    sure = [item.nodeid for item in session.items if item.get_closest_marker("races") is None]
+    if sure and session.config.getoption("--racing-only"):
+        raise pytest.UsageError(f"these race with nothing, so they are not played again: {', '.join(sure)}")
     gc.freeze()
     gc.enable()
 
@@ -92,6 +112,13 @@ def no_thread_outlives_its_test() -> Iterator[None]:
         thread.join(5)
     left = [t.name for t in started if t.is_alive()]
     assert not left, f"threads left running: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_log_outlives_its_test() -> Iterator[None]:
+    """A command configures the process's log onto a stream that is closed when its test is over."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(params=[0, 1], ids=["in place", "threads"])

@@ -21,7 +21,7 @@ class Enrolled:
 
     def enroll(self, name: str, role: PeerRole, days: int = 90) -> TlsFiles:
         identity, key = make_identity(name, role, self.run), certificates.new_key()
-        certificate = self.authority.issue(certificates.make_request(identity, key), days)
+        certificate = self.authority.issue(certificates.make_request(identity, key), identity.label, days)
         files = self.files_of(identity.label)
         pem_files.write_public(files.cert, pem_files.to_pem(certificate))
         pem_files.write_private(files.key, certificates.key_to_pem(key))

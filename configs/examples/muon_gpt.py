@@ -34,7 +34,7 @@ def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     """Train until the run is over; return the model and the loss of each inner step on this rank."""
     args = read_arguments(words)
-    model, rank, world = spread_model(build())
+    model, rank = spread_model(build())
     device = next(model.parameters()).device
     optimizers = make_optimizers(model, args.lr)
     batches, losses = draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
                 optimizer.step()
                 rate.step()
             losses.append(loss.item())
-            outer.step(tokens=args.sequences * LENGTH * world, loss=loss)  # 4
+            outer.step(local_tokens=args.sequences * LENGTH, loss=loss)  # 4
     return model, losses
 
 

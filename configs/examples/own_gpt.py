@@ -80,7 +80,7 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
 def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     """Train until the run is over; return the model and the loss of each inner step on this rank."""
     args = read_arguments(words)
-    model, rank, world = spread_model(build())
+    model, rank = spread_model(build())
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     batches, losses = draw_batches(args.text, args.sequences, args.seed * 1000 + rank), list[float]()
@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
             optimizer.step()
             rate.step()
             losses.append(loss.item())
-            outer.step(tokens=args.sequences * LENGTH * world, loss=loss)  # 4
+            outer.step(local_tokens=args.sequences * LENGTH, loss=loss)  # 4
     return model, losses
 
 
@@ -103,11 +103,11 @@ def warmup(steps: int, over: int) -> float:
     return min(1.0, (steps + 1) / over)
 
 
-def spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
-    """The model on this rank's device, sharded if there are several ranks; rank and number of ranks."""
+def spread_model(model: Gpt) -> tuple[nn.Module, int]:
+    """The model on this rank's device, sharded if there are several ranks; and its rank."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" not in os.environ:
-        return model.to(device), 0, 1
+        return model.to(device), 0
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -115,7 +115,7 @@ def spread_model(model: Gpt) -> tuple[nn.Module, int, int]:
     model.to(device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh), dist.get_rank(), dist.get_world_size()
+    return fully_shard(model, mesh=mesh), dist.get_rank()
 
 
 def draw_batches(text: Path, sequences: int, seed: int) -> Iterator[torch.Tensor]:

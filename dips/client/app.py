@@ -148,7 +148,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_http = await _serve_http(config, tls, core.state, relay, log)
-    watching = watch_file(path, config, log, level is not None)
+    watching = watch_file(path, config, log, level is not None, agent.fail)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:

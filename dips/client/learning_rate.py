@@ -3,7 +3,7 @@
 
     scheduler = schedule(optimizer, outer)          # cosine from the optimizer's own lr to a tenth of it
     ...
-    optimizer.step(); outer.step(tokens=n, loss=loss); scheduler.step()
+    optimizer.step(); outer.step(local_tokens=n, loss=loss); scheduler.step()
 
 A cluster that joins a run under way has an empty optimizer: AdamW's first steps would have the full learning rate in
 noisy directions. Its rate therefore rises over `rejoin_warmup_steps` inner steps (`outer.lr_scale`).

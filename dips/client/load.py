@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dips.client.parallel.tensors import plain_name
+from dips.client.parallel.unshared_buffers import warn_of_missing
 from dips.errors import ConfigError, CorruptSnapshot
 
 MOST_NAMES = 5  # in a message
@@ -29,6 +30,7 @@ def load_version(model: nn.Module, file: Path | str) -> str | None:
             with torch.no_grad():
                 for name, parameter in names.items():
                     parameter.copy_(opened.get_tensor(name))
+            warn_of_missing(model, set(opened.keys()), str(path))
             metadata: Mapping[str, str] = opened.metadata() or {}
             return metadata.get("version")
     except FileNotFoundError as error:

@@ -113,7 +113,7 @@ class OuterPretrain:
         found = load(model, optimizer, *words, **options)
         file = _state_file(saved, int(found[0])) if saved is not None else None
         if file is not None and _all_ranks(file.is_file()):
-            outer.remark(outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)))
+            outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif found[0] or getattr(self._arguments(), "pretrained_checkpoint", None):
             outer.pull()
             outer.remark(f"{file}: the checkpoint has no outer state, so its θ does not count: pulled {outer.version}")

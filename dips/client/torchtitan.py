@@ -138,7 +138,7 @@ def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
     def load_and_resume(*words: Any, **options: Any) -> bool:
         loaded = bool(load(*words, **options))
         if loaded and held.state:
-            outer.remark(outer.load_state_dict(held.state))
+            outer.load_state_dict(held.state)
         elif loaded:  # of a model alone, or of a finished run
             outer.pull()
             outer.remark(LOADED.format(outer.version))

@@ -139,8 +139,11 @@ class OuterCallback(TrainerCallback):
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the outer loop's state beside what the Trainer has just saved; on all ranks together."""
-        if self.outer is None or self.outer.finished or args.save_only_model:
+        """Save the outer loop's state beside what the Trainer has just saved; on all ranks together.
+
+        Also at the end of the run, which `dips extend` may have go on.
+        """
+        if self.outer is None or args.save_only_model:
             return  # nothing is to be resumed
         feed = self.loader.state_dict() if self.loader is not None else {}
         write_outer_state(checkpoint_path(args, state), self.outer.state_dict(), feed)
@@ -172,8 +175,6 @@ class OuterCallback(TrainerCallback):
         told = outer.load_state_dict(outer_state)
         if told.startswith("resumed"):
             self.resumed_feed = feed
-        elif args.process_index == 0:
-            warnings.warn(told, stacklevel=2)
 
     def _find_faults(self, args: TrainingArguments, state: TrainerState) -> list[str]:
         """What makes a run worse without failing."""

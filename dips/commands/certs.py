@@ -14,14 +14,14 @@ from dips.commands.options import AS_JSON
 from dips.errors import ConfigError, Denied
 from dips.identity import certificates, pem_files
 from dips.identity.authority import LEAF_DAYS, REVOCATIONS, ROOT, ROOT_DAYS, Authority
-from dips.identity.certificates import identity_of, utc_now
+from dips.identity.certificates import fingerprint_of, identity_of, read_requested_key, utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
 from dips.telemetry import exits
 
 CRT, KEY, CSR, RENEWAL = ".crt", ".key", ".csr", ".renewal"
 MOST_DAYS = 825  # of a leaf
 SOON = timedelta(days=14)
-VALID, EXPIRES_SOON = "valid", "expires soon"
+VALID, EXPIRES_SOON, REQUEST = "valid", "expires soon", "request"
 
 words = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +36,8 @@ On the authority's machine, once, offline if you like:
   dips certs init ca/ --run RUN
 On each machine, then signed by the authority and brought back:
   dips certs request slave-0 --role slave --run RUN --out certs/
-  dips certs issue ca/ slave-0.slave.csr
+  dips certs show slave-0.slave.csr               who it asks to be
+  dips certs issue ca/ slave-0.slave.csr --as slave-0.slave
 Later:
   dips certs renew certs/slave-0.slave.crt        a new key and a new request
   dips certs revoke ca/ cluster-a.cluster         and copy ca/crl.pem to all
@@ -77,19 +78,25 @@ def request_command(
 @words.command("issue")
 def issue_command(
     directory: AUTHORITY,
-    requests: Annotated[list[Path], typer.Argument(help="Requests (.csr); each certificate is written beside.")],
+    request: Annotated[Path, typer.Argument(help="A request (.csr); the certificate is written beside.")],
+    label: Annotated[
+        str, typer.Option("--as", metavar="NAME.ROLE", help="Whom you sign for: berlin.cluster, operator.operator.")
+    ],
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How long they are valid.")] = LEAF_DAYS,
 ) -> None:
-    """Sign requests; look who asks before you sign."""
+    """Sign one request, for the name and role that you say.
+
+    Whoever sends a request chooses what it asks for and what its file is called: a cluster's file may ask for an
+    operator's certificate, with which it could do everything. So a request for anybody but --as is refused. If you do
+    not know who sent it, compare the key's fingerprint, which `dips certs request` and `dips certs show` print.
+    """
     authority = Authority.open(directory)
-    for path in requests:
-        request = pem_files.parse_request(pem_files.read_pem(path, "request"), path, "request")
-        live = authority.find_live(identity_of(request))
-        certificate = authority.issue(request, days)
-        pem_files.write_public(path.with_suffix(CRT), pem_files.to_pem(certificate))
-        besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
-        until = certificate.not_valid_after_utc
-        print(f"{path.with_suffix(CRT)}: {identity_of(certificate)}, valid until {until:%Y-%m-%d}{besides}")
+    asked = pem_files.parse_request(pem_files.read_pem(request, "request"), request, "request")
+    live = authority.find_live(identity_of(asked))
+    certificate, signed = authority.issue(asked, label, days), request.with_suffix(CRT)
+    pem_files.write_public(signed, pem_files.to_pem(certificate))
+    besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
+    print(f"{signed}: {identity_of(certificate)}, valid until {certificate.not_valid_after_utc:%Y-%m-%d}{besides}")
 
 
 @words.command("renew")
@@ -112,9 +119,9 @@ def renew_command(
         if not key.exists():
             _write_request(identity, key, request)
         if authority is None:
-            print(f"sign it by `dips certs issue`, bring {signed.name} back, and call renew again")
+            print(f"sign it by `{_issue_line(request, identity)}`, bring {signed.name} back, and call renew again")
             return
-        issue_command(authority, [request], days)
+        issue_command(authority, request, identity.label, days)
     _put_in_place(signed, key, certificate, stem.with_name(stem.name + KEY))
     request.unlink(missing_ok=True)
     print(f"{certificate}: renewed")
@@ -132,25 +139,45 @@ def revoke_command(
 
 
 @words.command("show")
-def show_command(files: Annotated[list[Path], typer.Argument(help="Certificates.")], as_json: AS_JSON = False) -> None:
-    """Show who each certificate is of, how long it is valid, and what is wrong with it.
+def show_command(
+    files: Annotated[list[Path], typer.Argument(help="Certificates, or requests.")], as_json: AS_JSON = False
+) -> None:
+    """Show who each certificate is of, or who a request asks to be, how long it is valid, and what is wrong with it.
 
     Exit codes: 0 all are valid; 1 one is not; 78 one cannot be read.
     """
     states = []
     for path in files:
-        certificate = pem_files.parse_certificate(pem_files.read_pem(path, "certificate"), path, "certificate")
-        who, state = _describe(certificate)
-        states.append(state)
-        if as_json:
-            print(json.dumps({
-                "file": str(path), "who": who, "state": state, "serial": f"{certificate.serial_number:x}",
-                "until": certificate.not_valid_after_utc.isoformat(),
-            }))  # fmt: skip
-            continue
-        until = f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        print(f"{path}: {who}\n  {state}, until {until}, serial {certificate.serial_number:x}")
-    raise typer.Exit(0 if set(states) <= {VALID, EXPIRES_SOON} else 1)
+        content = pem_files.read_pem(path, "certificate")
+        if pem_files.is_request(content):
+            row, text = _show_request(path, pem_files.parse_request(content, path, "request"))
+        else:
+            row, text = _show_certificate(path, pem_files.parse_certificate(content, path, "certificate"))
+        states.append(row["state"])
+        print(json.dumps(row) if as_json else text)
+    raise typer.Exit(0 if set(states) <= {VALID, EXPIRES_SOON, REQUEST} else 1)
+
+
+def _show_certificate(path: Path, certificate: x509.Certificate) -> tuple[dict[str, str], str]:
+    """As a row for scripts, and as lines for people."""
+    who, state = _describe(certificate)
+    until, serial = certificate.not_valid_after_utc, f"{certificate.serial_number:x}"
+    row = {"file": str(path), "who": who, "state": state, "serial": serial, "until": until.isoformat()}
+    return row, f"{path}: {who}\n  {state}, until {until:%Y-%m-%d %H:%M} UTC, serial {serial}"
+
+
+def _show_request(path: Path, request: x509.CertificateSigningRequest) -> tuple[dict[str, str], str]:
+    """Likewise; what it asks for, whatever its file is called."""
+    try:
+        identity, key = identity_of(request), fingerprint_of(read_requested_key(request))
+    except Denied as error:
+        return {"file": str(path), "state": str(error)}, f"{path}: {error}"
+    row = {"file": str(path), "who": str(identity), "state": REQUEST, "key": key}
+    return row, f"{path}: a request to be {identity}\n  key {key}; to sign it: {_issue_line(path, identity)}"
+
+
+def _issue_line(request: Path, identity: PeerIdentity) -> str:
+    return f"dips certs issue ca/ {request} --as {identity.label}"
 
 
 def _describe(certificate: x509.Certificate) -> tuple[str, str]:
@@ -171,7 +198,8 @@ def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
     secret = certificates.new_key()
     pem_files.write_private(key, certificates.key_to_pem(secret))
     pem_files.write_public(request, pem_files.to_pem(certificates.make_request(identity, secret)))
-    print(f"{key}: stays here; {request}: {identity}, for `dips certs issue`")
+    fingerprint = fingerprint_of(secret.public_key())
+    print(f"{key}: stays here; {request}: {identity}, key {fingerprint}, for `dips certs issue`")
 
 
 def _put_in_place(signed: Path, key: Path, certificate: Path, old_key: Path) -> None:

@@ -71,7 +71,7 @@ def _read_ledger(run_file: RunFile, read: Callable[[Any], list[str]]) -> list[st
     from dips.master.ledger import Ledger
 
     try:
-        with closing(Ledger.open(ledger_path(run_file), readonly=True)) as ledger:
+        with closing(Ledger.open(ledger_path(run_file), readonly=True, verified=False)) as ledger:
             return read(ledger)
     except Exception:  # noqa: BLE001 (likewise)
         return []

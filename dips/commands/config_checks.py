@@ -238,6 +238,11 @@ def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunF
     if (cluster.tls is None) != (run.tls is None):
         seen = "one has certificates, the other speaks plain text"
         yield ConfigFinding(f"{beside}: tls", FAIL, seen, "give both a section `tls`, or both `insecure: true`")
+    if host_port(cluster.master)[1] != host_port(run.master.listen)[1]:
+        yield ConfigFinding(
+            f"{beside}: master", NOTE, f"{cluster.master}, while the master listens on {run.master.listen}",
+            "right if something between them translates ports",
+        )  # fmt: skip
     if run.clusters is not None and cluster.cluster not in run.clusters:
         seen = f"{cluster.cluster} is not in the run file's list"
         yield ConfigFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,10 +31,16 @@ def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple
     """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
     the frozen parameters.
     """
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError(
+            f"--factory {spec} needs torch here: pip install torch 'di-ps[client]', or give --model FILE"
+        ) from error
 
     from dips.client.parallel import full_parameters
     from dips.client.parallel.factory import make_module
+    from dips.client.parallel.unshared_buffers import advise_run
 
     made = make_module(spec, seed=seed)
     try:
@@ -43,6 +50,8 @@ def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple
     wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]
     if wrong:
         raise ConfigError(f"--factory {spec}: expected parameters in float32; {wrong[0]} is not")
+    if told := advise_run(made, share_buffers):
+        print(told, file=sys.stderr)
     return {name: tensor.cpu().contiguous().numpy() for name, tensor in parameters.items()}, frozen
 
 

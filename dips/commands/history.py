@@ -21,7 +21,7 @@ from dips.telemetry.listing import Column, Listing, ListingRow
 
 COLUMNS = (
     *(Column(name, left=True) for name in ("round", "ended", "version")),
-    *(Column(name) for name in ("loss", "tokens", "s", "stale", "‖δ‖")),
+    *(Column(name) for name in ("loss", "tokens", "seconds", "stale", "‖δ‖")),
 )
 MOST_RANGES = 20  # shown of a round's data ranges, as first-last runs
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +33,8 @@ def status(
 ) -> None:
     """Show the run: round, clusters, slaves, and why.
 
-    Each state comes with its reason.
+    Each state comes with its reason. --watch draws it anew each second on a terminal, and prints a line a second
+    elsewhere.
 
     Exit code 69 if no master answers.
 
@@ -80,18 +83,23 @@ def _print_status(answer: dict[str, Any], as_json: bool) -> None:
 
 async def _watch_status(master: Endpoint, as_json: bool) -> None:
     console, channel = Console(), control.open_channel(master)
+    show = json.dumps if as_json else picture.one_line
+    drawn = console.is_terminal and not as_json  # in a file or a pipe nothing can be drawn anew
     try:
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
+        with Live(console=console, auto_refresh=False, screen=True) if drawn else nullcontext() as live:
             while True:
                 try:
                     answer = await _ask_status(StatusServiceStub(channel), master, STATUS_DEADLINE_S)
                 except UnavailableMaster as error:
-                    live.update(f"{error}; asking again", refresh=True)
-                else:
-                    if as_json:
-                        print(json.dumps(answer))
+                    if live is not None:
+                        live.update(f"{error}; asking again", refresh=True)
                     else:
+                        print(f"{error}; asking again", file=sys.stderr)
+                else:
+                    if live is not None:
                         live.update(picture.FittedStatus(answer), refresh=True)
+                    else:
+                        print(show(answer), flush=True)
                 await asyncio.sleep(1.0)
     finally:
         await channel.close()

@@ -75,6 +75,9 @@ class ClusterFile(HttpKeys):
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
     restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
+    # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Others may grant less:
+    # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
+    end_grace_s: Annotated[float, Field(gt=0)] = 300.0
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
     max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from dips.config.http import HttpKeys
 from dips.config.section import MIB, Section
 from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, RequeuePolicy
-from dips.protocol.options import TimingOptions
+from dips.protocol.options import MOST_ROLLBACK, TimingOptions
 
 
 class JournalSection(Section):
@@ -60,6 +60,7 @@ class MasterSection(HttpKeys):
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
     keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
+    most_rollback: Annotated[int, Field(ge=0)] = MOST_ROLLBACK  # outer steps undone without `dips rollback`
     on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
     track: TrackSection | None = None  # TensorBoard and W&B; null: neither
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk

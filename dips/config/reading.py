@@ -14,6 +14,7 @@ from dips.errors import ConfigError
 from dips.ids import check_name
 
 Model = TypeVar("Model", bound=BaseModel)
+TOO_DEEP = "expected keys below keys a few levels deep, got more than can be read"
 
 
 def load_file(path: Path, model: type[Model]) -> Model:
@@ -25,6 +26,8 @@ def load_file(path: Path, model: type[Model]) -> Model:
         return model.model_validate(_resolve_paths(raw, path.parent))
     except ConfigError as error:  # from __post_init__ of an options class
         raise ConfigError(f"{path}: {error}") from error
+    except RecursionError as error:  # an anchor that holds itself
+        raise ConfigError(f"{path}: {TOO_DEEP}") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain_invalid(error)}") from error
 
@@ -44,12 +47,18 @@ def list_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """The file's keys; raise ConfigError on whatever stands in it: a daemon that runs reads it again."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{path}: expected UTF-8, got byte 0x{byte:02x} at offset {error.start}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a path with a NUL
         raise ConfigError(f"{path}: is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping of keys, got {type(raw).__name__}")
     return raw

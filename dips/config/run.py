@@ -37,7 +37,7 @@ class RunFile(Section):
         return Options(
             s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
-            keep_every=m.keep_every, keep_most=m.keep_most,
+            keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip
 
     def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:

@@ -30,7 +30,7 @@ def build_command(
         str | None, typer.Option(help="For text: bytes, the path of a tokenizer.json, or MODULE:FUNCTION.")
     ] = None,
     eos_token: Annotated[str | None, typer.Option(help="What ends a document in that tokenizer.json.")] = None,
-    key: Annotated[str, typer.Option(help="Of the text in a line of JSON.")] = "text",
+    key: Annotated[str, typer.Option(help="Of the text in a line of JSON, or a column of Parquet.")] = "text",
     dtype: Annotated[str | None, typer.Option(help="Of raw .bin files: uint16 or uint32.")] = None,
     eos: Annotated[int | None, typer.Option(help="Token that ends a document in .bin and .npy files.")] = None,
     tolerance: Annotated[
@@ -47,9 +47,10 @@ def build_command(
     are shuffled by the seed and dealt so that every range has its share of every source; long documents are cut where
     that is needed. The check of balance is printed.
 
-    A source is a file, a directory or a pattern: .jsonl (also .gz), other text, Megatron's .bin with .idx, or .npy and
-    .bin of tokens with NAME.documents.npy beside it (where each document begins) or --eos. Text is tokenised into the
-    directory; files of tokens stay where they are and are read from there.
+    A source is a file, a directory or a pattern: .jsonl, .json (an object a line), .parquet, plain text, all but
+    Parquet also packed by gzip, bzip2, xz or Zstandard; Megatron's .bin with .idx, or .npy and .bin of tokens with
+    NAME.documents.npy beside it (where each document begins) or --eos. What is none of these is refused by name. Text
+    is tokenised into the directory; files of tokens stay where they are and are read from there.
 
     A range should have many inner steps; what it has more than whole steps is trained with the next one. Put `ranges`
     and the printed digest under `shared.data` of the run. Exit code 1 if a range is off by more than the

@@ -18,7 +18,8 @@ import numpy as np
 from dips.data import index
 from dips.data.balance import Balance, weigh_sources
 from dips.data.deal import TOLERANCE, Documents, cut_of, deal_documents
-from dips.data.text import Tokenizer, is_text, write_tokens
+from dips.data.documents import check_texts, is_tokens
+from dips.data.text import Tokenizer, write_tokens
 from dips.data.tokenfile import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.ids import check_name
@@ -46,8 +47,8 @@ class CorpusSource:
     files: tuple[Path, ...]
 
     @property
-    def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+    def texts(self) -> tuple[Path, ...]:
+        return tuple(file for file in self.files if not is_tokens(file))
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,17 @@ class Built:
 
 
 def parse_source(spec: str) -> CorpusSource:
-    """Read NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if nothing is there."""
+    """Read NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if nothing is there.
+
+    Of a directory, what lies in it at any depth is taken, but for hidden files and directories.
+    """
     name, equals, where = spec.partition("=")
     if not equals:
         raise ConfigError(f"--source: expected NAME=PATH, got {spec!r}")
     check_name(name, "source")
     path = Path(where)
-    found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(where))
-    files = tuple(sorted(p for p in found if p.is_file() and not _is_index(p)))
+    found = glob.iglob(f"{glob.escape(where)}/**", recursive=True) if path.is_dir() else glob.iglob(where)
+    files = tuple(sorted(p for p in map(Path, found) if p.is_file() and not _is_index(p)))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
     return CorpusSource(name, files)
@@ -108,6 +112,8 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         raise ConfigError(f"--source: each name once, got {', '.join(names)}")
     if (plan.output / index.MANIFEST).exists():
         raise ConfigError(f"--output {plan.output}: a data set is there already; name another directory")
+    for source in plan.sources:
+        _check_texts(plan, source)
     plan.output.mkdir(parents=True, exist_ok=True)
     files = [_token_files(plan, s, progress) for s in plan.sources]
     documents = _list_documents(files)
@@ -159,12 +165,17 @@ def _count_cut(documents: Sequence[Documents], cut: int) -> tuple[int, int]:
     return sum(len(tokens) for tokens in long), sum(int((-(-tokens // cut)).sum()) for tokens in long)
 
 
+def _check_texts(plan: BuildPlan, one: CorpusSource) -> None:
+    """Refuse what cannot be read before the first token is written."""
+    if one.texts and plan.tokenizer is None:
+        raise ConfigError(f"source {one.name} is text ({one.texts[0]}): give --tokenizer")
+    check_texts(one.name, one.texts)
+
+
 def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
-    texts = [file for file in one.files if is_text(file)]
-    made = [find_tokens(file, plan.dtype, plan.eos) for file in one.files if not is_text(file)]
-    if texts:
-        if plan.tokenizer is None:
-            raise ConfigError(f"source {one.name} is text ({texts[0]}): give --tokenizer")
+    texts = one.texts
+    made = [find_tokens(file, plan.dtype, plan.eos) for file in one.files if is_tokens(file)]
+    if texts and plan.tokenizer is not None:
         output = plan.output / TOKENS / f"{one.name}.bin"
         output.parent.mkdir(exist_ok=True)
         meter = _Meter(progress, f"tokens of {one.name}", sum(file.stat().st_size for file in texts))

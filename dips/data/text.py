@@ -1,32 +1,27 @@
-"""Text into tokens, a block at a time: .jsonl, .json.gz and plain files in, a raw token file and its documents out.
+"""Text into tokens: documents in, a raw token file and where each document begins out.
 
-A line of a .jsonl file is a document; any other file is one, and a long one becomes several. What ends a document is
-the tokenizer's `eos`, which is written after it.
+What ends a document is the tokenizer's `eos`, which is written after it.
 """
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import json
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.data.documents import read_documents
 from dips.data.order import I64
 from dips.data.tokenfile import TokenFile
 from dips.errors import ConfigError
 
-TEXT_BLOCK = 16 << 20  # bytes of a plain file that become one document at most
 AT_ONCE = 256  # documents given to the tokenizer together
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
 Encode = Callable[[Sequence[str]], Sequence[npt.ArrayLike]]
 
@@ -86,10 +81,6 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     return Tokenizer(path.name, encode_batch, made.get_vocab_size(), end)
 
 
-def is_text(path: Path) -> bool:
-    return path.suffix not in (".npy", ".bin", ".idx")
-
-
 def write_tokens(
     files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
 ) -> TokenFile:
@@ -98,7 +89,7 @@ def write_tokens(
     with output.open("wb") as out:
         for file in files:
             done = 0
-            documents = _read_documents(file, key)
+            documents = read_documents(file, key)
             while block := list(islice(documents, AT_ONCE)):
                 for ids in made.encode([text for text, _ in block]):
                     row = np.append(np.asarray(ids, np.int64), made.eos)
@@ -113,35 +104,3 @@ def write_tokens(
             progress(file.stat().st_size - done)  # empty lines at its end, or the buffer of a packed one
     tokens: I64 = np.array(lengths, np.int64)
     return TokenFile(output, made.dtype, 0, np.cumsum(tokens) - tokens, tokens)
-
-
-def _read_documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    """Yield (text, bytes of the file read so far)."""
-    with path.open("rb") as raw:
-        lines = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
-        try:
-            yield from (
-                _json_lines(path, lines, raw, key) if path.name.endswith(_JSON_LINES) else _read_blocks(lines, raw)
-            )
-        except (OSError, EOFError) as error:
-            raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
-
-
-def _json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[tuple[str, int]]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text: Any = json.loads(line)[key]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: expected an object with the key {key!r}: {error!r}") from error
-        if not isinstance(text, str):
-            raise ConfigError(f"{path}, line {number}: expected text under {key!r}, got {type(text).__name__}")
-        if text:
-            yield text, raw.tell()
-
-
-def _read_blocks(lines: IO[bytes], raw: IO[bytes]) -> Iterator[tuple[str, int]]:
-    while block := lines.read(TEXT_BLOCK):
-        block += lines.readline(TEXT_BLOCK)  # not in the middle of a line, nor of a character
-        yield block.decode(errors="replace"), raw.tell()

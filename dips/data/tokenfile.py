@@ -24,7 +24,7 @@ Tokens = npt.NDArray[Any]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no tokens
-_SCAN = 1 << 24  # tokens looked through at once for `eos`
+_SCAN = 1 << 24  # tokens looked through at once: 64 MiB of the widest
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,11 @@ def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
     return np.memmap(path, kind, "r", skip)
 
 
-def find_tokens(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
-    """Recognise the form of a token file; raise ConfigError saying what is missing."""
+def find_tokens(path: Path, dtype: str | None, eos: int | None, scan_tokens: int = _SCAN) -> TokenFile:
+    """Recognise the form of a token file; raise ConfigError saying what is missing.
+
+    scan_tokens  looked through at once for `eos`
+    """
     if path.suffix == ".idx":
         return _read_megatron(path)
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
@@ -73,7 +76,7 @@ def find_tokens(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
     if kind.kind not in "iu":
         raise ConfigError(f"{path}: expected whole numbers as tokens, got {kind}")
     tokens = open_tokens(path, kind.str, skip)
-    starts = _find_starts(path, tokens, eos)
+    starts = _find_starts(path, tokens, eos, scan_tokens)
     return TokenFile(path, kind.str, skip, starts, np.diff(starts, append=len(tokens)))
 
 
@@ -90,13 +93,14 @@ def _numpy_header(path: Path) -> tuple[str, int]:
         raise ConfigError(f"{path}: not a .npy file: {error}") from error
 
 
-def _find_starts(path: Path, tokens: Tokens, eos: int | None) -> I64:
+def _find_starts(path: Path, tokens: Tokens, eos: int | None, scan_tokens: int) -> I64:
     beside = path.with_suffix(".documents.npy")
     if beside.exists():
         return _check_starts(beside, np.load(beside), len(tokens))
     if eos is None:
         raise ConfigError(f"{path}: where its documents begin is not known: expected {beside.name} beside it, or --eos")
-    ends = [np.flatnonzero(tokens[at : at + _SCAN] == eos) + at + 1 for at in range(0, len(tokens), _SCAN)]
+    blocks = range(0, len(tokens), scan_tokens)
+    ends = [np.flatnonzero(tokens[at : at + scan_tokens] == eos) + at + 1 for at in blocks]
     starts = np.concatenate([np.zeros(1, np.int64), *ends]).astype(np.int64)
     return starts[starts < len(tokens)]
 

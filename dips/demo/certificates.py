@@ -37,8 +37,8 @@ def make_certificates(files: DemoLayout) -> int:
     daemons.run_word("certs", "init", str(authority), "--run", RUN)
     for name, role in _ENROLLED:
         daemons.run_word("certs", "request", name, "--role", role, "--run", RUN, "--out", str(directory))
-    requests = [str(directory / f"{name}.{role}.csr") for name, role in _ENROLLED]
-    daemons.run_word("certs", "issue", str(authority), *requests)
+        request = str(directory / f"{name}.{role}.csr")
+        daemons.run_word("certs", "issue", str(authority), request, "--as", f"{name}.{role}")
     for name in (ROOT, REVOCATIONS):
         shutil.copyfile(authority / name, directory / name)
     return len(_ENROLLED)

@@ -63,7 +63,7 @@ def train_on(
         begun = time.monotonic()
         loss = inner_step(model, optimizer, batch, learning_rate(outer.inner_steps, outer.progress))
         time.sleep(min(LATE_S, (time.monotonic() - begun) * (slowdown - 1)))
-        outer.step(tokens=SEQUENCES * LENGTH * world, loss=loss)  # 3
+        outer.step(local_tokens=SEQUENCES * LENGTH, loss=loss)  # 3
         if outer.finished:
             return
 

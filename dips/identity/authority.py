@@ -72,9 +72,14 @@ class Authority:
             ) from error
         return cls(directory, run, certificate, secret)
 
-    def issue(self, request: x509.CertificateSigningRequest, days: int = LEAF_DAYS) -> x509.Certificate:
-        """Sign; raise Denied if the request is not of this run, or not usable."""
+    def issue(self, request: x509.CertificateSigningRequest, label: str, days: int = LEAF_DAYS) -> x509.Certificate:
+        """Sign for `label`, NAME.ROLE, as the signer says; raise Denied if the request is another's, or not usable.
+
+        A request may ask for any role, and its sender chooses the file's name, so neither says what is to be signed.
+        """
         identity = certificates.identity_of(request)
+        if identity.label != label:
+            raise Denied(f"expected a request of {label}, got one of {identity.label}: it asks to be {identity}")
         if identity.run != self.run:
             raise Denied(f"the request is of run {identity.run!r}, this authority is of run {self.run!r}")
         certificate = certificates.sign_request(request, self.root, self._key, utc_now(), days)

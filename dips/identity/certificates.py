@@ -6,6 +6,7 @@ What a certificate may say is fixed here, so that an authority cannot sign by ac
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -57,9 +58,7 @@ def sign_request(
     request: x509.CertificateSigningRequest, authority: x509.Certificate, key: Key, now: datetime, days: int
 ) -> x509.Certificate:
     """Sign for the one name that `request` asks; take nothing else of it. Raise Denied if it is not usable."""
-    public = request.public_key()
-    if not request.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
-        raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
+    public = read_requested_key(request)
     identity = identity_of(request)
     end = min(now + timedelta(days=days), authority.not_valid_after_utc)
     builder = _builder(_common_name(identity.label), authority.subject, public, now, end)
@@ -72,6 +71,20 @@ def sign_request(
         .add_extension(issuer, critical=False)
         .sign(key, hashes.SHA256())
     )
+
+
+def read_requested_key(request: x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
+    """The key that a request names; raise Denied if its owner has not signed the request."""
+    public = request.public_key()
+    if not request.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
+        raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
+    return public
+
+
+def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
+    """Short enough to be read out by telephone, long enough that nobody finds another key of it."""
+    der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return sha256(der).hexdigest()[:32]
 
 
 def make_revocations(

@@ -23,6 +23,8 @@ PRIVATE, PUBLIC = 0o600, 0o644
 
 Document = TypeVar("Document")
 
+REQUEST_BEGIN, OLD_REQUEST_BEGIN = b"-----BEGIN CERTIFICATE REQUEST", b"-----BEGIN NEW CERTIFICATE REQUEST"
+
 # of a block of PEM
 BEGIN, END, CRL_END = b"-----BEGIN ", b"-----END ", b"-----END X509 CRL-----"
 
@@ -66,6 +68,11 @@ def parse_certificate(content: bytes, path: Path, key: str) -> x509.Certificate:
 def parse_certificates(content: bytes, path: Path, key: str) -> list[x509.Certificate]:
     """All of a file: during a rollover two authorities are trusted."""
     return _parse(x509.load_pem_x509_certificates, content, path, key, "certificate")
+
+
+def is_request(content: bytes) -> bool:
+    """Whether it begins as a request does, of whatever maker."""
+    return content.lstrip().startswith((REQUEST_BEGIN, OLD_REQUEST_BEGIN))
 
 
 def parse_request(content: bytes, path: Path, key: str) -> x509.CertificateSigningRequest:

@@ -36,6 +36,7 @@ from dips.protocol.events import Event, RunProposed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import RunRow
+from dips.tasks import start_task
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -147,12 +148,13 @@ async def serve(
         await server.start()
         await _serve_http(config, tls, runtime, page, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
-        outside.begin_on_version(config, file, log)
-        outside.begin_track(config, file, log)
+        outside.begin_on_version(config, file, log, runtime.fail)
+        outside.begin_track(config, file, log, runtime.fail)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
-        beside = asyncio.create_task(MasterReload(file, config, guard, calls, runtime, log, fixed_level).run())
+        reload = MasterReload(file, config, guard, calls, runtime, log, fixed_level)
+        beside = start_task(reload.run(), runtime.fail)
         stack.callback(beside.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
@@ -192,6 +194,8 @@ def _build_runtime(
     _warn_of_other_targets(config, ledger, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
+    for reason in coordinator.build_view(now)["untuned"]:
+        log.warning("what the ledger has tuned cannot be", reason=reason)
     page.recall_ledger(ledger, state)
     step = page.watch_steps(_logged_step(coordinator, journal, log))
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
@@ -224,7 +228,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
-        lambda: runtime.build_view()["slaves"], log,
+        lambda: runtime.build_view()["slaves"], log, runtime.fail,
     )  # fmt: skip
     if ours:
         runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat

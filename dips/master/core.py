@@ -18,7 +18,8 @@ from typing import Any, TypeGuard, get_args
 from dips.dataclass import replace
 from dips.errors import StaleTerm
 from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
-from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint, SlaveProgress
+from dips.master.orders import SlavePatience
+from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint
 from dips.master.ports import CoordinatorLike, JudgeLike
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
@@ -59,6 +60,7 @@ class MasterCore:
         self._coordinator, self._judge, self._timing, self._polls = coordinator, judge, timing, polls
         self._decide = step or coordinator.step
         self._alignment = Alignment()
+        self._patience = SlavePatience(timing.compute_s)
         self._held = HeldQuestions(polls)
         self._outbox = Outbox()
         self._expected_at = now  # when the shell meant to run again
@@ -75,6 +77,7 @@ class MasterCore:
         self._expected_at = now
         self._judge.skip_gap(gap_s)
         self._alignment.skip_gap(gap_s)
+        self._patience.skip_gap(gap_s)
         self._step_event(Blind(gap_s), now)
         self._judging_from = now + self._timing.heartbeat_s / 2  # what is still in the sockets is read first
 
@@ -127,6 +130,10 @@ class MasterCore:
         """Return what to do now, in order; each action is returned once."""
         return self._outbox.take_actions()
 
+    def has_unwritten(self) -> bool:
+        """Whether some record that was decided is not durable yet."""
+        return self._outbox.has_unwritten()
+
     def on_written(self) -> None:
         """The records of the last WriteRecords are durable."""
         self._outbox.on_written()
@@ -147,6 +154,7 @@ class MasterCore:
         timing, picture = self._coordinator.window_timing(), self._coordinator.build_view(now)
         for name, cluster in picture.get("clusters", {}).items():
             cluster["pace"] = self._alignment.explain_pace(name, timing, now)
+        picture["pace_warning"] = self._alignment.warn_pace(self._timing.heartbeat_s)
         return picture
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
@@ -171,9 +179,10 @@ class MasterCore:
             self._step_event(event, now)
         register, as_of, live = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
-        before = self.heartbeats.get(("slave", heartbeat.slave))
-        if before is not None and _has_worked(before[0], heartbeat):
-            self._outbox.put_item(SlaveProgress(heartbeat.slave))
+        if not register or self._patience.knows(heartbeat.slave):  # so only names that the Coordinator knows are kept
+            progress = self._patience.judge_heartbeat(heartbeat, now)
+            if progress is not None:
+                self._outbox.put_item(progress)
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
         mirror = coordinator.mirror_wanted() if heartbeat.mirror is not None else ()
@@ -235,12 +244,6 @@ class MasterCore:
                     case Registered(sinc=sinc), SlaveRegistered():
                         self._judge.welcome_slave(event.slave, sinc, now)
                         self._outbox.put_item(SlaveEndpoint(event.slave, event.address))
-
-
-def _has_worked(before: ClusterHeartbeat | SlaveHeartbeat, heartbeat: SlaveHeartbeat) -> bool:
-    """Whether the same process of a slave has worked through more bytes than it had before."""
-    assert isinstance(before, SlaveHeartbeat)
-    return before.sinc == heartbeat.sinc and before.work_bytes < heartbeat.work_bytes
 
 
 _COMPLETED = frozenset({ClusterJoined, SlaveRegistered, ClusterExpelled, PushFinished})

@@ -21,8 +21,8 @@ from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
 from dips.fsync import sync_path
 from dips.ids import GENESIS
-from dips.master.ledger import Ledger, hold_ledger
-from dips.mirror import PIECE_BYTES, MirrorStore
+from dips.master.ledger import Ledger, hold_ledger, remove_beside
+from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
@@ -141,7 +141,8 @@ def mirror_initial(config: RunFile) -> None:
     """Whoever reads it back has the digests of the ledger. A model that `dips seed` brings is not among the files."""
     if config.master.mirror is None:
         return
-    store, directory = MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory
+    directory = config.master.directory
+    store = MirrorStore(config.master.mirror, config.shared.run, "master", of=directory)
     for name in (name for name in INITIAL_FILES if (directory / name).exists()):
         with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
@@ -217,9 +218,10 @@ def _throw_away(ledger: Path) -> None:
     """Remove the old run's ledger, if no master holds it."""
     if ledger.exists():
         with hold_ledger(ledger):
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{ledger}{suffix}").unlink(missing_ok=True)
+            ledger.unlink()
+            remove_beside(ledger)
     shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
+    (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is thrown away, too
 
 
 def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
@@ -228,7 +230,8 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
     metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside, metadata)
+    # ascontiguousarray gives a scalar one dimension.
+    save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
     write_listings(config, manifest)

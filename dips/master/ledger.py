@@ -16,6 +16,7 @@ from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
+from dips.master.ledger_chain import ChainedRows, require_no_chain, verify_chain, verify_pages
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
     RoundHistory,
@@ -28,7 +29,7 @@ from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_r
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.ledger_upgrade import copy_to_memory, is_upgradable, upgrade_ledger
-from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
 
@@ -55,22 +56,24 @@ class Ledger:
         if str(path) != MEMORY and Path(path).exists():
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
         lock = _take_lock(path)
-        db = _connect_file(path, "rwc")
-        with _in_transaction(db):
-            _run_all(db, SCHEMA)
+        db = _connect_file(path, "rwc")  # beside a new file SQLite removes a WAL that was left
+        with _in_transaction(db) as rows:
+            _run_all(db, f"{SCHEMA};\n{CHAIN}")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            write_run(db, row, wall)
+            rows.chain_all()
+            write_run(rows, row, wall)
         if str(path) != MEMORY:
             sync_path(Path(path).parent)
         return cls(db, lock, wall)
 
     @classmethod
-    def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False) -> Ledger:
+    def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False, verified: bool = True) -> Ledger:
         """Open a run's ledger, and hold it against a second master unless `readonly`.
 
         One of an older Di-PS is brought to today's format. Raise ConfigError if there is none, it is in use, or its
-        format is not known; Corrupt if it is none.
+        format is not known; Corrupt if it is none, CorruptLedger if a bit of it is not what was written. Without
+        `verified` that is not looked for: for who reads a name or a number on which nothing depends.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
@@ -78,7 +81,7 @@ class Ledger:
         try:
             db = _connect_file(path, "ro" if readonly else "rw")
             _check_is_ours(db, path)
-            db = _upgraded(db, readonly)
+            db = _brought_up(db, path, readonly, verified)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -88,11 +91,16 @@ class Ledger:
     def start_term(self, above: int = 0) -> int:
         """Begin the incarnation of a master: a term above `above` and every earlier one, durable on return
         (docs/rationale.md#4)."""
-        with _in_transaction(self._db):
-            (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
-            self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
-        self._term = int(term)
+        with _in_transaction(self._db) as rows:
+            term = max(self.read_term(), above) + 1
+            rows.insert_row("terms", (term, self._wall()))
+        self._term = term
         return self._term
+
+    def read_term(self) -> int:
+        """The newest term that has begun; 0 if none has."""
+        (term,) = self._db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
+        return int(term)
 
     def write_records(self, records: Sequence[Record], wall: float | None = None) -> None:
         """Make all records durable in one transaction, in their order; on any error none of them is written.
@@ -102,14 +110,12 @@ class Ledger:
         Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
         master that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
         """
-        with _in_transaction(self._db):
-            if self._term:
-                (newest,) = self._db.execute("SELECT max(term) FROM terms").fetchone()
-                if newest != self._term:
-                    raise StaleTerm(f"this master began term {self._term} of the ledger, term {newest} has begun since")
+        with _in_transaction(self._db) as rows:
+            if self._term and (newest := self.read_term()) != self._term:
+                raise StaleTerm(f"this master began term {self._term} of the ledger, term {newest} has begun since")
             at = self._wall() if wall is None else wall
             for record in records:
-                write_record(self._db, record, at)
+                write_record(rows, record, at)
 
     def serialize(self) -> bytes:
         """The whole file as it is now, what lies in its WAL included."""
@@ -191,6 +197,24 @@ def hold_ledger(path: Path) -> Iterator[None]:
             lock.close()
 
 
+def put_in_place(built: Path, path: Path) -> None:
+    """Give a closed ledger file its name, durably; the caller holds the ledger of that name.
+
+    What SQLite kept beside a file of that name before is removed first: it would play that WAL into this one.
+    """
+    sync_path(built)
+    remove_beside(path)
+    built.rename(path)
+    sync_path(path.parent)
+
+
+def remove_beside(path: Path) -> None:
+    """Remove the WAL of a ledger that is gone, durably."""
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    sync_path(path.parent)
+
+
 # ---- opening ------------------------------------------------------------------------------------------------------
 
 
@@ -228,15 +252,25 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         raise problem
 
 
-def _upgraded(db: sqlite3.Connection, readonly: bool) -> sqlite3.Connection:
-    """The ledger in today's format; what may only be read is brought there in memory."""
+def _brought_up(db: sqlite3.Connection, path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
+    """The ledger in today's format, verified; what may only be read is brought there in memory."""
     (schema,) = db.execute("PRAGMA user_version").fetchone()
-    if schema == SCHEMA_VERSION:
-        return db
-    made = copy_to_memory(db) if readonly else db
-    with _in_transaction(made):
-        upgrade_ledger(made)
-    return made
+    try:
+        if verified:
+            verify_pages(db, str(path))
+        if schema == SCHEMA_VERSION:
+            if verified:
+                verify_chain(db, str(path))
+            return db
+        require_no_chain(db, str(path), schema)
+        made = copy_to_memory(db) if readonly else db
+        with _in_transaction(made) as rows:
+            upgrade_ledger(made)
+            rows.chain_all()
+        return made
+    except BaseException:
+        db.close()
+        raise
 
 
 def _run_all(db: sqlite3.Connection, statements: str) -> None:
@@ -254,11 +288,13 @@ def _take_lock(path: Path | str) -> PidLock | None:
 
 
 @contextmanager
-def _in_transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of the body or nothing of it, durable when it is left."""
+def _in_transaction(db: sqlite3.Connection) -> Iterator[ChainedRows]:
+    """All rows that the body writes, or none of them, chained and durable when it is left."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        yield
+        rows = ChainedRows(db)
+        yield rows
+        rows.write_link()
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:

@@ -9,11 +9,11 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import cache
 from math import nan
 from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
+from dips.master.ledger_chain import ChainedRows
 from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
@@ -47,54 +47,51 @@ from dips.protocol.records import (
 )
 
 
-def write_run(db: sqlite3.Connection, row: RunRow, wall: Callable[[], float]) -> None:
+def write_run(rows: ChainedRows, row: RunRow, wall: Callable[[], float]) -> None:
     """Write what `dips init` decided, and version 0."""
-    _insert_row(db, "run", (1, row.run, row.config_digest, row.manifest))
+    rows.insert_row("run", (1, row.run, row.config_digest, row.manifest))
     for place, (slave, layers) in enumerate(row.placement):
-        _insert_row(db, "placement", (place, slave, json.dumps(layers)))
+        rows.insert_row("placement", (place, slave, json.dumps(layers)))
     for layer, (digest, norm) in enumerate(zip(row.genesis, row.genesis_norms, strict=True)):
-        _insert_row(db, "genesis", (layer, digest, norm))
-    _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, *_spell_step(NO_STEP, 0.0, False)))
+        rows.insert_row("genesis", (layer, digest, norm))
+    rows.insert_row("versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, *_spell_step(NO_STEP, 0.0, False)))
     if row.targets is not None:
-        _write_targets(db, row.targets, "", 0.0, wall())
+        _write_targets(rows, row.targets, "", 0.0, wall())
 
 
-def write_record(db: sqlite3.Connection, record: Record, wall: float) -> None:
+def write_record(rows: ChainedRows, record: Record, wall: float) -> None:
     """Add one record's rows; `wall` is Unix seconds."""
-    _WRITERS[type(record)](db, record, wall)
+    _WRITERS[type(record)](rows, record, wall)
 
 
-def _write_incarnation(db: sqlite3.Connection, r: IncarnationGiven, _wall: float) -> None:
-    _insert_row(db, "incarnations", (r.role, r.name, r.inc, r.nonce))
+def _write_incarnation(rows: ChainedRows, r: IncarnationGiven, _wall: float) -> None:
+    rows.insert_row("incarnations", (r.role, r.name, r.inc, r.nonce))
 
 
-def _round_reserved(db: sqlite3.Connection, r: RoundReserved, wall: float) -> None:
-    _insert_row(db, "rounds", (r.round, r.at, wall))
+def _round_reserved(rows: ChainedRows, r: RoundReserved, wall: float) -> None:
+    rows.insert_row("rounds", (r.round, r.at, wall))
 
 
-def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float) -> None:
+def _version_committed(rows: ChainedRows, r: VersionCommitted, wall: float) -> None:
     """The commit point of an outer step, with everything that it settles."""
     number, tokens = r.version.round, sum(fold.tokens for fold in r.folds)
     parent = (r.parent.version, r.parent.round)
     step = _spell_step(r.step, r.delta_norm, r.clipped)
-    _insert_row(db, "versions", (number, r.version.version, *parent, r.durable, tokens, *step))
-    _write_factors(db, number, THE_STEP, r.step.scales if len(r.step.scales) > 1 else ())
-    _insert_row(db, "round_ends", (number, "applied", "", r.at, wall))
+    rows.insert_row("versions", (number, r.version.version, *parent, r.durable, tokens, *step))
+    _write_factors(rows, number, THE_STEP, r.step.scales if len(r.step.scales) > 1 else ())
+    rows.insert_row("round_ends", (number, "applied", "", r.at, wall))
     for place, f in enumerate(r.folds):
         name = (number, place, f.push.cluster, f.push.inc, f.push.seq, f.base.version, f.base.round)
-        _insert_row(
-            db,
-            "folds",
-            (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges), f.anchored),
-        )
-        _write_factors(db, number, place, f.layer_weights)
+        told = (f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges), f.anchored)
+        rows.insert_row("folds", (*name, *told))
+        _write_factors(rows, number, place, f.layer_weights)
     for slave, digest in r.digests:
-        _insert_row(db, "digests", (number, slave, digest))
-    _write_outcomes(db, number, r.outcomes)
-    _write_penalty(db, number, r.penalty)
+        rows.insert_row("digests", (number, slave, digest))
+    _write_outcomes(rows, number, r.outcomes)
+    _write_penalty(rows, number, r.penalty)
     h = r.history
-    told = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms, h.digests))
-    db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?, ?, ?)", told)
+    lists = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms, h.digests))
+    rows.replace_row("score_history", (1, *lists))
 
 
 def _spell_step(s: OuterStep, delta_norm: float, clipped: bool) -> tuple[Any, ...]:
@@ -102,108 +99,106 @@ def _spell_step(s: OuterStep, delta_norm: float, clipped: bool) -> tuple[Any, ..
     return (scale, s.lr, s.a, delta_norm, clipped, s.b, s.c, s.e, s.returned)
 
 
-def _write_factors(db: sqlite3.Connection, number: int, place: int, factors: Factors) -> None:
+def _write_factors(rows: ChainedRows, number: int, place: int, factors: Factors) -> None:
     if factors:
-        _insert_row(db, "layer_factors", (number, place, json.dumps(factors)))
+        rows.insert_row("layer_factors", (number, place, json.dumps(factors)))
 
 
-def _version_durable(db: sqlite3.Connection, r: VersionDurable, wall: float) -> None:
-    _insert_row(db, "durable", (r.version.round, r.at, wall))
+def _version_durable(rows: ChainedRows, r: VersionDurable, wall: float) -> None:
+    rows.insert_row("durable", (r.version.round, r.at, wall))
     for slave, digest in r.digests:
-        _insert_row(db, "digests", (r.version.round, slave, digest))
+        rows.insert_row("digests", (r.version.round, slave, digest))
 
 
-def _rolled_back(db: sqlite3.Connection, r: RolledBack, wall: float) -> None:
+def _rolled_back(rows: ChainedRows, r: RolledBack, wall: float) -> None:
     head = (r.head.version, r.head.round)
-    place = db.execute("INSERT INTO rollbacks VALUES (NULL, ?, ?, ?, ?, ?)", (*head, r.reason, r.at, wall)).lastrowid
+    place = rows.insert_row("rollbacks", (None, *head, r.reason, r.at, wall))
     for version in r.undone:
-        _insert_row(db, "undone", (version.round, place))
+        rows.insert_row("undone", (version.round, place))
 
 
-def _round_ended(db: sqlite3.Connection, r: RoundEnded, wall: float) -> None:
-    _insert_row(db, "round_ends", (r.round, r.kind, r.reason, r.at, wall))
-    _write_outcomes(db, r.round, r.outcomes)
-    _write_penalty(db, r.round, r.penalty)
+def _round_ended(rows: ChainedRows, r: RoundEnded, wall: float) -> None:
+    rows.insert_row("round_ends", (r.round, r.kind, r.reason, r.at, wall))
+    _write_outcomes(rows, r.round, r.outcomes)
+    _write_penalty(rows, r.round, r.penalty)
 
 
-def _ranges_leased(db: sqlite3.Connection, r: RangesLeased, _wall: float) -> None:
-    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, spell_ints(r.ranges)))
+def _ranges_leased(rows: ChainedRows, r: RangesLeased, _wall: float) -> None:
+    rows.insert_row("leases", (None, r.cluster, r.inc, r.seq, spell_ints(r.ranges)))
 
 
-def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None:
-    _insert_row(db, "incarnations_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
+def _cluster_ended(rows: ChainedRows, r: ClusterEnded, wall: float) -> None:
+    rows.insert_row("incarnations_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
     if r.open_seq:
-        _insert_row(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
+        rows.insert_row("left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
 
 
-def _write_statistics(db: sqlite3.Connection, r: ClusterReadmitted | ClusterDiverged, _wall: float) -> None:
-    _write_penalty(db, r.round, (r.penalty,))
+def _write_statistics(rows: ChainedRows, r: ClusterReadmitted | ClusterDiverged, _wall: float) -> None:
+    _write_penalty(rows, r.round, (r.penalty,))
 
 
-def _versions_retired(db: sqlite3.Connection, r: VersionsRetired, _wall: float) -> None:
+def _versions_retired(rows: ChainedRows, r: VersionsRetired, _wall: float) -> None:
     for version in r.versions:
-        _insert_row(db, "retired", (version.round,))
+        rows.insert_row("retired", (version.round,))
 
 
-def _rebalanced(db: sqlite3.Connection, r: Rebalanced, wall: float) -> None:
-    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
-    row = (r.version.round, last_round, wall)
-    rebalance = db.execute("INSERT INTO rebalances VALUES (NULL, ?, ?, ?)", row).lastrowid
+def _rebalanced(rows: ChainedRows, r: Rebalanced, wall: float) -> None:
+    rebalance = rows.insert_row("rebalances", (None, r.version.round, _last_round(rows), wall))
     digests = dict(r.digests)
     for place, (slave, layers) in enumerate(r.placement):
-        _insert_row(db, "rebalanced", (rebalance, place, slave, json.dumps(layers), digests.get(slave)))
+        rows.insert_row("rebalanced", (rebalance, place, slave, json.dumps(layers), digests.get(slave)))
 
 
-def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
+def _run_finished(rows: ChainedRows, r: RunFinished, wall: float) -> None:
     row = (1, r.version.version, r.version.round, r.reason, r.at, wall)
-    db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
+    rows.replace_row("finished", row)  # the one before was undone
 
 
-def _run_extended(db: sqlite3.Connection, r: RunExtended, wall: float) -> None:
+def _run_extended(rows: ChainedRows, r: RunExtended, wall: float) -> None:
     """A run that was finished is so no more; this row says where it was."""
-    db.execute("DELETE FROM finished")
-    _write_targets(db, r.targets, str(r.resumed) if r.resumed else "", r.at, wall)
+    rows.delete_rows("finished")
+    _write_targets(rows, r.targets, str(r.resumed) if r.resumed else "", r.at, wall)
 
 
-def _write_targets(db: sqlite3.Connection, t: Targets, resumed: str, at: float, wall: float) -> None:
-    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
-    _insert_row(db, "targets", (None, t.tokens, t.versions, t.wall_s, t.epochs, resumed, last_round, at, wall))
+def _write_targets(rows: ChainedRows, t: Targets, resumed: str, at: float, wall: float) -> None:
+    told = (t.tokens, t.versions, t.wall_s, t.epochs, resumed, _last_round(rows), at, wall)
+    rows.insert_row("targets", (None, *told))
 
 
-def _write_tuning(db: sqlite3.Connection, r: OptionsTuned, wall: float) -> None:
+def _write_tuning(rows: ChainedRows, r: OptionsTuned, wall: float) -> None:
     for change in r.changes:
         value = None if change.off else change.value
-        _insert_row(db, "tunings", (None, change.key, value, _last_round(db), r.at, wall))
+        rows.insert_row("tunings", (None, change.key, value, _last_round(rows), r.at, wall))
 
 
-def _write_quarantine(db: sqlite3.Connection, r: ClusterQuarantined, wall: float) -> None:
-    _insert_row(db, "quarantines", (None, r.cluster, r.reason, _last_round(db), r.at, wall))
+def _write_quarantine(rows: ChainedRows, r: ClusterQuarantined, wall: float) -> None:
+    rows.insert_row("quarantines", (None, r.cluster, r.reason, _last_round(rows), r.at, wall))
 
 
-def _write_audit(db: sqlite3.Connection, r: OperatorActed, wall: float) -> None:
+def _write_audit(rows: ChainedRows, r: OperatorActed, wall: float) -> None:
     asked = (None, r.wall, r.caller, r.action, r.arguments)
-    _insert_row(db, "audit", (*asked, r.outcome, r.refused, r.passed_over, wall))
+    rows.insert_row("audit", (*asked, r.outcome, r.refused, r.passed_over, wall))
 
 
-def _last_round(db: sqlite3.Connection) -> int:
-    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+def _last_round(rows: ChainedRows) -> int:
+    (last_round,) = rows.db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
     return int(last_round)
 
 
-def _write_restore(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
-    _insert_row(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
+def _write_restore(rows: ChainedRows, r: LedgerRestored, wall: float) -> None:
+    rows.insert_row("restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
 
 
-def _write_recovery(db: sqlite3.Connection, r: VersionRecovered, wall: float) -> None:
-    _insert_row(db, "recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
+def _write_recovery(rows: ChainedRows, r: VersionRecovered, wall: float) -> None:
+    rows.insert_row("recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
 
 
-def _write_result(db: sqlite3.Connection, r: VersionResult, wall: float) -> None:
+def _write_result(rows: ChainedRows, r: VersionResult, wall: float) -> None:
     row = (r.version.round, r.ok, r.reason, json.dumps(dict(r.numbers)), r.seconds, wall)
-    db.execute("INSERT OR REPLACE INTO version_results VALUES (?, ?, ?, ?, ?, ?)", row)  # of a master that died since
+    rows.replace_row("version_results", row)  # of a master that died since
 
 
-_WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
+_WRITERS: dict[type[Record], Callable[[ChainedRows, Any, float], None]] = {
     IncarnationGiven: _write_incarnation,
     RoundReserved: _round_reserved,
     VersionCommitted: _version_committed,
@@ -227,29 +222,21 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
 }
 
 
-def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -> None:
-    for o in rows:
+def _write_outcomes(rows: ChainedRows, number: int, outcomes: Sequence[OutcomeRow]) -> None:
+    for o in outcomes:
         push = (o.push.cluster, o.push.inc, o.push.seq)
         settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, spell_ints(o.ranges))
         begun = json.dumps(astuple(o.begun) if o.begun else ())
-        _insert_row(db, "outcomes", (None, number, *push, *settled, begun))
+        rows.insert_row("outcomes", (None, number, *push, *settled, begun))
 
 
-def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
-    for p in rows:
+def _write_penalty(rows: ChainedRows, number: int, penalty: Sequence[PenaltyRow]) -> None:
+    for p in penalty:
         norms, counts = (p.mu, p.sigma, p.last_norm), (p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
         others = (p.loss, p.loss_shift, p.suspicion, json.dumps([astuple(layer) for layer in p.layers]))
+        learned = (p.losses, p.loss_rises, p.cosine, p.cosines, json.dumps(p.tokens))
         first = (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken)
-        _insert_row(db, "penalty", (*first, *others))
-
-
-def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
-    db.execute(_spell_insert(table, len(values)), values)
-
-
-@cache
-def _spell_insert(table: str, columns: int) -> str:
-    return f"INSERT INTO {table} VALUES ({','.join('?' * columns)})"
+        rows.insert_row("penalty", (*first, *others, *learned))
 
 
 # ---- reading back --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dips.master.ledger_rebalances import read_first_placement, read_rebalances,
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
+from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import (
     ClusterTotals,
     LayerStatistics,
@@ -36,9 +37,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
     finished = db.execute(
         "SELECT version, round FROM finished WHERE round NOT IN (SELECT round FROM undone)"
     ).fetchone()
-    restored = db.execute(
-        "SELECT unknown_from, known_again, incarnations_above FROM restores ORDER BY place DESC"
-    ).fetchone()
+    restored = db.execute("SELECT incarnations_above FROM restores ORDER BY place DESC").fetchone()
     lineage, undone = _read_versions(db)
     settled, leased = _settled_ranges(db), _leased_ranges(db)
     held = {r for *_, ranges in leased for r in ranges}
@@ -60,11 +59,19 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone=undone,
         begun=_begun_ranges(db),
         undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
-        unknown_rounds=restored[:2] if restored else (0, 0),
-        incarnations_above=restored[2] if restored else 0,
+        unknown_rounds=_unknown_rounds(db),
+        incarnations_above=restored[0] if restored else 0,
         tuned=read_tuned(db),
         quarantined=read_quarantined(db),
     )
+
+
+def _unknown_rounds(db: sqlite3.Connection) -> tuple[tuple[int, int], ...]:
+    """The gaps of all restores since an operator closed them: `dips-master recover` leaves a row without a gap."""
+    query = """SELECT unknown_from, known_again FROM restores
+               WHERE place > (SELECT coalesce(max(place), 0) FROM restores WHERE unknown_from = known_again)
+               ORDER BY place"""
+    return tuple(db.execute(query))
 
 
 def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
@@ -135,24 +142,24 @@ def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tupl
                FROM versions v LEFT JOIN retired r USING (round) LEFT JOIN durable d USING (round)
                LEFT JOIN undone u USING (round) ORDER BY v.round"""
     rows: dict[VersionId, VersionRow] = {}
-    undone, shares = list[VersionRow](), _read_shares(db)
+    undone = list[VersionRow]()
     for number, version, parent_version, parent_round, durable, tokens, retired, over in db.execute(query):
         name, parent = VersionId(version, number), VersionId(parent_version, parent_round)
-        row = VersionRow(name, parent, bool(durable), tokens, bool(retired), tuple(shares.get(number, ())))
+        row = VersionRow(name, parent, bool(durable), tokens, bool(retired))
         if over:
             undone.append(row)
         else:
             rows[name] = row
-    return _walk_lineage(rows), tuple(undone)
+    lineage = _walk_lineage(rows)
+    shares = _read_shares(db, oldest_offered(lineage).round)
+    return tuple(replace(v, shares=tuple(shares.get(v.version.round, ()))) for v in lineage), tuple(undone)
 
 
-def _read_shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
+def _read_shares(db: sqlite3.Connection, after: int) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
     """By round that may still be undone: whose pushes its version holds, with tokens and ranges, in folding order."""
     shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
-    for number, cluster, tokens, ranges in db.execute(
-        """SELECT round, cluster, tokens, ranges FROM folds
-           WHERE round NOT IN (SELECT round FROM retired) ORDER BY round, place"""
-    ):
+    query = "SELECT round, cluster, tokens, ranges FROM folds WHERE round > ? ORDER BY round, place"
+    for number, cluster, tokens, ranges in db.execute(query, (after,)):
         shares.setdefault(number, []).append((cluster, tokens, read_ints(ranges)))
     return shares
 
@@ -210,18 +217,20 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
 
 def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
     query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted,
-                      reference, steps, broken, loss, loss_shift, suspicion, layers FROM penalty
+                      reference, steps, broken, loss, loss_shift, suspicion, layers,
+                      losses, loss_rises, cosine, cosines, tokens FROM penalty
                WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
     return tuple(_read_penalty(row) for row in db.execute(query))
 
 
 def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
     cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted, reference, steps, broken, *others = row
-    loss, loss_shift, suspicion, layers = others
+    loss, loss_shift, suspicion, layers, losses, rises, cosine, cosines, tokens = others
     return PenaltyRow(
         cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted,
-        read_real(reference), read_real(steps), bool(broken), loss, loss_shift, suspicion,
-        tuple(LayerStatistics(*layer) for layer in json.loads(layers)),
+        read_real(reference), read_real(steps), bool(broken), loss, loss_shift or 0.0, suspicion,
+        tuple(LayerStatistics(*layer) for layer in json.loads(layers)), losses, bool(rises), cosine or 0.0, cosines,
+        tuple(json.loads(tokens)),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
-from dips.master.schema import SCHEMA_VERSION
+from dips.master.schema import CHAIN, SCHEMA_VERSION
 
 # Format → what makes the next one of it. Every step was Nesterov's then; lr 0 is of versions that no pushes made.
 UPGRADES: Mapping[int, tuple[str, ...]] = {
@@ -32,6 +32,14 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE penalty ADD COLUMN suspicion REAL NOT NULL DEFAULT 0",
         "ALTER TABLE penalty ADD COLUMN layers TEXT NOT NULL DEFAULT '[]'",
         "ALTER TABLE folds ADD COLUMN anchored INTEGER NOT NULL DEFAULT 0",
+    ),
+    9: (
+        "ALTER TABLE penalty ADD COLUMN losses INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE penalty ADD COLUMN loss_rises INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE penalty ADD COLUMN cosine REAL DEFAULT 0",
+        "ALTER TABLE penalty ADD COLUMN cosines INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE penalty ADD COLUMN tokens TEXT NOT NULL DEFAULT '[]'",
+        CHAIN,  # its first link takes up every row: what was flipped before stays so
     ),
 }
 

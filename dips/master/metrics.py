@@ -40,6 +40,11 @@ RUN = (
         "dips_ledger_mirror_behind_transactions", "ledger_mirror.behind_transactions", "Lost with the master's disk."
     ),
     MetricRow("dips_ledger_mirror_behind_seconds", "ledger_mirror.behind_s", "Since the mirror kept up."),
+    MetricRow(
+        "dips_rollback_waiting_steps",
+        "rollback.steps",
+        "Outer steps that a rollback would undo which waits for `dips rollback`; 0: none waits.",
+    ),
     MetricRow("dips_versions_undone", "undone_total", "Versions that were rolled back."),
     MetricRow("dips_head_age_seconds", "newest.age_s", "Since the newest version was committed."),
     MetricRow("dips_durable_age_seconds", "newest.durable_age_s", "Since the newest durable version was committed."),

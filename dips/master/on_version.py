@@ -21,6 +21,7 @@ from dips.config import OnVersionSection
 from dips.ids import VersionId
 from dips.master.children import Child, truncate_log
 from dips.protocol.records import Record, VersionResult
+from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
 LOOK_EVERY_S = 2.0  # for a new version, and at the size of the log
@@ -55,10 +56,10 @@ class VersionProcesses:
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Look for versions from now on."""
+    def start(self, fail: Fail) -> None:
+        """Look for versions from now on; `fail` hears of our bugs in it."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._task = asyncio.create_task(self._run_forever(), name="on_version")
+        self._task = start_task(self._run_forever(), fail, "on_version")
 
     async def stop(self) -> None:
         """Kill what runs, whose version is due again, and return when it is dead."""

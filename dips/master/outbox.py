@@ -8,6 +8,7 @@ known here.
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import TypeGuard, cast, get_args
 
 from dips.dataclass import dataclass
@@ -36,9 +37,14 @@ class SlaveEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class SlaveProgress:
-    """A slave's kernels or disk have worked since its last heartbeat: its orders have their whole time again."""
+    """A slave's kernels or disk have worked since its last heartbeat: its orders have their whole time again.
+
+    Or nothing was worked through, and some of them wait for its disk.
+    """
 
     slave: str
+    waiting: frozenset[int] | None = None  # numbers of the orders that it is for; None: all
+    most_s: float = inf  # so much time they have at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,10 @@ class Outbox:
                 break
             actions.append(cast(Outgoing, self._queue.popleft()))
         return actions
+
+    def has_unwritten(self) -> bool:
+        """Whether a record waits, or is being written."""
+        return self._writing or any(_is_record(item) for item in self._queue)
 
     def on_written(self) -> None:
         """The transaction is durable: what stands behind it may leave."""

@@ -22,6 +22,7 @@ from dips.master.trackers import TrackProcesses
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.records import Record
+from dips.tasks import Fail
 from dips.telemetry import logs
 from dips.transport.tls import TlsSource
 
@@ -46,14 +47,16 @@ class MasterOutside:
         store = restore.mirror_of(config)
         if store is None:
             return
+        if store.shares_disk():
+            log.warning("mirror_on_the_same_disk", mirror=store.url, problem="lost with the ledger; is it mounted?")
         self._mirror = LedgerMirror(
             store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
             config.master.mirror_s, time.monotonic, log,
         )  # fmt: skip
         self._mirror.start()
 
-    def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log) -> None:
-        """Run what the run file says for every n-th version from now on."""
+    def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
+        """Run what the run file says for every n-th version from now on; `fail` hears of our bugs in it."""
         section = config.master.on_version
         if section is None:
             return
@@ -62,17 +65,17 @@ class MasterOutside:
         self._on_version = VersionProcesses(
             file.resolve(), section, config.master.directory.resolve(), self._find_unprocessed, self.write_records, log
         )
-        self._on_version.start()
+        self._on_version.start(fail)
 
-    def begin_track(self, config: RunFile, file: Path | None, log: logs.Log) -> None:
-        """Have what happens shown where the run file says."""
+    def begin_track(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
+        """Have what happens shown where the run file says; likewise."""
         section = config.master.track
         if section is None:
             return
         if file is None:
             raise ConfigError("master.track needs the run file's path")
         self._track = TrackProcesses(file.resolve(), section, config.master.directory.resolve(), log)
-        self._track.start()
+        self._track.start(fail)
 
     async def _find_unprocessed(self, every: int) -> VersionId | None:
         loop = asyncio.get_running_loop()

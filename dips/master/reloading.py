@@ -17,7 +17,7 @@ from typing import Any
 from dips.config import RunFile, load_run
 from dips.config.watching import LOOK_S, ConfigWatch, describe_keys, keep_watching
 from dips.errors import DipsError
-from dips.master.runtime import EXIT_BUG, Runtime
+from dips.master.runtime import Runtime
 from dips.protocol import audit, events
 from dips.telemetry import logs
 from dips.transport.guard import Guard
@@ -36,6 +36,7 @@ _REQUESTS: dict[str, type] = {
     "Tune": events.TuningAsked,
     "Quarantine": events.QuarantineAsked,
     "Seed": events.SeedAsked,
+    "Rollback": events.RollbackAsked,
 }
 
 
@@ -64,14 +65,7 @@ class MasterReload:
             guard.on_refused = self.report_refusal
 
     async def run(self) -> None:
-        """Until it is cancelled; what ends it otherwise is our bug, and ends the master: nobody would be expelled."""
-        try:
-            await self._run_tasks()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it must not go unheard)
-            self._log.critical("looking at the run file failed", error=repr(error), exc_info=error)
-            self._runtime.stop(EXIT_BUG)
-
-    async def _run_tasks(self) -> None:
+        """Until it is cancelled; what ends it otherwise is our bug: nobody would be expelled."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hurry.set)
         async with asyncio.TaskGroup() as tasks:
             if self._watch is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, FailedMirror
-from dips.fsync import sync_path
 from dips.master import genesis, mirror_files
-from dips.master.ledger import Ledger, hold_ledger
+from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.ledger_rebuild import MirroredLedger, rebuild
 from dips.mirror import MirrorStore
 from dips.protocol.records import LedgerState
@@ -22,7 +22,8 @@ ASIDE = ".restoring"
 
 def mirror_of(config: RunFile) -> MirrorStore | None:
     """Where this run's ledger is mirrored; None: nowhere."""
-    return None if config.master.mirror is None else MirrorStore(config.master.mirror, config.shared.run, "master")
+    url, directory = config.master.mirror, config.master.directory
+    return None if url is None else MirrorStore(url, config.shared.run, "master", of=directory)
 
 
 def restore_if_lost(config: RunFile, log: Log) -> None:
@@ -41,15 +42,15 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
         found = mirror_files.read_newest(store, config.shared.run)
         if found is None:
             return  # a run that has not begun
-        state = _build_file(found, path)
-    genesis.fetch_initial(store, config.master.directory)
+        genesis.fetch_initial(store, config.master.directory)  # before the ledger: what has one is not restored again
+        state = build_file(found, path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
         transactions_since_base=len(found.transactions),
     )  # fmt: skip
 
 
-def _build_file(found: MirroredLedger, path: Path) -> LedgerState:
+def build_file(found: MirroredLedger, path: Path) -> LedgerState:
     """Write the ledger's file aside, and rename it when it is whole."""
     aside = path.parent / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
@@ -62,9 +63,7 @@ def _build_file(found: MirroredLedger, path: Path) -> LedgerState:
             state, _ = rebuild(ledger, found.term, found.transactions)
         finally:
             ledger.close()  # the last connection moves the WAL into the file
-        sync_path(built)
-        built.rename(path)
-        sync_path(path.parent)
+        put_in_place(built, path)
         return state
     except sqlite3.DatabaseError as error:
         raise Corrupt(f"the mirrored ledger cannot be built: {error}") from error
@@ -79,11 +78,8 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
     except FailedMirror as error:
         log.warning("ledger_mirror_lags", reason=str(error))
         return
-    ledger = Ledger.open(path, readonly=True)
-    try:
-        term = ledger.read_state().term
-    finally:
-        ledger.close()
+    with closing(Ledger.open(path, readonly=True, verified=False)) as ledger:  # the master verifies it when it opens it
+        term = ledger.read_term()
     if mirrored > term:
         raise ConfigError(
             f"{path} knows terms up to {term}, its mirror {store.url} has term {mirrored}: this file is an old copy; "

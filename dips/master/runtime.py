@@ -21,6 +21,7 @@ from dips.protocol.effects import Exit, Note, Order, Reply, Result
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
+from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -101,6 +102,11 @@ class Runtime:
         """Why the run cannot take an outer step now; empty: it can."""
         return self._core.explain_unready()
 
+    def fail(self, error: BaseException) -> None:
+        """End `run`: a task of this process has failed, which is our bug, and what it did is done by nobody now."""
+        self.stop(EXIT_BUG)
+        self._log.critical("a task of this master failed", error=repr(error), exc_info=error)
+
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
         if not self._code.done():
@@ -171,11 +177,11 @@ class Runtime:
                 case HeartbeatReply():
                     self._answer_question(action.req, action.answer)
                 case WriteRecords():
-                    self._writing = asyncio.create_task(self._write_records(action.records), name="writer")
+                    self._writing = start_task(self._write_records(action.records), self.fail, "writer")
                 case SlaveEndpoint():
                     self._outside.learn_address(action.slave, action.address)
                 case SlaveProgress():
-                    self._outside.on_progress(action.slave)
+                    self._outside.on_progress(action)
                 case Note():
                     (self._log.debug if action.kind in ROUTINE else self._log.info)(action.kind, **dict(action.fields))
                     self._timeline.record_mark(action.kind, **dict(action.fields))
@@ -202,13 +208,17 @@ class Runtime:
         self._carry_out(self._core.take_actions())
 
     def _send_order(self, order: Order) -> None:
-        task = asyncio.create_task(self._execute_order(order))
+        task = start_task(self._execute_order(order), self.fail)
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
     async def _execute_order(self, order: Order) -> None:
+        begun, kind = self._clock(), type(order.body).__name__
         self._log.debug("order", order=order)
-        self.put_event(await self._outside.execute_order(order))
+        ended = await self._outside.execute_order(order)
+        took_s, how = self._clock() - begun, type(ended).__name__
+        self._log.debug("order ended", number=order.number, slave=order.slave, kind=kind, how=how, took_s=took_s)
+        self.put_event(ended)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit, and
-`finished`, which a run reaches again after a rollback. A version is undone if `undone` names its round.
+`finished`, which a run reaches again after a rollback. A version is undone if `undone` names its round. `chain` has a
+hash of every row: ledger_chain.py.
 
 `at` is the master's monotonic clock, as decided upon; `wall` is Unix seconds, for people and plots. NaN is stored as
 NULL, which is what SQLite makes of it, so no column of reals says NOT NULL; a loss that nobody
@@ -9,7 +10,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 9  # in user_version; raised by every change: ledger_upgrade.py brings older ones here
+SCHEMA_VERSION = 10  # in user_version; raised by every change: ledger_upgrade.py brings older ones here
 
 SCHEMA = """
 CREATE TABLE run (
@@ -79,7 +80,9 @@ CREATE TABLE penalty (
     warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL,
     accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL,
     loss REAL, loss_shift REAL, suspicion REAL NOT NULL DEFAULT 0,
-    layers TEXT NOT NULL DEFAULT '[]'  -- [n, mu, sigma, left out in a row] of each
+    layers TEXT NOT NULL DEFAULT '[]',  -- [n, mu, sigma, left out in a row] of each
+    losses INTEGER NOT NULL DEFAULT 0, loss_rises INTEGER NOT NULL DEFAULT 0,
+    cosine REAL DEFAULT 0, cosines INTEGER NOT NULL DEFAULT 0, tokens TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
 CREATE TABLE score_history (
@@ -153,3 +156,4 @@ CREATE TABLE left_open (
     PRIMARY KEY (cluster, inc)
 ) STRICT;
 """
+CHAIN = """CREATE TABLE chain (number INTEGER PRIMARY KEY, rows BLOB NOT NULL, hash BLOB NOT NULL) STRICT"""

@@ -121,6 +121,9 @@ class OperatorServicer(OperatorServiceServicer):
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
         return await self._ask_audited(request, context, events.ReadmissionAsked, operator_pb2.ReadmitReply)
 
+    async def Rollback(self, request: Any, context: Any) -> operator_pb2.RollbackReply:
+        return await self._ask_audited(request, context, events.RollbackAsked, operator_pb2.RollbackReply)
+
     async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
         return await self._ask_audited(request, context, events.DrainAsked, operator_pb2.DrainReply)
 

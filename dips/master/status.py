@@ -45,6 +45,7 @@ def _fields_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
         fields["loss"] = None
     if isinstance(heartbeat, SlaveHeartbeat):
         fields["staged"] = [str(push) for push in heartbeat.staged]
+        fields["waits"] = [dataclasses.asdict(wait) for wait in heartbeat.waits]
         fields["transfers"] = [dataclasses.asdict(t) for t in heartbeat.transfers]
     return fields
 

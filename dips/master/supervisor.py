@@ -2,7 +2,8 @@
 
 A slave that dies is started again after a pause that doubles. One that the Coordinator has lost while its process is
 alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers nor
-works for `compute_s`: it may be loading a snapshot for a former master, and its heartbeats tell how far it is. There
+works for `compute_s`: it may be loading a snapshot for a former master, and its heartbeats tell how far it is; or bring
+one back from its mirror before it has registered with anybody, which the bytes tell that it reads and writes. There
 are never two processes for one slave: a new one is started only when the old one is known to be dead, and the lock of
 the snapshot directory names the old one, also to a master that was started later. A master that was killed therefore
 finds its slaves alive, with θ still in memory.
@@ -18,6 +19,8 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +29,9 @@ from dips.config import SlaveSection
 from dips.master.children import Child, truncate_log
 from dips.pidlock import lock_holder
 from dips.protocol.heartbeats import SlaveHeartbeat
+from dips.protocol.moves import SlaveState
 from dips.protocol.options import TimingOptions
+from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -35,9 +40,47 @@ LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a process that ran for so long is restarted after the first pause again
 LOST_LEASES = 2  # a process that is alive but has been lost for so many leases hangs
 END_GRACE_S = 30.0  # between SIGTERM and SIGKILL: time to finish a snapshot
+LEAST_MOVED = 1 << 20  # bytes read and written that count as work: what a process logs while it waits is less
 LOG_BYTES = 16 << 20  # of each slave's log, and as much of the one before
 
+LOST, STARTING = SlaveState.LOST.value, SlaveState.STARTING.value
+
 Seen = Mapping[str, Mapping[str, Any]]  # of each slave: state, sinc (Coordinator.view)
+
+
+@dataclass
+class ProcessWatch:
+    """Whether a slave's process, which is alive, hangs. Pure: times are the supervisor's."""
+
+    timing: TimingOptions
+    adopted: bool
+    sinc_before: int  # its slave's incarnation when the watch began
+    begun: float
+    lost_since: float | None = None
+    moved: tuple[int, float] = (0, -inf)  # bytes that it had read and written, when they last rose by LEAST_MOVED
+
+    def explain_hang(self, state: str, sinc: int, worked_at: float, moved: int, now: float) -> str:
+        """Why it is to be killed; empty: it does not hang.
+
+        state, sinc  of its slave, as the Coordinator sees it
+        worked_at    when its heartbeats last told of work
+        moved        bytes that it has read and written
+        """
+        registered = self.adopted or sinc > self.sinc_before
+        self.lost_since = (now if self.lost_since is None else self.lost_since) if state == LOST else None
+        if moved - self.moved[0] >= LEAST_MOVED:
+            self.moved = moved, now
+        if self.lost_since is not None and registered:
+            lost_s = now - self.lost_since
+            return f"lost for {lost_s:.1f} s while its process lives" if lost_s >= self._most_lost_s else ""
+        idle_s = now - max(self.begun, worked_at, self.moved[1])
+        if self.adopted and state == STARTING and idle_s >= self.timing.compute_s:
+            return "it did not register with this master, and does no work"
+        return ""
+
+    @property
+    def _most_lost_s(self) -> float:
+        return LOST_LEASES * self.timing.lease_s
 
 
 class Supervisor:
@@ -51,12 +94,16 @@ class Supervisor:
         timing: TimingOptions,
         view_slaves: Callable[[], Seen],
         log: Log,
+        fail: Fail,
     ) -> None:
+        """`fail` hears of our bugs: slaves that nobody supervises must not go on so without a word."""
         self._config, self._slaves, self._timing, self._view, self._log = config, slaves, timing, view_slaves, log
+        self._fail = fail
         self._directory = directory / "slaves"
         self._seen: Seen = {}
         self._children: dict[str, Child] = {}
         self._worked: dict[str, tuple[int, float]] = {}  # of our slaves: bytes worked through, when they last rose
+        self._unbounded: set[Path] = set()  # logs that could not be kept below LOG_BYTES
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = asyncio.get_running_loop().time
 
@@ -71,15 +118,13 @@ class Supervisor:
         """Start or adopt every slave, and keep them running."""
         self._directory.mkdir(parents=True, exist_ok=True)
         loops = [self._refresh_view(), *(self._keep_running(slave) for slave in self._slaves)]
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._tasks = [start_task(loop, self._fail) for loop in loops]
 
     async def stop_supervising(self, stop: bool) -> None:
         """Stop supervising. With `stop`, end the slaves too and return when all of them are dead."""
         for task in self._tasks:
             task.cancel()
-        for done in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(done, Exception):
-                self._log.error("the supervisor failed", why=repr(done))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         living = [child for child in self._children.values() if child.alive]
         if stop:
             await asyncio.gather(*(child.end(END_GRACE_S) for child in living))
@@ -90,8 +135,18 @@ class Supervisor:
         while True:
             self._seen = self._view()
             for slave in self._slaves:
-                await asyncio.to_thread(truncate_log, self._log_path(slave), LOG_BYTES)
+                await self._bound_log(self._log_path(slave))
             await asyncio.sleep(self._timing.heartbeat_s)
+
+    async def _bound_log(self, path: Path) -> None:
+        """A disk that is full is looked at again: the slaves are supervised meanwhile, and it is said once."""
+        try:
+            await asyncio.to_thread(truncate_log, path, LOG_BYTES)
+            self._unbounded.discard(path)
+        except OSError as error:
+            if path not in self._unbounded:
+                self._log.warning("a slave's log cannot be kept short", log=str(path), why=str(error))
+            self._unbounded.add(path)
 
     async def _keep_running(self, slave: SlaveSection) -> None:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random())
@@ -131,22 +186,12 @@ class Supervisor:
 
     async def _watch_child(self, slave: SlaveSection, child: Child) -> None:
         """Return when the process is dead; kill it if it hangs."""
-        sinc_before = self._seen_sinc(slave)
-        lost_since: float | None = None
-        begun = self._clock()
+        watch = ProcessWatch(self._timing, child.adopted, self._seen_sinc(slave), self._clock())
         while not await child.wait(self._timing.heartbeat_s):
-            registered = self._seen_sinc(slave) > sinc_before or child.adopted
-            state = self._seen.get(slave.name, {}).get("state")
-            lost = registered and state == "lost"
-            lost_since = (lost_since or self._clock()) if lost else None
-            if lost_since is not None and self._clock() - lost_since >= LOST_LEASES * self._timing.lease_s:
-                await self._kill_child(
-                    slave, child, f"lost for {self._clock() - lost_since:.1f} s while its process lives"
-                )
-            elif child.adopted and state == "starting":
-                _, worked_at = self._worked.get(slave.name, (0, begun))
-                if self._clock() - max(begun, worked_at) >= self._timing.compute_s:
-                    await self._kill_child(slave, child, "it did not register with this master, and does no work")
+            _, worked_at = self._worked.get(slave.name, (0, -inf))
+            state, moved = self._seen.get(slave.name, {}).get("state", ""), child.read_moved_bytes()
+            if why := watch.explain_hang(state, self._seen_sinc(slave), worked_at, moved, self._clock()):
+                await self._kill_child(slave, child, why)
 
     async def _kill_child(self, slave: SlaveSection, child: Child, why: str) -> None:
         self._log.error("slave hangs: killed", slave=slave.name, pid=child.pid, why=why)

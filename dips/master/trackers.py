@@ -14,6 +14,7 @@ from typing import Any
 
 from dips.config import TrackSection
 from dips.master.children import Child, truncate_log
+from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
 PROGRAM = "dips.commands.track_process"  # not imported: it may load what a master may not
@@ -33,10 +34,10 @@ class TrackProcesses:
         self._reasons = dict.fromkeys(self._kinds, "")  # why the last one ended; empty: one runs
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Run them from now on."""
+    def start(self, fail: Fail) -> None:
+        """Run them from now on; `fail` hears of our bugs in it."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._tasks = [asyncio.create_task(self._run_forever(kind), name=f"track {kind}") for kind in self._kinds]
+        self._tasks = [start_task(self._run_forever(kind), fail, f"track {kind}") for kind in self._kinds]
 
     async def stop(self) -> None:
         """Let them write what has ended, at most so long, and return when they are dead."""

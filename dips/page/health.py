@@ -115,10 +115,15 @@ def _find_concerns(
             yield Concern(Gravity.ATTENTION, "head", late)
         if rounds and rounds[-1].kind == "skipped":
             yield Concern(Gravity.ATTENTION, f"round {rounds[-1].round}", f"skipped: {rounds[-1].reason}")
+    if warning := status.get("pace_warning"):
+        yield Concern(Gravity.ATTENTION, "pace", str(warning))
     durability = status.get("durability") or {}
     if durability.get("red"):
         gravity = Gravity.BROKEN if durability.get("state") == "stopped" else Gravity.ATTENTION
         yield Concern(gravity, "snapshots", f"{durability.get('state')}: {durability.get('reason') or '–'}")
+    rollback = status.get("rollback") or {}
+    if rollback.get("red"):
+        yield Concern(Gravity.BROKEN, "rollback", str(rollback.get("reason") or "–"))
     for key, who in (("ledger_mirror", "mirror of the ledger"), ("on_version", "on_version"), ("track", "track")):
         part = status.get(key) or {}
         if part.get("red"):

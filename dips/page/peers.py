@@ -75,6 +75,7 @@ def _cluster_row(name: str, c: Peer, judged: Judgement, last: LastOutcome | None
         "tokens_gated": number_of(c.get("tokens_gated")),
         "tokens_lost": number_of(c.get("tokens_lost")),
         "pace_s": number_of(c.get("pace_s")),
+        "last_push_steps": number_of(c.get("last_push_steps")),
         "step_s": number_of(c.get("step_s")),
         "inner_steps": number_of(c.get("inner_steps")),
         "accepted": number_of(c.get("accepted")),

@@ -31,6 +31,7 @@ LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measure
 NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
 MOST_AT_ONCE = 64  # members whose pushes are planned anew when one of them changes; those of more, once in PLAN_S
 PLAN_S = 1.0
+STEERED_HEARTBEATS = 2  # a window needs so many: by one a cluster tells its speed, by one it learns when it is due
 WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
 MOST_PERIODS = 2  # of work since its last push: who has missed so many windows waits for none
 
@@ -128,6 +129,15 @@ class Alignment:
         return (
             f"aligned: H {steps} (by itself {member.wanted}) at {member.step_s:.3g} s a step, "
             f"pushes in {left:.1f} s, a window every {self.period_s:.1f} s"
+        )
+
+    def warn_pace(self, heartbeat_s: float) -> str:
+        """Why clusters do not meet, for people; empty if they can."""
+        if len(self._members) < 2 or not 0 < self.period_s < STEERED_HEARTBEATS * heartbeat_s:
+            return ""
+        return (
+            f"windows every {self.period_s:.2g} s are too short to be steered by heartbeats every {heartbeat_s:g} s: "
+            "clusters meet by chance: take a larger H (pace.aligned in cluster.yaml), or a smaller heartbeat_s"
         )
 
     def _follow_windows(self, timing: WindowTiming, now: float) -> None:

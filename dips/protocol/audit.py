@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dips.dataclass import dataclass, replace
-from dips.protocol import drain, extension, quarantine, readmit, seeding, tuning
+from dips.protocol import drain, extension, quarantine, readmit, rollback, seeding, tuning
 from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
@@ -24,6 +24,7 @@ from dips.protocol.events import (
     OperatorRequest,
     QuarantineAsked,
     ReadmissionAsked,
+    RollbackAsked,
     SeedAsked,
     TuningAsked,
 )
@@ -51,6 +52,7 @@ REQUESTS: dict[type, AuditedRequest] = {
     ExtensionAsked: AuditedRequest("extend", extension.on_extension_asked, _describe_targets),
     TuningAsked: AuditedRequest("tune", tuning.on_tuning_asked, lambda e: describe_changes(e.changes)),
     QuarantineAsked: AuditedRequest("quarantine", quarantine.on_quarantine_asked, quarantine.describe_request),
+    RollbackAsked: AuditedRequest("rollback", rollback.on_rollback_asked, lambda e: str(e.version)),
     SeedAsked: AuditedRequest("seed", seeding.on_seed_asked, lambda e: f"process {e.seeder}"),
 }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
-from dips.protocol import pulls, pushes
+from dips.protocol import pulls, pushes, seeding
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
@@ -81,6 +81,8 @@ def _settled_pushes(cluster: Cluster) -> int:
 def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWanted | None:
     if mismatch := find_protocol_mismatch(event):
         return mismatch
+    if event.cluster == seeding.SEEDER:
+        return Failed(ConfigError, f"cluster: the name {seeding.SEEDER} is that of `dips seed`; give it another")
     if event.run != run.row.run:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the cluster belongs to {event.run!r}"
@@ -93,9 +95,26 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
         )
     if event.manifest_digest != run.manifest.digest:
         return _compare_models(run.manifest, event) if event.manifest else ManifestWanted(run.manifest.digest)
+    if differs := _find_other_base(run, event):
+        return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
         return Failed(Busy, f"this run has had {MAX_CLUSTERS} cluster names, its limit")
     return None
+
+
+def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
+    """A cluster that lives has other frozen parameters: adapters that are trained on two bases belong to neither."""
+    if not event.frozen_digest:
+        return None
+    known = (c for c in run.clusters.values() if c.live and c.frozen_digest and c.name != event.cluster)
+    other = next((c for c in known if c.frozen_digest != event.frozen_digest), None)
+    if other is None:
+        return None
+    return Failed(
+        ConfigError,
+        f"the frozen parameters of {event.cluster} (digest {event.frozen_digest[:12]}) are not those of {other.name} "
+        f"({other.frozen_digest[:12]}): what both train belongs to one base; load the same one everywhere",
+    )
 
 
 def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
@@ -120,7 +139,7 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
         old.begin_incarnation(inc, event.nonce)
         run.follow_cluster(old)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
-    cluster.works_since = run.now
+    cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
     run.emit_note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)

@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 8  # 7 did not know how far each version is from its parent
+FORMAT = 9  # 8 knew nothing of frozen parameters
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

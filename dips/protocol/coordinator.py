@@ -27,6 +27,7 @@ from dips.protocol import (
     pushes,
     quarantine,
     readmit,
+    rollback,
     round,
     seeding,
     settlement,
@@ -65,6 +66,7 @@ from dips.protocol.events import (
     QuarantineAsked,
     RangesRequested,
     ReadmissionAsked,
+    RollbackAsked,
     RoundAwaited,
     SeedAsked,
     SlaveRegistered,
@@ -180,6 +182,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     OperatorReported: audit.on_operator_reported,
     ClusterExpelled: clusters.on_cluster_expelled,
     SeedAsked: seeding.on_seed_asked,
+    RollbackAsked: rollback.on_rollback_asked,
     Blind: _on_blind,
     Ticked: _on_tick,
 }

@@ -141,6 +141,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     What some slave's mirror holds as its newest stays as well, see mirrors.py, and every `keep_every`-th version.
     With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
     slave can meet another at such a version any more, and where disks work they would pile up while one does not.
+    Versions that were rolled back go when a later one is durable, or when a disk has no room for that.
     """
     mirrors.advance_target(run)
     complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
@@ -155,15 +156,21 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
         and 0 < v.version.version < run.head.version
         and (v.version.version < oldest_kept.version or (partial and not v.durable))
     )
+    newest = complete[-1].round if complete else 0
+    undone = tuple(v for v in run.undone_kept if partial or v.round < newest)
+    old = (*old, *undone)
     if not old:
         return
     run.emit_record(VersionsRetired(old))
     run.offers_changed()
+    for version in undone:
+        del run.undone_kept[version]
     for version in old:
-        run.versions[version] = replace(run.versions[version], retired=True, shares=())
+        if version in run.versions:
+            run.versions[version] = replace(run.versions[version], retired=True)
         run.committed_at.pop(version, None)
     run.forget_old_versions()
-    run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.order_s)
+    run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.compute_s)
 
 
 def _archived_versions(options: Options, complete: Sequence[VersionId]) -> Sequence[VersionId]:

@@ -212,6 +212,7 @@ class RegisterLater:
 
     retry_after_s: float
     reason: str
+    look_for: tuple[VersionId, ...] = ()  # bring these back from the mirror before: others have nothing newer in common
 
 
 SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | RegisterLater

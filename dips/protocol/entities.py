@@ -47,7 +47,7 @@ class Slave:
     offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
     unanswered: int = 0  # orders in a row past their deadline
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
-    mirrored: VersionId | None = None  # the newest version in its mirror that is on offer
+    mirrored: tuple[VersionId, ...] = ()  # what stays on every disk for its mirror's sake: see mirrors.py
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
@@ -141,6 +141,7 @@ class Cluster:
     name: str
     inc: int
     nonce: str
+    frozen_digest: str = ""  # of what it does not train; "": not known to this master
     state: ClusterState = ClusterState.JOINING
     reason: str = "joined"
     seq_high: int = 0  # the highest seq of a push or pull in this incarnation

@@ -198,6 +198,13 @@ class ScoreScale(StrEnum):
     LOG = "log"  # their logarithms: for norms that scatter by factors
 
 
+class Difference(StrEnum):
+    """In what a cluster has always been unlike the others: flagged, and no gate's concern (gates/)."""
+
+    LOSS = "loss"  # it is usually far above theirs
+    DIRECTION = "direction"  # its pushes have less in common with theirs than these have with each other
+
+
 class GateName(StrEnum):
     """What `penalty.gates` lists: see gates/."""
 

@@ -16,7 +16,7 @@ from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 7
+PROTOCOL = 8
 LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -28,6 +28,7 @@ class MirrorReport:
 
     held: tuple[VersionId, ...]  # copied whole, oldest round first
     reason: str = ""  # why the last try failed; "" while all goes well
+    unknown: bool = False  # this process could not list it yet, so `held` says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class ClusterJoined:
     protocol: int = PROTOCOL
     former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
     take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
+    frozen_digest: str = ""  # of a sample of the parameters that are not trained; "": there are none, or not known
     rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
 
 
@@ -285,7 +287,17 @@ class SeedAsked:
     keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
 
 
-OperatorRequest = ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked | SeedAsked
+@dataclass(frozen=True, slots=True)
+class RollbackAsked:
+    """Make this older version the head again; repeated until it is."""
+
+    req: int
+    version: VersionId
+
+
+OperatorRequest = (
+    ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked | SeedAsked | RollbackAsked
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +478,7 @@ Event = (
     | OperatorReported
     | ClusterExpelled
     | SeedAsked
+    | RollbackAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

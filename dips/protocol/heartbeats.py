@@ -18,6 +18,7 @@ from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
 NOTE_CHARS = 240  # of ClusterHeartbeat.note, so that it arrives: any text has at most 256
+MOST_WAITS = 64  # orders in SlaveHeartbeat.waits: what waits for one disk is a round's and some retirements
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 
 
@@ -81,6 +82,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderWait:
+    """An order that came to a slave, is not answered, and waits for its disk."""
+
+    number: int
+    kind: str
+    for_s: float  # since it came
+
+
+@dataclass(frozen=True, slots=True)
 class SlaveHeartbeat:
     slave: str
     sinc: int
@@ -99,6 +109,7 @@ class SlaveHeartbeat:
     live: int = 0  # number of the last list of what is live that it got in this term; 0: none
     disk_free: int = 0  # bytes where its snapshots lie, for showing only
     disk_total: int = 0  # 0: unknown
+    waits: tuple[OrderWait, ...] = ()  # the oldest MOST_WAITS
 
 
 @dataclass(frozen=True, slots=True)

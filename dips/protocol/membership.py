@@ -215,6 +215,12 @@ _TRANSFERS = (Activity.PUSH, Activity.PULL)
 
 
 def _waits_for_others(heartbeat: ClusterHeartbeat) -> bool:
-    """Whether this trainer has a reason to stand still. One that moves bytes has none: they must be seen moving."""
-    moves_bytes = heartbeat.activity in _TRANSFERS and 0 < heartbeat.bytes_moved < heartbeat.bytes_total
-    return heartbeat.activity is not Activity.INNER and not moves_bytes
+    """Whether this trainer has a reason to stand still. One that moves bytes has none: they must be seen moving.
+
+    Nor has one whose transfer is open and not begun: its ranks come to it within an inner step, and one that hangs
+    before its first byte must not hold its slot for ever.
+    """
+    transfers, moved, total = heartbeat.activity in _TRANSFERS, heartbeat.bytes_moved, heartbeat.bytes_total
+    comes_to_it = transfers and bool(heartbeat.transfer_seq) and not total
+    moves_bytes = transfers and 0 < moved < total
+    return heartbeat.activity is not Activity.INNER and not moves_bytes and not comes_to_it

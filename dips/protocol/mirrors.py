@@ -5,12 +5,16 @@ copied, as it names what is persisted (docs/rationale.md#3): one target for all,
 one when every mirror that works holds it. The newest version that a mirror holds stays on every slave's disk until that
 mirror holds a newer one: then a lost disk costs what its mirror lags behind, and no more. A mirror that fails, or whose
 slave is away, holds up no other; nothing here holds up a round.
+
+"Not known" is not "nothing". A process that could not list its mirror yet leaves what this master heard last; if it has
+heard nothing, whatever the ledger has not retired may lie there, since a former master kept it for that, and stays.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.protocol.entities import Slave
 from dips.protocol.events import MirrorReport, MirrorReported
@@ -34,19 +38,23 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
 
 def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> None:
     """A slave's mirror holds this; None: it has none."""
+    if report is not None and report.unknown:
+        last = slave.mirror or replace(report, held=tuple(v for v in run.versions if _is_kept(run, v)))
+        report = replace(last, reason=report.reason)
     slave.mirror = report
     run.roster.perhaps_behind[slave.name] = None
     count_mirror(run, slave)
 
 
 def count_mirror(run: RunState, slave: Slave) -> None:
-    """Its mirror, or the lineage, has changed: count its newest version anew."""
-    for version, change in ((slave.mirrored, -1), (_newest_mirrored(run, slave), 1)):
-        if version is not None:
+    """Its mirror, or the lineage, has changed: count anew what stays for its sake."""
+    stays = _stays_for(run, slave)
+    for versions, change in ((slave.mirrored, -1), (stays, 1)):
+        for version in versions:
             run.mirrored[version] = run.mirrored.get(version, 0) + change
             if not run.mirrored[version]:
                 del run.mirrored[version]
-    slave.mirrored = _newest_mirrored(run, slave)
+    slave.mirrored = stays
 
 
 def advance_target(run: RunState) -> None:
@@ -72,7 +80,7 @@ def _is_awaited(run: RunState, target: VersionId) -> bool:
 
 
 def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
-    """The newest version of the lineage that each mirror holds, oldest first: on no disk may it be deleted."""
+    """The newest version of the lineage that each mirror holds or may hold, oldest first: they stay on every disk."""
     return tuple(sorted(run.mirrored))
 
 
@@ -80,20 +88,23 @@ def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
     """What mirrors are to hold; the last one is to be copied, the others are not to be deleted."""
     if run.mirror_target is None:
         return ()
-    return (*(v for v in mirrored_versions(run) if v != run.mirror_target), run.mirror_target)
+    older = (v for v in mirrored_versions(run) if v != run.mirror_target)
+    return (*run.undone_kept, *older, run.mirror_target)
 
 
-def _newest_mirrored(run: RunState, slave: Slave) -> VersionId | None:
-    """The newest version that lies in this mirror and is on offer; None without a mirror, or if it lags too far."""
-    held = slave.mirror.held if slave.mirror is not None else ()
-    return max((v for v in held if _is_kept(run, v)), default=None)
+def _stays_for(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
+    """The newest version that lies in this mirror and is on offer; of an unknown one all that may be that."""
+    if slave.mirror is None:
+        return ()
+    on_offer = sorted(v for v in slave.mirror.held if _is_kept(run, v))
+    return tuple(on_offer if slave.mirror.unknown else on_offer[-1:])
 
 
 def view_mirror(run: RunState, slave: Slave, now: float) -> dict[str, Any] | None:
     """How far a mirror lags, for people: outer steps, and seconds since it ceased to hold the head."""
     if slave.mirror is None:
         return None
-    newest = slave.mirrored
+    newest = slave.mirrored[-1] if slave.mirrored and not slave.mirror.unknown else None
     version = newest.version if newest is not None else 0
     missing = [v for v in run.versions if v.version > version]
     since = run.committed_at.get(missing[0], run.started) if missing else now

@@ -31,11 +31,37 @@ FORBID: dict[str, Any] = {"extra": "forbid"}
 AUTO = "auto"  # the word for an outer learning rate that follows the number of clusters
 MOST_DELAY = 1_000_000  # contributions
 MOST_WINDOWS = 1_000.0  # times window_s: a round must end
+MOST_ROLLBACK = 2  # outer steps: a crash costs one, or two where a disk failed in the same moment; more needs a person
+LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
 
 
 def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{key}: expected {expected}, got {got!r}")
+
+
+# What a number may be besides 0 where 0 is allowed: from the least to the most that the arithmetic of the run takes,
+# however it is combined with others, in doubles, in the kernels' fp32 and in the deadlines of gRPC and SQLite's rows.
+RATES = (1e-9, 1e3)  # of an outer step: θ stays within fp32 whatever it is multiplied with
+SHARES = (1e-6, 1.0 - 1e-6)  # of an average or a momentum: its inverse, and that of what it lacks to 1, stay small
+LENGTHS = (1e-30, 1e30)  # of a pseudo-gradient: no norm above is finite for any purpose (penalty.py)
+MULTIPLES = (1e-6, 1e6)  # of something that is measured
+SECONDS = (1e-3, 1e7)  # from what a clock tells apart to four months
+COUNTS = (1, 1_000_000)
+ROUNDS_KEPT = (1, 10_000)  # whose scores each version's row holds
+BITS_PER_S = (1e-3, 1e15)
+
+
+def _require_within(
+    options: object, section: str, bounds: dict[str, tuple[float, float]], zero: frozenset[str]
+) -> None:
+    """Refuse what is none of these numbers, NaN and ±inf among them; None and words are not looked at."""
+    for name, (least, most) in bounds.items():
+        value = getattr(options, name)
+        if value is None or isinstance(value, str):
+            continue
+        expected = f"0, or {least:g} to {most:g}" if name in zero else f"a number from {least:g} to {most:g}"
+        _require_holds((name in zero and value == 0) or least <= value <= most, f"{section}.{name}", expected, value)
 
 
 def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: str) -> None:
@@ -56,8 +82,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         _require_holds(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
-        for key, value in (("clip.norm", self.norm), ("clip.relative", self.relative)):
-            _require_holds(value is None or value > 0, key, "a number above 0", value)
+        _require_within(self, "clip", {"norm": LENGTHS, "relative": MULTIPLES}, frozenset())
 
 
 @dataclass(frozen=True)
@@ -79,13 +104,12 @@ class OuterOptions:
         words = {"merge": MergeRule, "step": StepRule, "weights": WeightRule, "anchor": AnchorRule}
         for key, of_key in words.items():
             _coerce_word(self, key, of_key, f"outer.{key}")
-        is_rate = self.lr == AUTO or (not isinstance(self.lr, str) and self.lr > 0)
-        _require_holds(is_rate, "outer.lr", "a number above 0 or auto", self.lr)
-        _require_holds(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
+        _require_holds(self.lr == AUTO or not isinstance(self.lr, str), "outer.lr", "a number or auto", self.lr)
+        bounds = {"lr": RATES, "momentum": SHARES, "staleness_alpha": MULTIPLES}
+        _require_within(self, "outer", bounds, frozenset({"momentum", "staleness_alpha"}))
         gathers = self.step is not StepRule.DELAYED_NESTEROV or self.momentum > 0
         _require_holds(gathers, "outer.momentum", "a number above 0, beside delayed_nesterov", self.momentum)
         _require_holds(0 <= self.delay <= MOST_DELAY, "outer.delay", f"0 to {MOST_DELAY}", self.delay)
-        _require_holds(self.staleness_alpha >= 0, "outer.staleness_alpha", "0 or more", self.staleness_alpha)
 
     @property
     def has_momentum(self) -> bool:
@@ -116,14 +140,17 @@ class PenaltyOptions:
         _require_holds(len(set(self.gates)) == len(self.gates), "penalty.gates", "each gate once", self.gates)
         object.__setattr__(self, "gates", tuple(map(GateName, self.gates)))  # frozen
         _coerce_word(self, "score", ScoreScale, "penalty.score")
-        _require_holds(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
-        _require_holds(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
-        _require_holds(self.e_cap > 0, "penalty.e_cap", "a number above 0", self.e_cap)
-        _require_holds(self.sigma_floor >= 0, "penalty.sigma_floor", "0 or more", self.sigma_floor)
         for key in ("hard_cap", "joiner_cap"):
             _require_holds(getattr(self, key) > 1, f"penalty.{key}", "a number above 1", getattr(self, key))
-        for key in ("warmup_rounds", "history", "gate_patience"):
-            _require_holds(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
+        _require_within(self, "penalty", _PENALTY_BOUNDS, frozenset({"sigma_floor"}))
+
+
+_PENALTY_BOUNDS = {
+    "alpha": SHARES,
+    **dict.fromkeys(("beta", "e_cap", "sigma_floor", "hard_cap", "joiner_cap"), MULTIPLES),
+    **dict.fromkeys(("warmup_rounds", "gate_patience"), COUNTS),
+    "history": ROUNDS_KEPT,
+}
 
 
 @dataclass(frozen=True)
@@ -202,30 +229,22 @@ class TimingOptions:
     busy_retry_s: float = 2.0  # until a refused push is asked for again; less if a slot is due before
 
     def __post_init__(self) -> None:
-        _require_holds(
-            self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s
-        )
         _coerce_word(self, "window", WindowRule, "timing.window")
         longest = f"a number from 1 to {MOST_WINDOWS:g}"
         _require_holds(1 <= self.window_most <= MOST_WINDOWS, "timing.window_most", longest, self.window_most)
-        _require_holds(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
-        above_0 = (
-            "heartbeat_s",
-            "lease_heartbeats",
-            "hang_s",
-            "order_s",
-            "compute_s",
-            "transfer_s",
-            "least_transfer_s",
-        )
-        for key in (*above_0, "busy_retry_s"):
-            _require_holds(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
+        _require_within(self, "timing", _TIMING_BOUNDS, frozenset({"window_s", "min_push_bps"}))
 
     @property
     def lease_s(self) -> float:
         return self.heartbeat_s * self.lease_heartbeats
 
 
+_TIMING_BOUNDS = {
+    **dict.fromkeys(("window_s", "heartbeat_s", "hang_s", "order_s", "compute_s", "transfer_s"), SECONDS),
+    **dict.fromkeys(("least_transfer_s", "busy_retry_s"), SECONDS),
+    "lease_heartbeats": COUNTS,
+    "min_push_bps": BITS_PER_S,
+}
 _WORDS: dict[str, type[StrEnum]] = {
     "codec": PushCodec,
     "durability": DurabilityMode,
@@ -252,12 +271,15 @@ class Options:
     requeue: RequeuePolicy = RequeuePolicy.NONE
     keep_every: int = 0  # every so many-th version stays besides; 0: none
     keep_most: int = 0  # of these the newest so many; 0: all
+    most_rollback: int = MOST_ROLLBACK  # outer steps that the master undoes by itself; more wait for `dips rollback`
+    lineage_kept: int = LINEAGE_KEPT  # no file sets it: tests and the simulation take 3, to get there at all
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
             _coerce_word(self, key, words, key)
-        for key in ("keep_every", "keep_most"):
+        for key in ("keep_every", "keep_most", "most_rollback"):
             _require_holds(getattr(self, key) >= 0, key, "0 or more", getattr(self, key))
+        _require_holds(self.lineage_kept >= 1, "lineage_kept", "at least 1", self.lineage_kept)
 
     @property
     def targets(self) -> Targets:

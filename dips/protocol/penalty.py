@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from dips.dataclass import replace
-from dips.protocol.enums import GateName
+from dips.protocol.differences import find_differences
+from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES, OF_NORMS
-from dips.protocol.gates.direction import is_suspect
+from dips.protocol.gates.direction import is_suspect, own_usual
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.last_norms import LastNorms
 from dips.protocol.norm_scores import Past, gate_threshold, is_joiner, longest_step
@@ -24,6 +25,7 @@ from dips.protocol.penalty_rows import (
     believe_world,
     fresh_row,
     move_accepted,
+    move_cosine,
     move_loss,
     move_suspicion,
     restart_warmup,
@@ -63,6 +65,10 @@ class Penalty:
 
     def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
+
+    def find_differences(self, cluster: str) -> dict[Difference, str]:
+        """In what a cluster always was unlike the others, and a sentence of each."""
+        return find_differences(self.penalty_row(cluster), self._rows.values(), self._options)
 
     def gate_threshold(self) -> float:
         """Of the gate `dips`, now."""
@@ -108,6 +114,10 @@ class Penalty:
     def count_trusted(self, cluster: str, live: Sequence[str]) -> int:
         """How many others live that were not out of line lately."""
         return sum(c != cluster and not is_suspect(self.penalty_row(c)) for c in live)
+
+    def own_cosine(self, cluster: str) -> float | None:
+        """What its pushes usually have in common with the others'."""
+        return own_usual(self.penalty_row(cluster))
 
     def suspicion_of(self, cluster: str) -> tuple[float, bool]:
         """What orders those that wait: who was least out of line is measured first."""
@@ -157,6 +167,8 @@ class Penalty:
                     past = self._past_of(self.penalty_row(s.cluster))
                     changed[s.cluster] = move_loss(changed[s.cluster], s.verdict, past)
         if self.gates_direction:
+            for s in (s for s in verdicts if s.cluster in changed):
+                changed[s.cluster] = move_cosine(changed[s.cluster], s.verdict)
             changed |= move_suspicion(changed, [s for s in verdicts if not s.verdict.held])
 
     def _history_after(self, verdicts: Sequence[Settled], theta_digest: int) -> ScoreHistory:
@@ -185,7 +197,8 @@ class Penalty:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
         before = self.penalty_row(cluster)
         reference = max(before.reference, self._norms.median_without(before) or 0.0)
-        row = replace(restart_warmup(before, reference, self._options), loss_shift=None, suspicion=0.0)
+        anew = restart_warmup(before, reference, self._options)
+        row = replace(anew, loss_shift=0.0, losses=0, loss_rises=False, cosine=0.0, cosines=0, suspicion=0.0)
         self.keep_statistics({cluster: row}, self.history)
         return row
 

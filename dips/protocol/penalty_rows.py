@@ -12,14 +12,15 @@ from dips.dataclass import replace
 from dips.protocol.enums import GateName
 from dips.protocol.gates.direction import is_against, lacks_witnesses
 from dips.protocol.gates.layers import layer_norms
-from dips.protocol.gates.losses import excess_loss, known_losses
+from dips.protocol.gates.losses import MOST_USUAL, bound_loss, excess_loss, has_risen, taught_losses
 from dips.protocol.norm_scores import OWN_REFERENCE, Past, corrected_sigma, has_score, is_joiner, scale_norm
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import LayerStatistics, PenaltyRow
 from dips.protocol.verdicts import Settled, Verdict
 
 MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
-LOSS_SHARE = 0.1  # of the newest push in a cluster's usual distance to the others' losses
+LOSS_SHARE = 0.2  # of the newest push in a cluster's usual distance to the others' losses, which moves as θ is trained
+COSINE_SHARE = 0.2  # likewise in its usual cosine with their sum, which falls as what all have in common is learned
 SUSPICION_KEPT = 0.5  # from one of a cluster's pushes to its next
 KEPT_UNHEARD = 0.75  # likewise, if it was gated for want of witnesses, which tells little
 ACCUSED_STILL = 0.5  # by a push that is only foreign to the others: a suspect that goes on so remains one
@@ -101,13 +102,24 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
     loss = verdict.evidence.loss
     if loss is None:
         return row
-    row = replace(row, loss=loss)
-    excess = excess_loss(loss, known_losses(past))
+    row = replace(row, loss=bound_loss(loss))
+    if verdict.accepted or verdict.gate is GateName.LOSS:  # whom another gate keeps out, θ forgets: that is no rise
+        row = replace(row, loss_rises=has_risen(loss, past))
+    excess = excess_loss(loss, taught_losses(past))
     if not verdict.accepted or excess is None:
         return row
-    usual = past.row.loss_shift
-    weight = 1.0 if usual is None else max(LOSS_SHARE, 1.0 / (past.row.accepted + 1))
-    return replace(row, loss_shift=weight * excess + (1.0 - weight) * (usual or 0.0))
+    weight = max(LOSS_SHARE, 1.0 / (row.losses + 1))
+    usual = row.loss_shift + weight * (max(-MOST_USUAL, min(excess, MOST_USUAL)) - row.loss_shift)
+    return replace(row, loss_shift=usual, losses=row.losses + 1)
+
+
+def move_cosine(row: PenaltyRow, verdict: Verdict) -> PenaltyRow:
+    """Its usual cosine with the sum of others: by what was accepted beside enough witnesses."""
+    push = verdict.evidence
+    if not verdict.accepted or push.cosine is None or lacks_witnesses(push):
+        return row
+    weight = max(COSINE_SHARE, 1.0 / (row.cosines + 1))
+    return replace(row, cosine=row.cosine + weight * (push.cosine - row.cosine), cosines=row.cosines + 1)
 
 
 def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
@@ -157,7 +169,8 @@ def restart_warmup(row: PenaltyRow, reference: float, options: PenaltyOptions) -
     """Statistics of a new warm-up; of the past only what the hard cap is made of stays, and what is no norm."""
     anew = fresh_row(row.cluster, options)
     kept = replace(anew, last_norm=row.last_norm, accepted=row.accepted, reference=reference, steps=row.steps)
-    return replace(kept, loss=row.loss, loss_shift=row.loss_shift, suspicion=row.suspicion)
+    kept = replace(kept, loss=row.loss, loss_shift=row.loss_shift, losses=row.losses, loss_rises=row.loss_rises)
+    return replace(kept, suspicion=row.suspicion, cosine=row.cosine, cosines=row.cosines, tokens=row.tokens)
 
 
 def believe_world(row: PenaltyRow, norm: float, options: PenaltyOptions) -> PenaltyRow:

@@ -182,6 +182,8 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         cluster.claims_refused += 1
         run.emit_note("claim_refused", push=push.id, reason=reason)
         return Failed(RemoteProtocolError, reason)
+    if not push.opened:
+        return Pending("the slaves are reserving a slot for it")
     if push.unstaged:
         return Pending(f"not yet staged on {name_some(list(push.unstaged))}")
     if reason := _why_untold(cluster, event):

@@ -85,9 +85,14 @@ class PenaltyRow:
     steps: float = 0.0  # inner steps of an accepted push, likewise
     broken: bool = False  # quarantined because what it pushed was not finite: until an operator readmits it
     loss: float | None = None  # last reported, while the gate `loss` is on
-    loss_shift: float | None = 0.0  # share by which it is usually above the others' median; None: the next one says
+    loss_shift: float = 0.0  # share by which it is usually above the others' median
     suspicion: float = 0.0  # how often its direction was out of line lately: see penalty_rows.accuse
     layers: tuple[LayerStatistics, ...] = ()  # in manifest order, while the gate `edit` is on
+    losses: int = 0  # that `loss_shift` was learned from
+    loss_rises: bool = False  # its last one was far above what is usual
+    cosine: float = 0.0  # its usual one with the sum of enough others, while the gate `direction` is on
+    cosines: int = 0  # that this was learned from
+    tokens: tuple[int, ...] = ()  # that counted of its last accepted pushes, oldest first: see weights.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +395,7 @@ class LedgerState:
     undone: tuple[VersionRow, ...] = ()  # versions outside the lineage, by round
     undone_ranges: tuple[int, ...] = ()  # trained by those only, and leased to nobody, ascending
     begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, ascending
-    unknown_rounds: tuple[int, int] = (0, 0)  # from, to below: of a restored ledger, used after the copy was made
+    unknown_rounds: tuple[tuple[int, int], ...] = ()  # [from, to) of restored ledgers: used after the copy was made
     incarnations_above: int = 0  # of a restored ledger
     tuned: tuple[TunedOption, ...] = ()  # as they hold, in the order in which they were first tuned
     quarantined: tuple[tuple[str, str], ...] = ()  # (cluster, why) by an operator

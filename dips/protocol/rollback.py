@@ -3,7 +3,13 @@ a row of the ledger.
 
 A slave that is away may come back with the head, so all are waited for: only when each has named what it offers since
 this master started, and one of them lacks the head, the head becomes the newest version of the lineage that every slave
-offers. Row first, then Load. If there is none the run waits, with the reason in its status; clusters train on.
+offers. Row first, then Load. If there is none the run waits, with the reason in its status; clusters train on. It also
+waits if that is more than `most_rollback` outer steps back, until an operator says `dips rollback`, or the slave comes
+back with what it had. What was undone stays on the disks until a version after it is durable.
+
+Likewise if a newer one is offered by all but those that have it in a mirror that works: these are to bring it back
+first, since a disk may lack one below newer ones. Nobody serves meanwhile, all register again and again, and so each
+disk is looked at anew.
 
 What is undone keeps its rows and its names. Its tokens go back; its data ranges are undone, since clusters carry that
 work in their parameters. Penalty statistics stay: they are what clusters were measured to be, and losing a disk makes
@@ -12,13 +18,16 @@ none of it untrue; resetting them would only open a warm-up, in which nobody is 
 
 from __future__ import annotations
 
+from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
-from dips.protocol import durability, flip, mirrors
+from dips.protocol import durability, flip, mirrors, pulls, pushes, settlement
+from dips.protocol.effects import Acknowledged, Failed, Pending, Refused, Result
 from dips.protocol.entities import Slave
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import SlaveRegistered
+from dips.protocol.events import RollbackAsked, SlaveRegistered
+from dips.protocol.lineage import offers_genesis
 from dips.protocol.moves import SlaveState
-from dips.protocol.records import RolledBack, VersionRow, VersionsRetired
+from dips.protocol.records import RolledBack, VersionRow
 from dips.protocol.roster import in_order, name_some
 from dips.protocol.run_state import RunState
 
@@ -38,37 +47,127 @@ def note_offer(run: RunState, slave: Slave) -> None:
 
 
 def consider_rollback(run: RunState) -> None:
-    """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs."""
+    """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs.
+
+    Farther than `most_rollback` only by an operator's word: one old disk, or one stolen certificate, would be enough.
+    """
     lacking = [s.name for s in in_order(run.slaves, run.roster.lacking)]
-    run.rollback_waits = ""
-    if not lacking or run.round is not None:
+    waited, run.rollback_waits, run.rollback_steps = run.rollback_waits, "", 0
+    if not (lacking or run.rollback_asked) or run.round is not None:
         return  # a round that is being written down ends first: its row says what the head is
+    why = f"{name_some(lacking)} cannot offer {run.head}" if lacking else f"back to {run.rollback_asked}, as asked"
     for slave in run.ready_slaves():
         if slave.offer is None:
-            _ask_offer(run, slave, f"{name_some(lacking)} cannot offer {run.head}: what does it offer?")
+            _ask_offer(run, slave, f"{why}: what does it offer?")
     unasked = [s.name for s in in_order(run.slaves, run.roster.unasked)]
     if unasked:
-        run.rollback_waits = f"{name_some(lacking)} cannot offer {run.head}; not yet heard from: {name_some(unasked)}"
+        run.rollback_waits = f"{why}; not yet heard from: {name_some(unasked)}"
         return
-    kept = [v.version for v in reversed(run.versions.values()) if not v.retired]
-    head = next((v for v in kept if all(_can_offer(run, s, v) for s in run.slaves.values())), None)
-    if head is None:
-        run.rollback_waits = (
-            f"no version is offered by every slave: {_describe_offers(run)}; "
-            "restore a snapshot directory and start its slave again"
-        )
+    head = _newest_common(run)
+    if run.rollback_asked is not None:
+        asked, run.rollback_asked = run.rollback_asked, None
+        if asked in run.versions and not run.versions[asked].retired and _do_all_offer(run, asked):
+            _roll_back(run, asked, f"an operator asked for it; {why}" if lacking else "an operator asked for it")
+            return
+    if not lacking:
         return
-    _roll_back(run, head, f"{name_some(lacking)} cannot offer {run.head}")
+    wanted = _within_reach(run, head)
+    if head is None or wanted is not None:
+        lacks = "no version" if head is None else f"no version after {head}"
+        remedy = "restore a snapshot directory" if wanted is None else f"{wanted} is brought back from mirrors"
+        run.rollback_waits = f"{lacks} is offered by every slave: {_describe_offers(run)}; {remedy}"
+        for slave in run.ready_slaves():
+            _ask_offer(run, slave, run.rollback_waits)
+        return
+    steps = run.head.version - head.version
+    if steps <= run.options.most_rollback:
+        _roll_back(run, head, why)
+        return
+    run.rollback_steps = steps
+    run.rollback_waits = (
+        f"{why}: all offer {head} at most, {steps} outer steps back, and master.most_rollback is "
+        f"{run.options.most_rollback}; start that slave with its true directory, or say `dips rollback {head}`"
+    )
+    if run.rollback_waits != waited:  # the slave asks again each second
+        run.emit_note("rollback_waits", head=run.head, offered=head, steps=steps, reason=why)
+
+
+def on_rollback_asked(run: RunState, event: RollbackAsked) -> None:
+    """Legal any time, for a version that is older and on offer; a repetition is answered with how far it is."""
+    if run.refuse_unproven(event.req):
+        return
+    run.reply_to(event.req, _answer_asked(run, event.version))
+
+
+def _answer_asked(run: RunState, version: VersionId) -> Result:
+    if version == run.head:
+        run.rollback_asked = None  # the way to take it back while it waits
+        return Acknowledged()
+    row = run.versions.get(version)
+    if row is None and not run.has_row(version):
+        return Failed(ConfigError, f"{version} is no version of this run; the head is {run.head}")
+    if row is None or row.retired or (version == GENESIS and not offers_genesis(run.versions.values())):
+        kept = [str(v.version) for v in run.versions.values() if not v.retired and v.version != GENESIS]
+        gone = "was rolled back, and no version is named twice" if version in run.undone else "is on no disk any more"
+        return Refused(0.0, f"{version} {gone}; there are {', '.join(kept)}, and the head is the last of them")
+    if run.rollback_asked != version:
+        run.rollback_asked = version
+        _stop_all(run, f"an operator rolls back to {version}")
+    consider_rollback(run)
+    if run.head == version:
+        return Acknowledged()
+    if run.roster.unasked:
+        return Pending(run.rollback_waits)
+    return Refused(0.0, f"not every slave offers {version}: {_describe_offers(run)}")
+
+
+def _stop_all(run: RunState, reason: str) -> None:
+    """Nothing that moves has an end in the lineage to come."""
+    settlement.skip_round(run, reason)
+    settlement.skip_waiting_pushes(run, reason)
+    pushes.drop_all_pushes(run, reason)
+    pulls.close_all_pulls(run, reason)
+
+
+def _do_all_offer(run: RunState, version: VersionId) -> bool:
+    return all(_can_offer(run, slave, version) for slave in run.slaves.values())
+
+
+def lacks_common_version(run: RunState) -> bool:
+    """Whether all have named what they offer, and no version, or none that is new enough, is offered by every slave."""
+    return bool(run.rollback_waits) and not run.roster.unasked and not run.rollback_steps
+
+
+def versions_to_bring_back(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
+    """What this slave is to look for in its mirror meanwhile."""
+    wanted = _within_reach(run, _newest_common(run))
+    return () if wanted is None or _can_offer(run, slave, wanted) else (wanted,)
+
+
+def _newest_common(run: RunState) -> VersionId | None:
+    kept = (v.version for v in reversed(run.versions.values()) if not v.retired)
+    return next((v for v in kept if _do_all_offer(run, v)), None)
+
+
+def _within_reach(run: RunState, common: VersionId | None) -> VersionId | None:
+    """The newest version after `common` that every slave offers or has in its mirror; one that fails is waited for only
+    if there is nothing else."""
+
+    def is_mirrored(slave: Slave, version: VersionId) -> bool:
+        mirror = slave.mirror
+        return mirror is not None and version in mirror.held and (common is None or not mirror.reason)
+
+    newer = [
+        v.version for v in run.versions.values() if not v.retired and v.version.version > (common or GENESIS).version
+    ]
+    slaves = run.slaves.values()
+    return next((v for v in reversed(newer) if all(_can_offer(run, s, v) or is_mirrored(s, v) for s in slaves)), None)
 
 
 def _can_offer(run: RunState, slave: Slave, version: VersionId) -> bool:
-    """v0@r0 is the initial model, which every slave has; it is offered until a version that all had is retired.
-
-    From then on a slave that has nothing else has lost its directory, and the run must not begin anew for that.
-    """
     assert slave.offer is not None
     if version == GENESIS:
-        return version == run.head or not any(v.retired and v.durable for v in run.versions.values())
+        return version == run.head or offers_genesis(run.versions.values())
     return version in slave.offer
 
 
@@ -87,14 +186,14 @@ def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     undone = [v for v in run.versions.values() if v.version.version > head.version]
     run.emit_record(RolledBack(head, tuple(v.version for v in undone), reason, run.now))
-    if garbage := tuple(v.version for v in undone if not v.retired):
-        run.emit_record(VersionsRetired(garbage))  # deleted when their slave serves the head: slaves.py, at Hold
     durability.forget_late_snapshot(run)
     for row in undone:
         del run.versions[row.version]
         run.committed_at.pop(row.version, None)
         run.step_norms.pop(row.version, None)
         run.undone[row.version] = row
+        if not row.retired:
+            run.undone_kept[row.version] = None
         _undo_shares(run, row)
     run.head = head
     for slave in run.slaves.values():

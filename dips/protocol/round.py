@@ -96,7 +96,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     run.transfers.close_push(push)
     order = DropPush(push.id, f"gated: {push.verdict.reason}")
     run.order_all(FanoutKind.STANDALONE, push.id, order, run.options.timing.order_s)
-    run.emit_note("push_gated", push=push.id, reason=push.verdict.reason)
+    run.emit_note("push_gated", push=push.id, gate=push.verdict.gate or "", reason=push.verdict.reason)
 
 
 def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> PushEvidence:
@@ -118,6 +118,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         strangers=sum(not p.base == push.base == run.head for p in r.folded),
         split=any(map(is_against, before)),
         usual=sum(cosines) / len(cosines) if cosines else 0.0,
+        own=run.penalty.own_cosine(push.id.cluster),
         against=held_pushes.count_against(r),
         clusters=len(live),
         trusted=run.penalty.count_trusted(push.id.cluster, live),

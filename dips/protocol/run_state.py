@@ -6,7 +6,8 @@ Only `Coordinator.step` changes it, through the functions of slaves.py, clusters
 
 from __future__ import annotations
 
-from itertools import islice
+from collections import deque
+from itertools import islice, takewhile
 from math import inf
 
 from dips.dataclass import replace
@@ -30,6 +31,7 @@ from dips.protocol.entities import (
     Subject,
 )
 from dips.protocol.enums import ClusterStanding, FanoutKind, OutcomeKind, RequeuePolicy, RoundResult
+from dips.protocol.lineage import oldest_offered
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
@@ -39,19 +41,19 @@ from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.roster import Roster, in_order, name_some
 from dips.protocol.timers import Timers
 from dips.protocol.transfer_book import TransferBook
-from dips.protocol.tunable import tune_options
+from dips.protocol.tunable import restore_tuned
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
-LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
+MET_SHOWN = 20  # versions of this term of which `dips status` says whether all clusters were in them
 
 
 class RunState:
     """The state of the whole run as the master sees it."""
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
-        options = tune_options(options, state.tuned)
+        options, tuned, self.untuned = restore_tuned(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
-        self.tuned = {change.key: change for change in state.tuned}  # the options that were tuned, in them already
+        self.tuned = tuned  # by key, in the options already; `untuned` says why others of the ledger are not
         self.quarantined = dict(state.quarantined)  # by an operator, and why: see quarantine.py
         self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
         self.now = self.started = now
@@ -76,8 +78,9 @@ class RunState:
         self._restore_outcomes(state)
         self._restore_totals(state)
         self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
-            v.version: replace(v, shares=()) if v.retired else v for v in state.versions
+            v.version: v for v in state.versions
         }
+        self.step_norms: dict[VersionId, float] = {}  # by this term: how far each is from its parent; 0: unknown
         self.forget_old_versions()
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
@@ -98,11 +101,14 @@ class RunState:
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Fanout | None = None
         self.durability = Durability()
+        self.undone_kept = {v.version: None for v in state.undone if not v.retired}  # on disks still: see rollback.py
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
+        self.rollback_steps = 0  # that a rollback would undo which waits for an operator's word; 0: none waits
+        self.rollback_asked: VersionId | None = None  # by an operator, in this term, until it is the head
         self.mirror_target: VersionId | None = None  # what every mirror is to hold next
-        self.mirrored: dict[VersionId, int] = {}  # newest versions in mirrors, and how many hold them: see mirrors.py
+        self.mirrored: dict[VersionId, int] = {}  # what stays for mirrors, and for how many: see mirrors.py
+        self.met = deque[tuple[int, int]](maxlen=MET_SHOWN)  # of the newest versions: pushes in it, clusters here
         self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
-        self.step_norms: dict[VersionId, float] = {}  # by this term: how far each is from its parent; 0: unknown
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
@@ -114,11 +120,18 @@ class RunState:
         self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py
 
     def forget_old_versions(self) -> None:
-        """Bound the lineage: v0@r0, the newest LINEAGE_KEPT, and what may still be offered stay. The ledger has all."""
-        for version in list(islice(self.versions, 1, max(1, len(self.versions) - LINEAGE_KEPT))):
-            if self.versions[version].retired:
-                del self.versions[version]
-                self.step_norms.pop(version, None)
+        """Bound the lineage: v0@r0, the newest `lineage_kept`, and what may still be offered stay. The ledger has all.
+
+        What a rollback may undo stays, too: whatever is newer than the oldest version on offer, with its shares.
+        """
+        oldest = oldest_offered(self.versions.values())
+        older = list(takewhile(lambda version: version.version < oldest.version, islice(self.versions, 1, None)))
+        for version in older:
+            if self.versions[version].shares:
+                self.versions[version] = replace(self.versions[version], shares=())
+        for version in older[: max(0, len(self.versions) - 1 - self.options.lineage_kept)]:
+            del self.versions[version]
+            self.step_norms.pop(version, None)
 
     def _restore_outcomes(self, state: LedgerState) -> None:
         for outcome, version in state.outcomes:
@@ -304,6 +317,11 @@ class RunState:
 
     def read_progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.targets.tokens, self.finished)
+
+    def is_kept(self, version: VersionId) -> bool:
+        """Whether snapshots of this version are to stay on the disks."""
+        row = self.versions.get(version)
+        return version in self.undone_kept if row is None else not row.retired
 
     def has_row(self, version: VersionId) -> bool:
         """Whether the ledger has a version's row: in the lineage, undone, or too old to be remembered here."""

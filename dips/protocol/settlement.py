@@ -51,6 +51,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.head, run.round = version, None
     run.committed_at[version] = run.now
     run.step_norms[version] = r.step_norm
+    run.met.append((len(row.folds), sum(c.live for c in run.clusters.values())))
     run.durability.again_at = 0.0  # a new version tries the disks anew
     run.offers_changed()
     run.tokens_accepted += tokens

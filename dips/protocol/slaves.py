@@ -110,8 +110,8 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
-    low, high = run.unknown_rounds
-    missed = [v for v in sorted(rollback.offered_versions(event)) if low <= v.round < high]
+    gaps = run.unknown_rounds
+    missed = [v for v in sorted(rollback.offered_versions(event)) if any(low <= v.round < high for low, high in gaps)]
     if missed:
         seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
@@ -161,6 +161,10 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         )
     if event.prepared is not None:
         return AbortVersion(event.prepared)
+    if rollback.lacks_common_version(run):
+        look_for = rollback.versions_to_bring_back(run, run.slaves[event.slave])
+        reasons = (run.rollback_waits, event.reason)
+        return RegisterLater(RETRY_S, "; ".join(why for why in reasons if why), look_for)
     if event.memory == run.head:
         return Hold()
     if run.head == GENESIS and event.unseeded:
@@ -192,7 +196,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
             {slave.name: Abort(last, "it left no version that stands")},
             run.options.timing.order_s,
         )
-    if garbage := tuple(v for v in event.complete if v not in run.versions or run.versions[v].retired):
+    if garbage := tuple(v for v in event.complete if not run.is_kept(v)):
         run.roster.garbage[slave.name] = garbage
 
 
@@ -201,7 +205,7 @@ def delete_garbage(run: RunState) -> None:
     if not run.roster.garbage or not run.is_proven:
         return
     for name, garbage in run.roster.garbage.items():
-        run.fan_out(FanoutKind.STANDALONE, run.head, {name: Retire(garbage)}, run.options.timing.order_s)
+        run.fan_out(FanoutKind.STANDALONE, run.head, {name: Retire(garbage)}, run.options.timing.compute_s)
     run.roster.garbage.clear()
 
 

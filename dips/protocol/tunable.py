@@ -55,6 +55,25 @@ def tune_options(options: Options, changes: Iterable[TunedOption]) -> Options:
     return replace(options, **{key: replace(getattr(options, key), **values) for key, values in sections.items()})
 
 
+def restore_tuned(
+    options: Options, changes: Iterable[TunedOption]
+) -> tuple[Options, dict[str, TunedOption], tuple[str, ...]]:
+    """What a ledger holds of these, as it holds: (the options, what is tuned in them, why the rest is not).
+
+    An older Di-PS took numbers that no judgement survives. A master that refused to start over them could not be told
+    of better ones, so the file's hold.
+    """
+    known, held, refused = list(changes), set[str](), list[str]()
+    for change in sorted(known, key=lambda change: not change.off):  # one clip is off before the other is named
+        try:
+            options = tune_options(options, (change,))
+        except ConfigError as error:
+            refused.append(f"{error}: the run file's holds, `dips tune` sets another")
+        else:
+            held.add(change.key)
+    return options, {change.key: change for change in known if change.key in held}, tuple(refused)
+
+
 def complete_changes(changes: Sequence[TunedOption]) -> tuple[TunedOption, ...]:
     """The changes as they are kept: of two clips one at most holds, so to name one is to leave the other."""
     named = {change.key: change for change in changes}

@@ -32,6 +32,7 @@ class PushEvidence:
     strangers: int = 0  # of these, none of whose directions can be held against its own: one of both is stale
     split: bool = False  # some of these are at odds with those before them: acc says nothing for certain
     usual: float = 0.0  # mean cosine of those in acc with what was before them
+    own: float | None = None  # cosine that is usual for its cluster; None: none is known (gates/direction.py)
     against: int = 0  # pushes of the round that point away from acc and wait to be judged
     clusters: int = 0  # that live
     trusted: int = 0  # other clusters that live and were not out of line lately

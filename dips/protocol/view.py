@@ -25,6 +25,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "progress": {"tokens": run.tokens_accepted, "tokens_target": run.targets.tokens},
         "targets": asdict(run.targets),
         "tuned": {key: None if change.off else change.value for key, change in run.tuned.items()},
+        "untuned": list(run.untuned),
         "finished": str(run.finished) if run.finished else None,
         "round": {
             "state": str(r.state) if r else "idle",
@@ -33,6 +34,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
             "pushes": [str(p.id) for p in r.pushes] if r else [],
         },
         "rounds": dict(run.counts),
+        "met": {"all": sum(pushes >= here for pushes, here in run.met), "versions": len(run.met)},
         "durability": {
             "mode": str(run.options.durability),
             "state": str(run.durability.state),
@@ -40,6 +42,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
             "red": run.durability.state is not DurabilityState.DURABLE,
             "head": run.versions[run.head].durable,
         },
+        "rollback": {"red": run.rollback_steps > 0, "steps": run.rollback_steps, "reason": run.rollback_waits},
         "undone": [str(v) for v in run.undone][-UNDONE_SHOWN:],
         "undone_total": len(run.undone),
         "clusters": {c.name: _view_cluster(run, c) for c in run.clusters.values()},
@@ -86,6 +89,7 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
         "base": str(c.base) if c.base else None,
         "staleness": run.staleness_of(c.base),
         "pace_s": c.push_interval_s,
+        "last_push_steps": c.outcome.inner_steps if c.outcome else None,
         "bandwidth_bytes_per_s": c.bytes_per_s,
         "accepted": c.counts["accepted"],
         "gated": c.counts["gated"],
@@ -98,6 +102,7 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
         "norm": statistics.last_norm,
         "score": c.outcome.score if c.outcome else 0.0,
         "quarantined": statistics.quarantined or c.name in run.quarantined,
+        "differs": {str(by): said for by, said in run.penalty.find_differences(c.name).items()},
         "quarantine": run.quarantined.get(c.name, ""),
     }
 

@@ -278,10 +278,10 @@ class SimAgent:
                 self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
     def _on_stop(self, stop: StopTrainer) -> None:
-        """The core cannot go on: ours was fenced, another bears its name, or what must never break is broken."""
+        """The core cannot go on: ours was fenced, its model diverges for good, or what must never break is broken."""
         if not self.alive:
             return
-        if not stop.reason.startswith(("StaleIncarnation", "Denied")):
+        if not stop.reason.startswith(("StaleIncarnation", "Denied", "Diverged")):
             raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
         self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
         self.world.monitor.agent_exits(self, stop.reason)

@@ -19,6 +19,7 @@ class SimCluster:
         self.left = NO_INCARNATION  # by the last agent, on the disk of the machine where the next one starts
         self.zombies: list[SimAgent] = []  # stopped, and taken for dead: each has a successor
         self.lives = 0
+        self.gone = False  # for good: nobody starts it again
 
     @property
     def live_agents(self) -> list[SimAgent]:
@@ -27,7 +28,7 @@ class SimCluster:
 
     def start(self) -> None:
         """A new agent process; it starts its trainer."""
-        if self.agent is None:
+        if self.agent is None and not self.gone:
             self.lives += 1
             process, replaces = f"{self.name}-{self.lives}", bool(self.zombies)
             self.agent = SimAgent(self.world, self.site, process, self.left, self._on_agent_exit, replaces)
@@ -36,6 +37,14 @@ class SimCluster:
         """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
         if self.agent is not None:
             self._end_agent(self.agent)
+
+    def crash_for_good(self) -> None:
+        """Every process of it dies, those too that were taken for dead."""
+        self.gone = True
+        self.crash()
+        for zombie in self.zombies:
+            zombie.kill_agent()
+        self.zombies.clear()
 
     def _end_agent(self, agent: SimAgent) -> None:
         agent.kill_agent()

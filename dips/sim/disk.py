@@ -7,11 +7,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from errno import EMFILE
 from random import Random
 
 import numpy as np
 
-from dips.errors import CorruptSnapshot, Stale
+from dips.errors import ConfigError, CorruptSnapshot, Stale
 from dips.ids import GENESIS, VersionId
 from dips.slave.ports import F32, Arrays
 
@@ -58,14 +59,32 @@ class SimDisk:
         self.nonce = ""  # of the last process here that the master knows
         self.full = False
         self.slowness = 1.0
+        self.fsync_s = 0.0  # a write waits so long for an fsync that tells nothing of its progress
+        self.no_files = False  # its process has no descriptor left: what is not open already cannot be opened
+        self.swapped_with: SimDisk | None = None  # whose directory lies here, while its own lies there
         self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
         self.harmed: set[VersionId] = (
             set()
         )  # snapshots that rotted, or were lost with the directory: the machine's fault
 
     def repair_disk(self) -> None:
-        """It has room and is fast; what rotted stays rotten."""
-        self.full, self.slowness = False, 1.0
+        """It has room, is fast and lies where it belongs; what rotted stays rotten."""
+        self.full, self.slowness, self.fsync_s, self.no_files = False, 1.0, 0.0, False
+        self.swap_back()
+
+    def swap_with(self, other: SimDisk) -> None:
+        """Two disks were attached to each other's machines: nobody finds what is his own."""
+        self.swapped_with, other.swapped_with = other, self
+
+    def swap_back(self) -> None:
+        """Somebody reads the refusal, and attaches both where they belong."""
+        if (other := self.swapped_with) is not None:
+            self.swapped_with = other.swapped_with = None
+
+    def require_owner(self) -> None:
+        """Raise ConfigError if this directory is another slave's, as snapshots.py does when a daemon takes it."""
+        if self.swapped_with is not None and self.swapped_with.files:
+            raise ConfigError("directory: it holds snapshots of another slave: were two disks swapped?")
 
     def flip_bit(self) -> None:
         """Flip a bit of one snapshot, mostly of the newest."""
@@ -113,12 +132,18 @@ class SimDisk:
         """What could be read."""
         return [v for v, s in self.files.items() if s.good]
 
+    def _require_descriptor(self) -> None:
+        if self.no_files:
+            raise OSError(EMFILE, "too many open files")
+
     def complete_versions(self) -> tuple[VersionId, ...]:
+        self._require_descriptor()
         if any(not s.good for s in self.files.values()):
             self._passed_over()
         return tuple(sorted(v for v, s in self.files.items() if s.good))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
+        self._require_descriptor()
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
 
@@ -130,6 +155,7 @@ class SimDisk:
     ) -> str:
         if not is_wanted():
             raise Stale(f"the snapshot of {version} is wanted no more")
+        self._require_descriptor()
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
         snapshot = Snapshot(_copy_arrays(theta), _copy_arrays(momentum))
@@ -148,6 +174,7 @@ class SimDisk:
         self.files[version] = Snapshot(half, _copy_arrays(momentum), whole=False)
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        self._require_descriptor()
         snapshot = self.files.get(version)
         if snapshot is None and version == GENESIS and self.seeded:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
@@ -164,6 +191,7 @@ class SimDisk:
         return self.seeded
 
     def keep_initial(self, theta: Arrays) -> None:
+        self._require_descriptor()
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
         if any(not np.array_equal(theta[layer], held) for layer, held in self._genesis.items()):
@@ -173,7 +201,7 @@ class SimDisk:
     def map_theta(self, version: VersionId) -> Arrays | None:
         """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""
         snapshot = self.files.get(version)
-        return snapshot.theta if snapshot is not None and snapshot.whole else None
+        return snapshot.theta if snapshot is not None and snapshot.whole and not self.no_files else None
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         for version in versions:

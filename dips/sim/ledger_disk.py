@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dips.master.ledger import MEMORY, Ledger
-from dips.master.ledger_rebuild import MirroredTransaction, rebuild
+from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction, rebuild
+from dips.master.restore import build_file
 from dips.protocol.records import Record, RunRow
+
+FILE = "ledger.sqlite"
 
 
 class Torn(Exception):
@@ -20,14 +24,14 @@ class Torn(Exception):
 
 
 class TearingConnection:
-    """The ledger's SQLite connection, which stops for good before its n-th statement."""
+    """The ledger's SQLite connection, which stops for good before its n-th statement that writes."""
 
     def __init__(self, db: sqlite3.Connection, statements: int) -> None:
         self._db = db
         self._left = statements
 
     def execute(self, sql: str, *parameters: Any) -> Any:
-        self._left -= 1
+        self._left -= not sql.startswith("SELECT")  # what reads changes nothing
         if self._left < 0:
             raise Torn
         return self._db.execute(sql, *parameters)
@@ -90,6 +94,33 @@ class LedgerDisk:
         _, raised = rebuild(self.open_ledger(), self._mirrored_term, self._mirrored_since)
         return raised
 
+    def restore_beside_wal(self, directory: Path) -> list[Record]:
+        """A killed master's file was moved away and its WAL was not; the next master restores it from the mirror.
+
+        By what the daemon restores with, on real files in `directory`. Return what was raised.
+        """
+        base, since, term = self._mirrored_base, tuple(self._mirrored_since), self._mirrored_term
+        raised, path = self.lose_disk(), directory / FILE
+        leave_wal(path, base, since)
+        build_file(MirroredLedger(term, base, since), path)
+        self._copies.append(self._db)
+        self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
+        restored = Ledger.open(path)
+        try:
+            restored._db.backup(self._db)
+        finally:
+            restored.close()
+        return raised
+
+    def restore_lagging(self, copy: sqlite3.Connection, times: int) -> None:
+        """The file is restored, so many times, from a mirror that lagged: `copy` is what it held.
+
+        Somebody still has the newest file. Raise DipsError, with the first restore in place, if a second is refused.
+        """
+        self.put_back(copy)
+        for _ in range(times):
+            rebuild(self.open_ledger(), 0, ())
+
     def open_ledger(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
 
@@ -108,3 +139,19 @@ class LedgerDisk:
         self.put_newest_back()
         for db in (self._db, *self._copies):
             db.close()
+
+
+def leave_wal(path: Path, base: bytes, since: Sequence[MirroredTransaction]) -> None:
+    """Leave beside `path` the WAL of a ledger that was killed: of the transactions since its base."""
+    path.write_bytes(base)
+    killed = Ledger.open(path)
+    try:
+        killed._db.execute("PRAGMA wal_autocheckpoint = 0")
+        for transaction in since:
+            killed.write_records(transaction.records, transaction.wall)
+        wal = path.with_name(f"{path.name}-wal")
+        left = wal.read_bytes() if wal.exists() else b""
+    finally:
+        killed.close()  # moves the WAL into the file
+    path.unlink()
+    wal.write_bytes(left)

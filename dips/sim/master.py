@@ -139,6 +139,11 @@ class MasterProcess:
         """It is the run's master, and no zombie or deceived by an old ledger."""
         return self.trusted and self is self.machine.process
 
+    @property
+    def all_is_written(self) -> bool:
+        """Nothing that it has decided waits for the disk."""
+        return not self.writing and not self.core.has_unwritten()
+
     def kill_process(self) -> None:
         """SIGKILL, or its own exit."""
         self.alive = False
@@ -274,7 +279,7 @@ class MasterProcess:
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
             case SlaveProgress():
-                self._slaves.on_progress(action.slave)
+                self._slaves.on_progress(action)
 
     def write_records(self, records: Sequence[Record]) -> None:
         self.writing = records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dips.errors import Denied
@@ -38,11 +39,19 @@ class MasterMachine:
 
     def lose_disk(self) -> None:
         """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
+        self._end_all()
+        self._raised = self.disk.lose_disk()
+
+    def restore_beside_wal(self, directory: Path) -> None:
+        """The ledger's file is moved away after a crash, but not its WAL; it is restored on files in `directory`."""
+        self._end_all()
+        self._raised = self.disk.restore_beside_wal(directory)
+
+    def _end_all(self) -> None:
         self.crash()
         for zombie in self.zombies:
             zombie.kill_process()
         self.zombies.clear()
-        self._raised = self.disk.lose_disk()
 
     def abandon_process(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""

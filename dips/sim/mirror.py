@@ -7,6 +7,7 @@ A mirror outlives every disk; it is slow, or gone, at times. A copy that a crash
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from random import Random
 from typing import Protocol
@@ -37,8 +38,16 @@ class SimMirror:
         self.files: dict[VersionId, Snapshot] = {}
         self.copied_at: dict[VersionId, float] = {}  # since the beginning
         self.gone = False
-        self.listed = False  # whoever keeps it knows what it holds, and has told
         self.slowness = 1.0
+
+    def rot_newest(self) -> VersionId | None:
+        """A bit of its newest copy flips; the original on the disk is another file. Return which; None: it has none."""
+        whole = [version for version, copy in self.files.items() if copy.good]
+        if not whole:
+            return None
+        newest = max(whole)
+        self.files[newest] = replace(self.files[newest], rotten=True)
+        return newest
 
     def repair_mirror(self) -> None:
         """It is there, and fast."""
@@ -50,7 +59,6 @@ class MirrorShell:
 
     def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
         self._mirror, self._later, self._heap = mirror, later, heap
-        mirror.listed = False
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
         self._timer: Timer | None = None
 
@@ -63,18 +71,20 @@ class MirrorShell:
         self._plan.want(versions)
         self._look()
 
-    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
-        """Bring back what is newer than the disk; raise FailedMirror if the mirror is gone."""
+    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
+        """Bring back what is newer than the disk, or asked for; raise FailedMirror if the mirror is gone."""
         disk, mirror = self._mirror.disk, self._mirror
         if mirror.gone:
+            self._plan.on_failed("the mirror is gone", self._heap.now)
             raise FailedMirror("the mirror is gone")
         self._plan.on_listed(tuple(mirror.files))
-        mirror.listed = True  # told with the next Register
-        newer = tuple(v for v in mirror.files if v.round > max((v.round for v in on_disk), default=0))
-        for version in newer:
+        newest = max((v.round for v in on_disk), default=0)
+        newer = [v for v in mirror.files if v not in on_disk and (v.round > newest or v in look_for)]
+        whole = tuple(v for v in newer if mirror.files[v].good)
+        for version in whole:
             disk.bring_back(version, mirror.files[version])
         self._look()
-        return Restored(newer)
+        return Restored(whole, "a copy in its mirror is rotten" if len(whole) < len(newer) else "")
 
     def _look(self) -> None:
         """Begin what is due, and plan when to look again."""
@@ -104,7 +114,7 @@ class MirrorShell:
             if snapshot is None or not snapshot.good:
                 problem = f"{job.versions[0]} is not whole on this disk"
             else:
-                mirror.files[job.versions[0]] = snapshot
+                mirror.files[job.versions[0]] = replace(snapshot)  # another file: what rots on the disk is whole here
                 mirror.copied_at[job.versions[0]] = self._heap.now
                 self._plan.on_done(job)
         if problem:

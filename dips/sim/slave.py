@@ -164,6 +164,7 @@ class SlaveProcess:
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._on_disk: dict[str, tuple[DiskAction, Timer]] = {}  # beside the work on the shard: at most one of a kind
         self._began: dict[str, float] = {}  # what works now, since when
+        self._silent: set[str] = set()  # of what works: it waits for an fsync, which tells nothing of its progress
         self._worked_s = 0.0
         self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
         self._tickets = 0
@@ -260,7 +261,7 @@ class SlaveProcess:
 
     def _restore_from_mirror(self, action: RestoreFromMirror) -> None:
         assert self._mirror is not None, "who has no mirror does not ask"
-        restored = attempt_work(self._mirror.restore, action.on_disk)
+        restored = attempt_work(self._mirror.restore, action.on_disk, action.look_for)
         self._do_actions(self.core.on_done(action, restored, self.world.heap.now))
 
     def _keep_in_mirror(self, action: KeepInMirror) -> None:
@@ -344,6 +345,8 @@ class SlaveProcess:
         work_s = disk_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
         timer = self._call_later(work_s, f"{self.name}'s disk works", partial(self._end_on_disk, work))
         self._on_disk[kind] = work, timer
+        if self.machine.disk.fsync_s and written_by(work) is not None:
+            self._silent.add(kind)
 
     def _is_abandoned(self, work: DiskAction) -> bool:
         """Its version will not be: the writer notices at its next piece."""
@@ -362,10 +365,14 @@ class SlaveProcess:
     def _worked(self) -> int:
         """What kernels and disk have worked through: so much a second, while one of them works."""
         now = self.world.heap.now
-        return int(WORK_BYTES_PER_S * (self._worked_s + sum(now - began for began in self._began.values())))
+        told = [now - began for what, began in self._began.items() if what not in self._silent]
+        return int(WORK_BYTES_PER_S * (self._worked_s + sum(told)))
 
     def _end_of(self, what: str) -> None:
-        self._worked_s += self.world.heap.now - self._began.pop(what)
+        began = self._began.pop(what)
+        if what not in self._silent:
+            self._worked_s += self.world.heap.now - began
+        self._silent.discard(what)
 
     def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)

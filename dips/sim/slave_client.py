@@ -8,6 +8,7 @@ from typing import Any
 
 from dips.errors import UnavailableSlave
 from dips.master.orders import SentOrder
+from dips.master.outbox import SlaveProgress
 from dips.protocol.effects import Failed, Order
 from dips.protocol.events import Event
 from dips.sim.heap import Heap
@@ -33,11 +34,12 @@ class SimSlaveClient:
         self._open[order.number] = SentOrder(order, self._heap.now)
         self._send_sent(self._open[order.number])
 
-    def on_progress(self, slave: str) -> None:
-        """A slave has worked: its orders have their whole time again."""
+    def on_progress(self, progress: SlaveProgress) -> None:
+        """A slave has worked, or waits for its disk: orders have their whole time again."""
         for sent in self._open.values():
-            if sent.order.slave == slave:
-                sent.on_progress(self._heap.now)
+            order = sent.order
+            if order.slave == progress.slave and (progress.waiting is None or order.number in progress.waiting):
+                sent.on_progress(self._heap.now, progress.most_s)
 
     def _send_sent(self, sent: SentOrder) -> None:
         left_s = min(sent.left_s(self._heap.now), RESEND_S)

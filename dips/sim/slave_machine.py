@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from dips.errors import ConfigError
 from dips.protocol.effects import Order
 from dips.sim.disk import SimDisk
 from dips.sim.heap import Chance
@@ -48,6 +49,11 @@ class SlaveMachine:
     def start(self) -> None:
         if self.process is None:
             self.mark_touched()
+            try:
+                self.disk.require_owner()
+            except ConfigError:
+                self.world.monitor.rare_event_occurred("foreign_disk")  # a person must look, and starts it again
+                return
             self.lives += 1
             self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
 

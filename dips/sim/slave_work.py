@@ -42,7 +42,8 @@ def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, lea
     """Draw how long `work` takes beside that of the shard."""
     if isinstance(work, ReadSnapshot):
         return max(LOAD_S, least_s)
-    return order_s(type(work.order.body), disk, rng, least_s)
+    drawn_s = order_s(type(work.order.body), disk, rng, least_s)
+    return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
 
 
 def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:

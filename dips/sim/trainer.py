@@ -283,9 +283,9 @@ class SimTrainer:
         answer = self.agent.handle_message(message)
         if not isinstance(answer, ErrorReply):
             return answer
-        if not answer.error.startswith("Stale"):
+        if not answer.error.startswith(("Stale", "Diverged")):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
-        self._fiber.kill()  # another attempt took over, or the agent is being ended
+        self._fiber.kill()  # another attempt took over, or the agent is being ended, for divergence perhaps
         return AskAgain(answer.message)
 
     def _next_range(self) -> int:

@@ -146,9 +146,11 @@ class ReadSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RestoreFromMirror:
-    """Bring back what the mirror holds and is newer than `on_disk`, beside all else; a Restored is its end."""
+    """Bring back what the mirror holds and is newer than `on_disk`, or asked for by the master (`look_for`), beside all
+    else; a Restored is its end."""
 
     on_disk: tuple[VersionId, ...]
+    look_for: tuple[VersionId, ...] = ()
 
 
 WorkBeside = WorkOnDisk | ReadSnapshot | RestoreFromMirror

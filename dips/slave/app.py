@@ -53,7 +53,6 @@ from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
-GRACE_S = 1.0  # orders under way at the end may be answered for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
@@ -153,12 +152,10 @@ class Parts:
             *self.room.read_room(),
         )
 
-    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
-        """Bring back from the mirror what is newer than the disk, on a new machine everything."""
+    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
+        """Bring back from the mirror what is newer than the disk, on a new machine all, and what is asked for."""
         assert self.mirror is not None, "a slave without a mirror has nothing to restore from"
-        restored = self.mirror.restore(on_disk)
-        self.disk.look_again(restored.versions)
-        return restored
+        return self.mirror.restore(on_disk, look_for)
 
 
 async def serve(
@@ -190,12 +187,12 @@ async def serve(
         runtime = _make_runtime(config, parts, address, master_peer(section.master, tls), stack)
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
-        stack.push_async_callback(server.stop, GRACE_S)
+        stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
         await _serve_http(section, tls, parts, runtime, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:
-            stack.callback(watch_file(file, config, section.name, log, fixed_level).cancel)
+            stack.callback(watch_file(file, config, section.name, log, fixed_level, runtime.fail).cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
@@ -271,16 +268,26 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)
     return Parts(
-        section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log, config.shared.pull_codec,
-        DiskRoom(section.directory), uuid.uuid4().hex, LastProcess(section.directory, section.lock, log),
+        section, disk, flow, shard, thread, work, _mirror(config, section, log, work, stack), log,
+        config.shared.pull_codec, DiskRoom(section.directory), uuid.uuid4().hex,
+        LastProcess(section.directory, section.lock, log),
     )  # fmt: skip
 
 
-def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> SnapshotMirror | None:
+def _mirror(
+    config: RunFile, section: SlaveSection, log: logs.Log, work: WorkMeter, stack: AsyncExitStack
+) -> SnapshotMirror | None:
     if section.mirror is None:
         return None
     run, name = config.shared.run, section.name
-    mirror = SnapshotMirror(MirrorStore(section.mirror, run, name), section.directory, run, name, log, time.monotonic)
+    store = MirrorStore(section.mirror, run, name, of=section.directory)
+    if store.shares_disk():
+        log.warning(
+            "mirror_on_the_same_disk", mirror=store.url, problem=f"lost with {section.directory}; is it mounted?"
+        )
+    mirror = SnapshotMirror(
+        store, section.directory, run, name, log, time.monotonic, work,
+    )  # fmt: skip
     stack.callback(mirror.close)
     mirror.start()
     return mirror

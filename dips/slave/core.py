@@ -57,9 +57,11 @@ class SlaveCore:
         rng  spreads the pauses between two tries to reach the master
         """
         self.registration = Registration(identity, timing, prepare, rng, meters)
-        self.heartbeats = Heartbeats(identity, timing, self.registration, standing, transfers, meters)
         self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc, rng)
         self.orders = OrderDesk(timing)
+        self.heartbeats = Heartbeats(
+            identity, timing, self.registration, standing, transfers, meters, self.orders.list_waits
+        )
         self._parts = (self.registration, self.heartbeats, self.reports, self.orders)
         registration, heartbeats, orders = self.registration, self.heartbeats, self.orders
         self._done: dict[type, Callable[[Any, Any, float], Actions]] = {

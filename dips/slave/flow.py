@@ -257,7 +257,8 @@ class ZmqFlow:
         header = unpack_header(parts[0].buffer, self._run, len(body), self._chunk_bytes)
         if header.kind is Kind.CHUNK:
             claim = self._receiver.claim_chunk(lane, peer, header, body, self._clock())
-            assert self._intake[lane].put_item(claim), "the intake queue is as deep as all that may be asked"
+            queued = self._intake[lane].put_item(claim)
+            assert queued, "the intake queue is as deep as all that may be asked"
         else:
             check_body(header, body)
             self._on_control(lane, peer, header, body)

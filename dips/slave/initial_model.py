@@ -35,7 +35,7 @@ class InitialModel:
         self._own, self.given, self._run, self._on_piece = directory / OWN_FILE, given, run, on_piece
         self._manifest: Manifest | None = None
         self._digests: Mapping[int, str] = {}
-        self._bad: set[_Version] = set()  # looked into, and of no use
+        self._bad: dict[_Version, str] = {}  # looked into, and why it is of no use
         self._good: set[_Version] = set()  # every tensor has its name and shape there
 
     def bind_layers(self, manifest: Manifest, digests: Mapping[int, str]) -> None:
@@ -52,6 +52,10 @@ class InitialModel:
         """
         return any(self._may_serve(version) for version in self._find_versions())
 
+    def describe_unfit(self) -> str:
+        """What does not fit in the files that are here; "" if there are none, or one fits."""
+        return "; ".join(self._bad[version] for version in self._find_versions() if version in self._bad)
+
     def read_layers(self, theta: Arrays, momentum: Arrays) -> None:
         """Fill θ, and m with 0; raise CorruptSnapshot for another model, FileNotFoundError if there is none."""
         version = self._choose_file()
@@ -59,8 +63,8 @@ class InitialModel:
             with Reader(version[0], self._on_piece) as reader:
                 for index in self._digests:
                     self._read_layer(reader, index, theta[index])
-        except CorruptSnapshot:
-            self._bad.add(version)
+        except CorruptSnapshot as error:
+            self._bad[version] = str(error)
             raise
         for index in self._digests:
             momentum[index].fill(0.0)
@@ -102,9 +106,12 @@ class InitialModel:
         for version in self._find_versions():
             if self._may_serve(version):
                 return version
+        unfit = self.describe_unfit()
+        lacking = f"what is there does not fit: {unfit}" if unfit else "there is none"
         raise FileNotFoundError(
-            f"initial_model: no first model of this slave's layers is at {self.given or self._own}: run `dips seed`, "
-            "or copy <master.directory>/initial/model.safetensors of `dips init` to where initial_model points"
+            f"initial_model: expected the first model of this slave's layers at {self.given or self._own}, {lacking}: "
+            "run `dips seed`, or copy <master.directory>/initial/model.safetensors of this run's `dips init` to where "
+            "initial_model points"
         )
 
     def _may_serve(self, version: _Version) -> bool:
@@ -116,8 +123,8 @@ class InitialModel:
                     for index in self._digests:
                         for parameter in self._manifest.layers[index].parameters:
                             reader.check_tensor(parameter.name, parameter.shape)
-            except (CorruptSnapshot, OSError):
-                self._bad.add(version)
+            except (CorruptSnapshot, OSError) as error:
+                self._bad[version] = str(error)
                 return False
             self._good.add(version)
         return True

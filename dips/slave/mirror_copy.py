@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +27,7 @@ from dips.telemetry.logs import Log
 
 MOST_MANIFEST_BYTES = 64 << 20
 
-Moved = Callable[[], None]  # called whenever some bytes have passed
+Moved = Callable[[int], None]  # is told the bytes that have passed, piece by piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,24 @@ class MirrorListing:
     """What lies in a slave's mirror, ascending by round."""
 
     whole: tuple[VersionId, ...] = ()
-    outdated: tuple[VersionId, ...] = ()  # of other layers, from before a rebalance: to be replaced or deleted
+    outdated: tuple[
+        VersionId, ...
+    ] = ()  # of other layers, from before a rebalance, or rotten: to be replaced or deleted
     reason: str = ""  # why the newest of these, or of what is not whole, was passed over
 
 
 def list_copies(
-    store: MirrorStore, run: str, slave: str, log: Log, layers: Collection[int] | None = None
+    store: MirrorStore,
+    run: str,
+    slave: str,
+    log: Log,
+    layers: Collection[int] | None = None,
+    rotten: Mapping[VersionId, str] | None = None,
 ) -> MirrorListing:
     """Versions whose copy is whole by its manifest and size; others are passed over, told.
 
     layers  that this slave holds, once it knows: a copy of others has a name that says nothing of it
+    rotten  whose bytes were found wrong, and `copy_state` of them then: they are not read again until they change
     """
     whole, outdated, reason = list[VersionId](), list[VersionId](), ""
     for version in _list_versions(store):
@@ -54,13 +62,23 @@ def list_copies(
             reason = str(error)
         else:
             held = sorted(record.index for record in manifest.layers)
-            if layers is None or held == sorted(layers):
+            if layers is not None and held != sorted(layers):
+                reason = (
+                    f"{store.url}/{version}: holds the layers {held}, this slave {sorted(layers)} since a rebalance"
+                )
+            elif rotten and version in rotten and rotten[version] == copy_state(store, version):
+                reason = f"{store.url}/{version}: its bytes are not its digests'; it is replaced or deleted"
+            else:
                 whole.append(version)
                 continue
             outdated.append(version)
-            reason = f"{store.url}/{version}: holds the layers {held}, this slave {sorted(layers)} since a rebalance"
         log.warning("mirror_passed_over", version=str(version), mirror=store.url, reason=reason)
     return MirrorListing(tuple(whole), tuple(outdated), reason)
+
+
+def copy_state(store: MirrorStore, version: VersionId) -> str:
+    """Another one if the copy's model file is another one, or has changed."""
+    return store.file_state(f"{version}/{MODEL_FILE}")
 
 
 def _list_versions(store: MirrorStore) -> list[VersionId]:
@@ -169,7 +187,7 @@ def _pass(source: IO[bytes], target: IO[bytes], nbytes: int, where: str, moved: 
         digest.update(piece)
         target.write(piece)
         nbytes -= len(piece)
-        moved()
+        moved(len(piece))
     return digest.hexdigest()
 
 

@@ -2,7 +2,8 @@
 
 Pure: `now` is an argument, a shell does the jobs (snapshot_mirror.py, the simulation's), one at a time. There is no
 queue: a newer wish replaces the one before. What must stay true: nothing is deleted before the newest is whole, and
-nothing that the master names. A failure is told as a reason, and tried again with backoff; nobody waits for it.
+nothing that the master names. A failure is told as a reason, and tried again with backoff; nobody waits for it. What
+lies there is listed anew before that try, since it may be another disk by then.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MirrorJob:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What came back from a mirror, and why no more did; empty: it lacks nothing."""
+    """What came back from a mirror, and why no more did; "": it lacks nothing."""
 
     versions: tuple[VersionId, ...]
     reason: str = ""
@@ -50,6 +51,7 @@ class MirrorPlan:
         self._list_due = True
         self._wanted: tuple[VersionId, ...] = ()
         self._reason = ""
+        self._listing_failed = False  # that is what the reason is of
         self._again_at = 0.0
         self._busy = False
         self._moved_at = 0.0  # while busy: when something last moved
@@ -57,7 +59,8 @@ class MirrorPlan:
     def report(self, now: float) -> MirrorReport:
         """What heartbeats say of it."""
         stalled = self._busy and now - self._moved_at >= STALL_S
-        return MirrorReport(self._held or (), f"nothing has moved for {STALL_S:g} s" if stalled else self._reason)
+        reason = f"nothing has moved for {STALL_S:g} s" if stalled else self._reason
+        return MirrorReport(self._held or (), reason, unknown=self._held is None)
 
     def on_moved(self, now: float) -> None:
         """The present job moved some bytes."""
@@ -91,10 +94,12 @@ class MirrorPlan:
     def on_listed(self, held: tuple[VersionId, ...], outdated: tuple[VersionId, ...] = ()) -> None:
         """These lie there whole; also said before the slave registers, so that the master knows from the beginning.
 
-        outdated  of these the layers of before a rebalance lie there: of no use, whatever their names say
+        outdated  of these the layers of before a rebalance lie there, or rot: of no use, whatever their names say
         """
-        self._end()
         self._held, self._outdated, self._list_due = _by_round(held), outdated, False
+        if self._listing_failed or self._find_job() is None:
+            self._end()
+        self._busy = False  # and what else has failed is tried again: its reason stands until it succeeds
 
     def list_again(self) -> None:
         """What was listed may be outdated: this slave has learned which layers are its own."""
@@ -112,7 +117,8 @@ class MirrorPlan:
 
     def on_failed(self, reason: str, now: float) -> None:
         """The mirror is full, gone or slow beyond patience; what lies there is listed anew before the next try."""
-        self._busy = False
+        self._listing_failed = self._held is None or self._list_due
+        self._busy, self._list_due = False, True
         self._reason = reason
         self._again_at = now + self._backoff.next_pause_s()
 

@@ -2,7 +2,8 @@
 
 Pure. An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
 deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it; or
-a snapshot's writer, and that takes as long as it takes. Snapshots are written and deleted beside other orders, one
+a snapshot's writer, and that takes as long as it takes: heartbeats say so, since a disk that is silent for minutes in
+one fsync is no slave that hangs (docs/protocol.md#timing). Snapshots are written and deleted beside other orders, one
 after another, so that a repeated Persist finds the first one done. What an order means, and that a repetition gets the
 same answer, the shard decides.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
-from dips.errors import Busy, DipsError
+from dips.errors import Busy, BusyDisk, DipsError
 from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer
+from dips.protocol.heartbeats import MOST_WAITS, OrderWait
 from dips.slave.actions import (
     Actions,
     AnswerOrder,
@@ -38,7 +41,9 @@ class OpenOrder:
     """An order that came and is not answered."""
 
     order: Order
+    came_at: float
     until: float  # it is tried again when Busy
+    needs_disk: bool = False  # it is carried out there, or waits for what is
 
 
 class OrderDesk:
@@ -55,7 +60,7 @@ class OrderDesk:
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
-        self._open[ticket] = OpenOrder(order, now + ANSWER_SHARE * order.deadline_s)
+        self._open[ticket] = OpenOrder(order, now, now + ANSWER_SHARE * order.deadline_s)
         return self._begin_order(ticket)
 
     def drop_order(self, ticket: Ticket) -> None:
@@ -70,10 +75,19 @@ class OrderDesk:
         due = [ticket for ticket in self._open if self._again_at.get(ticket, inf) <= now]
         return [action for ticket in due for action in self._begin_order(ticket)]
 
+    def list_waits(self, now: float) -> tuple[OrderWait, ...]:
+        """Which orders wait for the disk, for a heartbeat."""
+        waiting = (found for found in self._open.values() if found.needs_disk)
+        return tuple(
+            OrderWait(found.order.number, type(found.order.body).__name__, now - found.came_at)
+            for found in islice(waiting, MOST_WAITS)
+        )
+
     def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
         self._again_at.pop(ticket, None)
-        if not isinstance(found.order.body, ON_DISK):
+        found.needs_disk = isinstance(found.order.body, ON_DISK)
+        if not found.needs_disk:
             return [ExecuteOrder(ticket, found.order)]
         self._on_disk.append(ticket)
         return self._begin_on_disk() if len(self._on_disk) == 1 else []
@@ -82,7 +96,8 @@ class OrderDesk:
         """The shard has carried out an order, or refuses it."""
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
-        if isinstance(result, Busy) and (again_at <= found.until or self._on_disk):
+        found.needs_disk = isinstance(result, BusyDisk) and bool(self._on_disk)
+        if isinstance(result, Busy) and (again_at <= found.until or found.needs_disk):
             self._again_at[ticket] = again_at
             return []
         return self._answer_order(ticket, result)

@@ -1,10 +1,10 @@
 """A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove incarnation.
 
 Pure: `now` is an argument, what is to be done is returned (actions.py). A master that does not answer is asked again
-for ever, with backoff. A slave that serves nothing looks into its mirror before each Register. With an empty disk and a
-mirror that fails it does not register at all: the run might begin anew for that. What must stay true: the answer to a
-heartbeat is believed only about the registration under which it was sent (a slave that registers again loses its open
-round); heartbeats go on whatever the shard is busy with.
+for ever, with backoff. A slave that serves nothing, or is asked for a version, looks into its mirror before each
+Register. With an empty disk and a mirror that fails it does not register at all: the run might begin anew for that.
+What must stay true: the answer to a heartbeat is believed only about the registration under which it was sent (a slave
+that registers again loses its open round); heartbeats go on whatever the shard is busy with.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from random import Random
 
 from dips.dataclass import replace
 from dips.errors import Busy, FailedMirror, Stale, Unavailable
+from dips.ids import VersionId
 from dips.protocol.effects import LoadVersion, Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.protocol.heartbeats import LiveTransfers, OrderWait, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.slave.actions import (
     Actions,
     CallMaster,
@@ -68,6 +69,7 @@ class Registration:
         self._again_at = 0.0  # while PAUSED
         self._backoff = Backoff(*timing.backoff_s, rng)
         self._said = ""  # why it waits, as it was last logged
+        self._look_for: tuple[VersionId, ...] = ()  # what the master asked for, with the last answer
         self._restored: str | None = None  # since the last Register, and why no more came back than did
 
     def next_deadline(self) -> float:
@@ -93,8 +95,8 @@ class Registration:
         if isinstance(described, Exception):
             return self._on_failure(described, now)
         mirror, restored = self._meters().mirror, self._restored
-        if mirror is not None and described.memory is None and restored is None:
-            return [RestoreFromMirror(described.complete)]
+        if mirror is not None and restored is None and (described.memory is None or self._look_for):
+            return [RestoreFromMirror(described.complete, self._look_for)]
         self._restored = None
         reasons = [reason for reason in (described.reason, restored) if reason]
         former, why = self._identity.former_nonce, "; ".join(reasons)
@@ -107,7 +109,7 @@ class Registration:
             return [DescribeShard(self._identity)]
         if not isinstance(restored, FailedMirror):
             return self._on_failure(restored, now)
-        if work.on_disk:
+        if work.on_disk or work.look_for:
             self._restored = str(restored)
             fields = {"reason": str(restored), "done": "what is on the disk is used"}
             return [WriteLog("warning", "mirror_fails", fields), DescribeShard(self._identity)]
@@ -120,6 +122,7 @@ class Registration:
         if isinstance(registered, Exception):
             return self._on_failure(registered, now)
         self._registered = registered
+        self._look_for = registered.order.look_for if isinstance(registered.order, RegisterLater) else ()
         return [WelcomeShard(registered, self._prepare)]
 
     def on_welcomed(self, error: Exception | None, now: float) -> Actions:
@@ -185,9 +188,10 @@ class Heartbeats:
         standing: Callable[[], Standing],
         transfers: Callable[[], tuple[Transfer, ...]],
         meters: Callable[[], Meters],
+        waits: Callable[[float], tuple[OrderWait, ...]],
     ) -> None:
         self._identity, self._timing, self._registration = identity, timing, registration
-        self._standing, self._transfers, self._meters = standing, transfers, meters
+        self._standing, self._transfers, self._meters, self._waits = standing, transfers, meters, waits
         self._due_at: float | None = None
         self._under_way = False
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
@@ -212,9 +216,9 @@ class Heartbeats:
             return []
         self._under_way = True
         self._sent = (self._registration.number, standing.sinc)
-        return [CallMaster(self._make_heartbeat(standing), max(self._timing.heartbeat_s, 1.0))]
+        return [CallMaster(self._make_heartbeat(standing, now), max(self._timing.heartbeat_s, 1.0))]
 
-    def _make_heartbeat(self, standing: Standing) -> SlaveHeartbeat:
+    def _make_heartbeat(self, standing: Standing, now: float) -> SlaveHeartbeat:
         meters = self._meters()
         return SlaveHeartbeat(
             slave=self._identity.slave,
@@ -234,6 +238,7 @@ class Heartbeats:
             disk_free=meters.disk_free,
             disk_total=meters.disk_total,
             live=self._list.number if self._list is not None and self._list_of == self._known_as(standing) else 0,
+            waits=self._waits(now),
         )
 
     def _known_as(self, standing: Standing) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
+from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.transport.control import call_method
 from dips.transport.endpoints import Endpoint
@@ -55,9 +56,9 @@ class SlaveRuntime:
         master: Endpoint,
         log: Log,
         mirror: SnapshotMirror | None = None,
-        restore: Callable[[tuple[VersionId, ...]], Restored] = lambda on_disk: Restored(()),
+        restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] = lambda *_: Restored(()),
     ) -> None:
-        """`restore` brings back from the mirror what is newer than what is on the disk; called on any thread."""
+        """`restore` brings back from the mirror what is newer than the disk, and what is asked for; on any thread."""
         self._core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
         self._peer = master
         self._calls: dict[type, tuple[Any, type]] = {
@@ -81,6 +82,10 @@ class SlaveRuntime:
             await self._ended
         finally:
             self._stop_tasks()
+
+    def fail(self, error: BaseException) -> None:
+        """End `run`: a task of this process has failed, which is our bug."""
+        self._end_run(error)
 
     def explain_unready(self) -> str:
         """Why this slave serves nothing; empty: its master knows it as READY, at the head."""
@@ -125,7 +130,7 @@ class SlaveRuntime:
             case AnswerOrder(ticket, answer):
                 self._answer_order(ticket, answer)
             case CallMaster():
-                task = self._loop.create_task(self._call_master(action))
+                task = start_task(self._call_master(action), self.fail)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case WorkOnDisk() | ReadSnapshot():
@@ -147,7 +152,7 @@ class SlaveRuntime:
         """On a thread that ends with the process: a mount that hangs must not keep it alive."""
         result: object
         try:
-            result = self._restore(action.on_disk)
+            result = self._restore(action.on_disk, action.look_for)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
             result = error
         with suppress(RuntimeError):  # the loop has ended
@@ -189,7 +194,7 @@ class SlaveRuntime:
         else:
             waiting.set_result(answer)
 
-    def _end_run(self, error: Exception) -> None:
+    def _end_run(self, error: BaseException) -> None:
         if not self._ended.done():
             self._ended.set_exception(error)
 

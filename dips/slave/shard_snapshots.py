@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dips.errors import Busy, FailedDisk
+from dips.errors import BusyDisk, FailedDisk
 from dips.ids import VersionId
 from dips.protocol.events import Answer, Done, Persisted
 from dips.slave.ports import Arrays, Disk
@@ -28,14 +28,16 @@ class ShardSnapshots:
         self._wanted = True  # what is being written
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there, Busy if some is being made."""
+        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there, BusyDisk if some is being made."""
         if self._reserved != version:
             self.release_room()
         try:
             self._disk.reserve_room(version, nbytes)
         except OSError as error:
             if self.deleting:
-                raise Busy(f"the snapshot of {version} waits for the room of those that are being deleted") from error
+                raise BusyDisk(
+                    f"the snapshot of {version} waits for the room of those that are being deleted"
+                ) from error
             raise FailedDisk(f"{self._name} has no room for the snapshot of {version}: {error}") from error
         self._reserved = version
 
@@ -94,6 +96,6 @@ class ShardSnapshots:
         return keep_initial
 
     def require_idle(self, what: str, unless: VersionId | None = None) -> None:
-        """Raise Busy while a snapshot is being written, unless it is of that version."""
+        """Raise BusyDisk while a snapshot is being written, unless it is of that version."""
         if self.writing is not None and self.writing != unless:
-            raise Busy(f"{what} waits: the snapshot of {self.writing} is being written")
+            raise BusyDisk(f"{what} waits: the snapshot of {self.writing} is being written")

@@ -2,7 +2,9 @@
 
 What must stay true: the shard's thread and the event loop never wait for it; they leave a wish, and read a report. A
 mount that hangs must not keep the process alive, so its thread is a daemon. Before each Register of a slave that serves
-nothing, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything.
+nothing, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything; and what the
+master asked for, since all others have it. What was found rotten is remembered: it is read once, and not before each
+Register.
 """
 
 from __future__ import annotations
@@ -17,26 +19,38 @@ from random import Random
 from dips.errors import Corrupt, DipsError, FailedMirror
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
+from dips.outer.work_meter import WorkMeter
 from dips.protocol.events import MirrorReport
 from dips.slave import mirror_copy
+from dips.slave.mirror_copy import MirrorListing
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
 BACKOFF_S = (1.0, 60.0)  # first and longest pause between two tries of a mirror that fails
 IDLE_S = 3600.0  # the thread looks again after so long even if nothing happened
+TOLD_S = 30.0  # between two log lines of a restore that goes on
 
 
 class SnapshotMirror:
     """One slave's mirror; `want` and `report` may be called from any thread, and return at once."""
 
     def __init__(
-        self, store: MirrorStore, directory: Path, run: str, slave: str, log: Log, clock: Callable[[], float]
+        self,
+        store: MirrorStore,
+        directory: Path,
+        run: str,
+        slave: str,
+        log: Log,
+        clock: Callable[[], float],
+        meter: WorkMeter | None = None,
     ) -> None:
+        """`meter` is told the bytes of what is restored: then the process lives, however long it takes."""
         self._store, self._directory, self._run, self._slave = store, directory, run, slave
-        self._log, self._clock = log, clock
+        self._log, self._clock, self._meter = log, clock, meter or WorkMeter()
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, Random()))
         self._layers: tuple[int, ...] | None = None  # until the master has told
+        self._rotten: dict[VersionId, str] = {}  # found by reading to the end, and the copy's state then
         self._job = threading.Lock()  # held while something moves, in either direction
         self._changed = threading.Condition()
         self._ended = False
@@ -73,39 +87,64 @@ class SnapshotMirror:
 
     # ---- before the slave serves -------------------------------------------------------------------------------------
 
-    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
-        """Bring back every version of a later round than all on the disk; the newest first.
+    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...] = ()) -> Restored:
+        """Bring back every version of a later round than all on the disk, the newest first, and those of `look_for`.
 
         Raise FailedMirror if the mirror fails, or the job under way hangs.
         """
         if not self._job.acquire(timeout=STALL_S):
             raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
         try:
-            return self._bring_back_above(max((v.round for v in on_disk), default=0))
+            return self._bring_back(set(on_disk), set(look_for))
+        except FailedMirror as error:
+            self._tell(partial(self._plan.on_failed, str(error), self._clock()))
+            raise
         finally:
             self._job.release()
 
-    def _bring_back_above(self, newest: int) -> Restored:
-        listing = mirror_copy.list_copies(self._store, self._run, self._slave, self._log, self._layers)
-        self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))  # the next Register tells it
+    def _bring_back(self, on_disk: set[VersionId], look_for: set[VersionId]) -> Restored:
+        listing = self._list_mirror()  # the next Register tells it
+        newest = max((v.round for v in on_disk), default=0)
         brought, reason = list[VersionId](), listing.reason
         for version in reversed(listing.whole):
-            if version.round <= newest:
+            if version in on_disk or (version.round < newest and version not in look_for):
                 continue
-            self._put_aside(self._directory / str(version))
-            self._log.info("restoring", version=str(version), mirror=self._store.url)
             try:
-                mirror_copy.bring_back(
-                    self._store, self._directory, self._run, self._slave, version, lambda: None
-                )  # fmt: skip
+                self._bring_back_one(version)
                 brought.append(version)
-                self._log.info("restored", version=str(version), mirror=self._store.url)
             except Corrupt as error:
                 reason = reason or str(error)
                 self._log.error("mirror_passed_over", version=str(version), reason=str(error))
+                self._rotten[version] = mirror_copy.copy_state(self._store, version)
+        if len(brought) < len(listing.whole) and self._rotten:
+            self._list_mirror()  # the master is not told of what was found rotten just now
         if not listing.whole and not reason:
             reason = f"its mirror {self._store.url} holds no snapshot of it either: is it mounted?"
         return Restored(tuple(brought), reason)
+
+    def _bring_back_one(self, version: VersionId) -> None:
+        self._put_aside(self._directory / str(version))
+        begun = told = self._clock()
+        nbytes = 0
+        self._log.info("restoring", version=str(version), mirror=self._store.url)
+
+        def on_moved(moved: int) -> None:
+            nonlocal nbytes, told
+            nbytes += moved
+            self._meter.add(moved)
+            if self._clock() - told >= TOLD_S:
+                told = self._clock()
+                self._log.info("restoring", version=str(version), done_mb=nbytes // 10**6, took_s=round(told - begun))
+
+        mirror_copy.bring_back(self._store, self._directory, self._run, self._slave, version, on_moved)
+        self._log.info("restored", version=str(version), mirror=self._store.url, took_s=self._clock() - begun)
+
+    def _list_mirror(self) -> MirrorListing:
+        listing = mirror_copy.list_copies(
+            self._store, self._run, self._slave, self._log, self._layers, self._rotten
+        )  # fmt: skip
+        self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))
+        return listing
 
     def _put_aside(self, damaged: Path) -> None:
         """Keep for a person what lies in the place of a version and is not whole."""
@@ -142,8 +181,7 @@ class SnapshotMirror:
 
     def _do_alone(self, job: MirrorJob) -> None:
         if job.kind is MirrorJobKind.LIST:
-            listing = mirror_copy.list_copies(self._store, self._run, self._slave, self._log, self._layers)
-            self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))
+            self._list_mirror()
             return
         if job.kind is MirrorJobKind.DELETE:
             for version in job.versions:
@@ -159,6 +197,6 @@ class SnapshotMirror:
         with self._changed:
             happened()
 
-    def _on_moved(self) -> None:
+    def _on_moved(self, _: int) -> None:
         with self._changed:
             self._plan.on_moved(self._clock())

@@ -63,7 +63,7 @@ class Snapshots:
         self._log = log
         self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by us
-        self._bad: set[VersionId] = set()  # passed over; logged once
+        self._bad: dict[VersionId, object] = {}  # passed over, and the state of its files then; logged once
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -110,21 +110,22 @@ class Snapshots:
             raise OSError(str(error)) from error
 
     def complete_versions(self) -> tuple[VersionId, ...]:
-        """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
+        """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once.
+
+        One that was passed over is read again when its files are others: somebody has put it back.
+        """
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
         if self._manifest is None:  # bind may put what is staged into its place
             found.update(staged_versions(self._directory))
-        for version in sorted(found - self._whole - self._bad):
+        for version in sorted(found - self._whole):
+            if version in self._bad and self._bad[version] == self._state_of(version):
+                continue
             try:
                 self._verify_snapshot(version)
                 self._whole.add(version)
             except (CorruptSnapshot, OSError) as error:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
-
-    def look_again(self, versions: Sequence[VersionId]) -> None:
-        """These were brought back: read them through, also if they were passed over before."""
-        self._bad.difference_update(versions)
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
@@ -157,7 +158,7 @@ class Snapshots:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
             raise
         self._whole.add(version)
-        self._bad.discard(version)
+        self._bad.pop(version, None)
         return xxhash.xxh3_128_hexdigest(manifest)
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
@@ -184,7 +185,9 @@ class Snapshots:
         if not held and self._initial.given is not None and not self._said_missing:
             remedy = "run `dips seed`, or copy it from <master.directory>/initial/ of `dips init`"
             where = "or name where it lies under the key initial_model"
-            self._log.error("initial_model_missing", path=str(self._initial.given), remedy=f"{remedy}, {where}")
+            path, unfit = str(self._initial.given), self._initial.describe_unfit()
+            event, found = ("initial_model_unfit", {"found": unfit}) if unfit else ("initial_model_missing", {})
+            self._log.error(event, path=path, **found, remedy=f"{remedy}, {where}")
             self._said_missing = True
         return held
 
@@ -214,7 +217,7 @@ class Snapshots:
         """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one.
 
         A reader whose source is a map of the file keeps it: Linux frees an unlinked file when the last map of it is
-        gone, so its room on the disk comes back then, not now.
+        gone, so its room on the disk comes back then, not now. Each one that is gone counts as worked through.
         """
         for version in versions:
             path, aside = self._directory / str(version), self._aside_path(version)
@@ -225,7 +228,8 @@ class Snapshots:
             if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that came to nothing
                 shutil.rmtree(staged)
             self._whole.discard(version)
-            self._bad.discard(version)
+            self._bad.pop(version, None)
+            self._meter.add(1)  # a step of any size tells a disk that is slow from one that hangs
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -284,9 +288,13 @@ class Snapshots:
 
     def _pass_over(self, version: VersionId, error: Exception) -> None:
         self._whole.discard(version)
-        self._bad.add(version)
+        self._bad[version] = self._state_of(version)
         path = self._directory / str(version)
         self._log.error("snapshot_passed_over", version=str(version), path=str(path), reason=str(error))
+
+    def _state_of(self, version: VersionId) -> tuple[tuple[int, int, int] | None, ...]:
+        """Another one when the files of a snapshot are others, or have changed."""
+        return tuple(_state_of_file(self._path_of(version) / name) for name in (MODEL_FILE, MANIFEST_FILE))
 
     def _checked_manifest(self, version: VersionId) -> SnapshotManifest:
         """Read a snapshot's manifest; raise CorruptSnapshot if it is not ours or the file has another size."""
@@ -318,3 +326,11 @@ class Snapshots:
                 f"{path}: expected the layers {sorted(expected)} of this run's model, got {sorted(found)}"
                 f"{' with other parameters' if found.keys() == expected.keys() else ''}"
             )
+
+
+def _state_of_file(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

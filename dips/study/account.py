@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import mean
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,6 +16,8 @@ from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import OutcomeRow, Record, RoundEnded, VersionCommitted
 from dips.sim.observer import Observer
 from dips.sim.world import World
+
+NO_GATE = "none"  # kept out by no gate: not finite, without tokens, or by an operator
 
 
 @dataclass(slots=True)
@@ -35,6 +39,10 @@ class Emulated:
     steps: dict[str, int] = field(default_factory=dict)  # inner steps by cluster
     cosines: list[float] = field(default_factory=list)  # of each outer step's gradient to the momentum before it
     outcomes: list[tuple[PushId, bool]] = field(default_factory=list)  # of each settled push, whether it was accepted
+    gates: dict[str, tuple[str, str]] = field(default_factory=dict)  # (gate, reason) of each push that was kept out
+    usual_loss: dict[str, float] = field(
+        default_factory=dict
+    )  # share by which a cluster's is usually above the others'
 
     @property
     def diverged(self) -> bool:
@@ -65,17 +73,33 @@ class GateCount:
     healthy: int  # of clusters that have no fault, or have not had one yet
     healthy_gated: int
     recovered_after: int | None  # own pushes that the slowest needed until one was accepted again; None: never was
+    healthy_of: Mapping[str, int] = field(default_factory=dict)  # of `healthy`, by cluster
+    gated_by: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of `healthy_gated`, by cluster and gate
+    first_reasons: Mapping[str, str] = field(default_factory=dict)  # of the first of these of each cluster
 
     @classmethod
-    def of_run(cls, outcomes: Iterable[tuple[PushId, bool]], bad_pushes: Mapping[str, list[PushId]]) -> GateCount:
+    def of_run(
+        cls,
+        outcomes: Iterable[tuple[PushId, bool]],
+        bad_pushes: Mapping[str, list[PushId]],
+        gates: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> GateCount:
         settled = list(outcomes)
         firsts = {pushes[0] for pushes in bad_pushes.values() if pushes}
         bad = {push for pushes in bad_pushes.values() for push in pushes}
         fates = [accepted for push, accepted in settled if push in bad - firsts]
-        healthy = [accepted for push, accepted in _until_first_bad(settled, bad)]
+        healthy = list(_until_first_bad(settled, bad))
+        wrong = [push for push, accepted in healthy if not accepted]
+        gated_by: dict[str, Counter[str]] = {}
+        reasons: dict[str, str] = {}
+        for push in wrong:
+            gate, reason = gates.get(str(push), (NO_GATE, ""))
+            gated_by.setdefault(push.cluster, Counter())[gate] += 1
+            reasons.setdefault(push.cluster, reason)
         return cls(
-            len(fates), fates.count(False), len(healthy), healthy.count(False),
+            len(fates), fates.count(False), len(healthy), len(wrong),
             _recovery(settled, {cluster: set(pushes) for cluster, pushes in bad_pushes.items() if pushes}),
+            Counter(push.cluster for push, _ in healthy), gated_by, reasons,
         )  # fmt: skip
 
 
@@ -119,9 +143,14 @@ class RunAccount(Observer):
             self._result.head = record.version
             self._note_cosine(record)
         if isinstance(record, VersionCommitted | RoundEnded):
+            shifts = ((row.cluster, row.loss_shift) for row in record.penalty if row.loss is not None)
+            self._result.usual_loss |= dict(shifts)
             self._note_outcomes(record.outcomes)
 
     def note_logged(self, note: Note) -> None:
+        if note.kind == "push_gated":
+            fields = dict(note.fields)
+            self._result.gates[fields["push"]] = (fields["gate"] or NO_GATE, fields["reason"])
         self._finished = self._finished or note.kind == "run_finished"
 
     def time_passed(self) -> None:

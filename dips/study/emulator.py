@@ -57,7 +57,7 @@ def emulate(
     result.lasted_s, result.steps = world.heap.now, model.steps
     result.readmitted = operator.readmitted
     result.loss = model.evaluate(_read_head(world, result.head))
-    return result, GateCount.of_run(result.outcomes, model.bad_pushes)
+    return result, GateCount.of_run(result.outcomes, model.bad_pushes, result.gates)
 
 
 class _Comings(Observer):

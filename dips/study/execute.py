@@ -43,7 +43,8 @@ def _emulate(task: Task, settings: Settings, seed: int) -> Numbers:
         "of_ideal": made.tokens / made.lasted_s / ideal if made.lasted_s else 0.0,
         "bad": gates.bad, "bad_gated": gates.bad_gated, "healthy": gates.healthy,
         "healthy_gated": gates.healthy_gated, "recovered_after": gates.recovered_after,
-        "readmitted": made.readmitted,
+        "readmitted": made.readmitted, "healthy_of": dict(gates.healthy_of), "gated_because": dict(gates.first_reasons),
+        "gated_by": {cluster: dict(by) for cluster, by in gates.gated_by.items()}, "usual_loss": made.usual_loss,
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict
@@ -39,6 +39,29 @@ class _LevelledLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # 
         return super().warning(event, *args, **fields) if self.level <= logging.WARNING else None
 
 
+class LogStream:
+    """Standard error, which may be a full disk or a closed pipe: a line that cannot be written ends nothing.
+
+    Who logs is in the middle of something, and would not be heard either. The next line that is written tells how many
+    were lost.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._lost = file, 0
+
+    def write(self, line: str) -> None:
+        told = f"{self._lost} lines of this log could not be written\n" if self._lost else ""
+        try:
+            self._file.write(told + line)
+            self._file.flush()
+            self._lost = 0
+        except (OSError, ValueError):  # ValueError: it is closed
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Each line is flushed as it is written."""
+
+
 def set_level(level: str) -> None:
     """What this process logs from now on: debug, info, warning or error, and what is above it."""
     _LevelledLogger.level = logging.getLevelNamesMapping()[level.upper()]
@@ -65,7 +88,7 @@ def configure_log(role: str, name: str, level: str = "info") -> Log:
             renderer,
         ],
         wrapper_class=_LevelledLogger,
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger().bind(role=role, name=name)

@@ -36,6 +36,7 @@ DULL = {
     "ready": re.compile(r"serves \S+"),
     "gone": re.compile("left"),
 }
+LEFT = "left"  # the reason of a cluster that ended by itself, and its state then
 CRASHING = "crashing"  # what a cluster's note begins with while its trainer is dead, and its state then
 
 
@@ -80,11 +81,18 @@ def draw_headline(status: Status) -> Text:
     text = Text("\n".join(lines), style="bold")
     if page := status.get("page"):
         text.append(f"\npage: {page}")
+    if warning := status.get("pace_warning"):
+        text.append(f"\npace: {warning}", style="yellow")
     if tuned := status.get("tuned"):
         text.append(f"\ntuned: {tuned_line(tuned)}")
+    for reason in status.get("untuned", ()):
+        text.append(f"\nnot tuned, though the ledger has it: {reason}", style="red")
     durability = status.get("durability", {})
     if durability.get("red"):
         text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
+    rollback = status.get("rollback") or {}
+    if rollback.get("red"):
+        text.append(f"\nrollback: {rollback.get('reason') or NONE}", style="red")
     mirror = status.get("ledger_mirror") or {}
     if mirror.get("red"):
         text.append(f"\nmirror of the ledger: {ledger_mirror_line(mirror)}", style="red")
@@ -133,9 +141,12 @@ def run_line(status: Status) -> str:
 
 
 def counts_line(status: Status) -> str:
-    """How the rounds so far have ended."""
-    rounds = status.get("rounds", {})
-    return ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
+    """How the rounds so far have ended, and whether clusters meet in them."""
+    rounds, met = status.get("rounds", {}), status.get("met") or {}
+    ended = ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
+    if len(status.get("clusters", {})) < 2 or not met.get("versions"):
+        return ended
+    return f"{ended}; {met['all']} of the last {met['versions']} with all clusters"
 
 
 def round_line(status: Status) -> str:
@@ -157,8 +168,8 @@ def data_line(status: Status) -> str:
 
 
 def clusters_listing(status: Status) -> Listing:
-    """One row for each cluster, its reason under it."""
-    columns = _list_columns("cluster", "state", "loss", "tokens", "base", "stale", "acc/gate/skip", "steps", "MB/s")
+    """One row for each cluster, its reason under it; H is that of its last push."""
+    columns = _list_columns("cluster", "state", "loss", "tokens", "base", "stale", "acc/gate/skip", "H/steps", "MB/s")
     rows = [_cluster_row(name, c) for name, c in sorted(status.get("clusters", {}).items())]
     return Listing("clusters", columns, rows, strict=True)
 
@@ -172,7 +183,7 @@ def _cluster_row(name: str, c: Mapping[str, Any]) -> ListingRow:
         c.get("base") or NONE,
         _format_number(c.get("staleness"), "{:d}"),
         "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
-        format_count(c.get("inner_steps")),
+        f"{_format_number(c.get('last_push_steps'), '{:d}')}/{format_count(c.get('inner_steps'))}",
         _format_number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
     )
     note = str(c.get("note") or "")
@@ -251,6 +262,8 @@ def _format_number(value: float | None, spec: str, scale: float | None = None) -
 
 def _state_text(peer: Mapping[str, Any]) -> Text:
     state = CRASHING if _is_crashing(peer) else str(peer.get("state", NONE))
+    if state == "gone" and peer.get("reason") == LEFT:
+        state = LEFT  # it said goodbye: nothing is wrong
     return Text(state, style=STYLES.get(state, ""))
 
 

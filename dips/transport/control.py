@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from dips.errors import ConfigError, DipsError, RemoteProtocolError, Unavailable, class_named
+from dips.errors import Busy, ConfigError, DipsError, RemoteProtocolError, Unavailable, class_named
 from dips.identity.tls_files import LoadedTls
 from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
@@ -141,17 +141,19 @@ async def call_method(
     try:
         return await method(request, timeout=deadline_s)
     except aio.AioRpcError as error:
-        failed = _to_error(error, deadline_s, peer, unavailable)
+        failed = to_error(error, deadline_s, peer, unavailable)
         why = await asyncio.to_thread(peer.explain_silence) if explain and isinstance(failed, Unavailable) else ""
         raise (type(failed)(f"{failed}; {why}") if why else failed) from error
 
 
 # ---- errors in ----------------------------------------------------------------------------------------------------
 
+TOO_LARGE = "message larger than max"  # wart: gRPC tells what waiting mends from what it does not by its text alone
 _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
-def _to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
+def to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
+    """What a call that failed says, as an error of ours."""
     cls, said = _class_named(error), make_printable(error.details() or "")
     if cls is not None:
         return cls(said or cls.__name__)
@@ -159,10 +161,8 @@ def _to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavail
         return unavailable(f"{peer} did not answer within {deadline_s:g} s")
     if error.code() in _NOBODY:
         return unavailable(f"{peer} cannot be reached: {said}")
-    if (
-        error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    ):  # gRPC's own: a message above MAX_MESSAGE_BYTES, or too many calls
-        return RemoteProtocolError(f"{peer}: {said}")
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own: too many calls at once, or a message too large
+        return (RemoteProtocolError if TOO_LARGE in said else Busy)(f"{peer}: {said}")
     return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {said}")
 
 

@@ -1,5 +1,8 @@
 """What stands before every handler of a server: size, rate, rights; and what makes of its errors an answer.
 
+A method whose requests and replies are streams takes a sequence of calls (ordered_calls.py): its handler gets one
+request at a time, like any other, and each passes here by itself.
+
 Whatever is refused here is counted by reason (telemetry/refusals.py). Messages above gRPC's own limit, and those whose
 caller goes before they have arrived, reach no handler: they are counted as `unheard`.
 """
@@ -7,7 +10,7 @@ caller goes before they have arrived, reach no handler: they are counted as `unh
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -28,6 +31,7 @@ from dips.identity.names import PeerIdentity, PeerRole
 from dips.telemetry.refusals import count_refusal
 from dips.transport.guard import Guard
 from dips.transport.limits import CallLimits, ServerLimits
+from dips.transport.ordered_calls import answer_in_order
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
@@ -61,18 +65,17 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if handler is None:
             count_refusal("unknown_method")
             return handler
+        method, waiting = handler_call_details.method, _UnheardCall()
+        if handler.stream_stream is not None:
+            return self._gate_stream(method, handler, waiting)
         if handler.unary_unary is None:
-            return handler if self._guard is None else None  # nothing of ours streams: unknown to those outside
-        method, inner = handler_call_details.method, handler.unary_unary
-        waiting = _UnheardCall()
+            return handler if self._guard is None else None  # none of ours is of this kind: unknown to those outside
+        inner = handler.unary_unary
 
         async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             waiting.heard = True
             try:
                 self._check_call(method, request, context)
-                await context.send_initial_metadata(
-                    ()
-                )  # "received": a caller that keeps an order of calls waits for it
                 return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
             except DipsError as error:
                 await _abort_call(context, error)
@@ -84,6 +87,33 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         return grpc.unary_unary_rpc_method_handler(
             cast(Any, answer_errors), self._bound_request(method, handler), handler.response_serializer
+        )
+
+    def _gate_stream(self, method: str, handler: Handler, waiting: _UnheardCall) -> Handler:
+        inner = cast(Callable[..., Awaitable[Any]], handler.stream_stream)
+
+        async def answer_request(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            waiting.heard = True
+            try:
+                self._check_call(method, request, context)
+                return await inner(request, context)
+            except Denied:
+                raise  # nothing that this peer asks on this stream will be answered: it ends
+            except DipsError as error:
+                _count_error(error)
+                return error
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._report(method, error)
+                return LocalProtocolError(f"{method}: {type(error).__name__}: {error}")
+
+        async def answer_stream(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
+            try:
+                await answer_in_order(requests, context, lambda request: answer_request(request, context))
+            except Denied as error:
+                await _abort_call(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(
+            cast(Any, answer_stream), self._bound_request(method, handler), handler.response_serializer
         )
 
     def _check_call(self, method: str, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
@@ -135,11 +165,13 @@ class _TooManyCalls(Busy):
     """Counted as `rate` already."""
 
 
+def _count_error(error: DipsError) -> None:
+    if isinstance(error, COUNTED) and not isinstance(error, _TooManyCalls):
+        count_refusal(errors.treatment_of(error).label)
+
+
 async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
-    treatment, cls = errors.treatment_of(error), type(error)
-    if isinstance(error, _TooManyCalls):
-        cls = Busy
-    elif isinstance(error, COUNTED):
-        count_refusal(treatment.label)
+    treatment, cls = errors.treatment_of(error), Busy if isinstance(error, _TooManyCalls) else type(error)
+    _count_error(error)
     detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
     await context.abort(grpc.StatusCode[treatment.status], detail, ((ERROR_KEY, cls.__name__),))

@@ -34,7 +34,6 @@ HANDSHAKE_MS = 5_000  # from TCP's accept to HTTP/2's settings; a round trip ove
 CONNECTION_AGE_MS = 3_600_000  # then a connection is made anew, so that no certificate is believed for longer
 AGE_GRACE_MS = 600_000  # for what is under way: above the longest deadline of an order
 MOST_STREAMS = 32  # calls of one connection at once; an agent has ten under way at most
-MOST_ORDER_STREAMS = 1_024  # of a master at its slave: opening a pull for each cluster
 METADATA_BYTES = 8_192  # of one call's headers; ours are below 1 KiB
 
 
@@ -71,7 +70,6 @@ class ServerLimits:
 MASTER_LIMITS = ServerLimits(large=frozenset({"/dips.v1.ClusterService/Join"}), largest_bytes=16 * MIB)
 SLAVE_LIMITS = ServerLimits(
     connections=MOST_SLAVE_CONNECTIONS,
-    streams=MOST_ORDER_STREAMS,
     peer_calls_per_s=CALLS_PER_S,  # in plain text a master is not known by its name
     peer_calls_at_once=CALLS_AT_ONCE,
 )

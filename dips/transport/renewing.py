@@ -31,13 +31,20 @@ class RenewingChannel:
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """A method of a stub; each call takes the connection of its time."""
+        return self._follow_channel(lambda channel: channel.unary_unary(*method, **options))
+
+    def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """The same of streams; one that lasts stays on its connection, until that is closed."""
+        return self._follow_channel(lambda channel: channel.stream_stream(*method, **options))
+
+    def _follow_channel(self, make: Callable[[aio.Channel], Callable[..., Any]]) -> Callable[..., Any]:
         made: tuple[aio.Channel | None, Any] = None, None
 
         def call_method(*request: Any, **more: Any) -> Any:
             nonlocal made
             channel = self._current_channel()
             if made[0] is not channel:
-                made = channel, channel.unary_unary(*method, **options)
+                made = channel, make(channel)
             return made[1](*request, **more)
 
         return call_method

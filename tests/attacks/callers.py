@@ -12,8 +12,10 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import Message
 
+from dips.errors import class_named, treatment_of
 from dips.identity.paths import TlsFiles
 from dips.wire import messages
+from dips.wire.generated.slave_pb2 import Order, OrderReply
 
 CALL_S = 5.0
 BIG = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
@@ -39,10 +41,19 @@ def ask(channel: grpc.Channel, method: str, said: object, within_s: float = CALL
     message = said if isinstance(said, Message) else messages.to_proto(said)
     call: Callable[..., Any] = channel.unary_unary(f"/dips.v1.{method}", lambda m: m.SerializeToString(), bytes)
     try:
-        call(message, timeout=within_s)
+        reply = call(message, timeout=within_s)
     except grpc.RpcError as error:
         return status_of(error), cast(grpc.Call, error).details() or ""
-    return "OK", ""
+    return _result_of(OrderReply.FromString(reply)) if isinstance(message, Order) else ("OK", "")
+
+
+def _result_of(reply: OrderReply) -> tuple[str, str]:
+    """Orders are a stream, whose replies tell errors by their class."""
+    if not reply.HasField("error"):
+        return "OK", ""
+    cls = class_named(reply.error.error)
+    assert cls is not None, reply
+    return treatment_of(cls()).status, reply.error.why
 
 
 def status_of(error: grpc.RpcError) -> str:

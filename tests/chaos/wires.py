@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
 
 from dips.transport import control
-from dips.wire.generated.slave_pb2 import Order, SlaveRegistered
+from dips.wire.generated.slave_pb2 import Order, OrderReply, SlaveRegistered
 from tests.chaos.certificates import LineEnds
 
 T = TypeVar("T")
 BLOCK = 1 << 16
+ORDERS = "/Execute"  # the method that is a stream
 UP, DOWN = "up", "down"  # from client to server, and back
 
 
@@ -244,7 +246,7 @@ class Interpreter:
     async def _open(self) -> int:
         self._channel = control.open_channel(self._ends.dial(self._target))
         self._server = aio.server(options=control._SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((_Everything(self._carry),))
+        self._server.add_generic_rpc_handlers((_Everything(self._carry, self._carry_orders),))
         port = control.bind_server(self._server, "127.0.0.1:0", "interpreter", self._ends.guard)
         await self._server.start()
         return port
@@ -255,18 +257,76 @@ class Interpreter:
 
     async def _carry(self, method: str, request: bytes, context: Any) -> bytes:
         kind = _kind(method, request)
-        self.seen[kind] = self.seen.get(kind, 0) + 1
-        trap = self._caught_by(kind)
-        if trap and trap.when == "before" and not await trap.hold():
-            await self._lose(context)
+        trap = await self._take_request(kind, context)
         if self._rename and kind == "Register":
             said = SlaveRegistered.FromString(request)
             self._rename(said)
             request = said.SerializeToString()
         answer = await self._asked(method, request, context)
+        await self._take_answer(trap, context)
+        return answer
+
+    async def _take_request(self, kind: str, context: Any) -> Trap | None:
+        """Count it, and hold it if it is trapped before it is forwarded; return its trap."""
+        self.seen[kind] = self.seen.get(kind, 0) + 1
+        trap = self._caught_by(kind)
+        if trap and trap.when == "before" and not await trap.hold():
+            await self._lose(context)
+        return trap
+
+    async def _take_answer(self, trap: Trap | None, context: Any) -> None:
         if trap and trap.when == "after" and not await trap.hold():
             await self._lose(context)
-        return answer
+
+    async def _carry_orders(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+        """A stream of orders: each is a call of its own. One that is held here holds none of those behind it."""
+        stream = self._channel.stream_stream(method)()
+        sending, replying = asyncio.Lock(), asyncio.Lock()
+        asked: dict[int, tuple[int, Trap | None]] = {}  # by place there: place here
+
+        async def send_order(place: int, request: bytes) -> None:
+            async with sending:  # in their order, but for what is held
+                kind = _kind(method, request)
+                held = any(trap.kind == kind and trap.when == "before" and not trap.skip for trap in self._traps)
+                if not held:
+                    await forward(place, request, await self._take_request(kind, context))
+            if held:
+                trap = await self._take_request(kind, context)
+                async with sending:
+                    await forward(place, request, trap)
+
+        async def forward(place: int, request: bytes, trap: Trap | None) -> None:
+            asked[len(asked) + 1] = place, trap
+            await stream.write(request)
+
+        async def send_reply(reply: OrderReply) -> None:
+            reply.place, trap = asked[reply.place]
+            await self._take_answer(trap, context)
+            async with replying:
+                await context.write(reply.SerializeToString())
+
+        async def read_orders() -> None:
+            place = 0
+            async for request in requests:
+                place += 1
+                tasks.create_task(send_order(place, request))
+            raise _StreamEnded
+
+        async def read_replies() -> None:
+            while (reply := await stream.read()) is not aio.EOF:
+                tasks.create_task(send_reply(OrderReply.FromString(reply)))
+            raise _StreamEnded
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(read_orders())
+                tasks.create_task(read_replies())
+        except* (_StreamEnded, aio.AioRpcError, aio.AbortError, aio.UsageError, asyncio.InvalidStateError):
+            pass
+        finally:
+            stream.cancel()
+        with suppress(aio.AbortError, aio.UsageError):  # it may have been aborted by who lost an answer
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line leads elsewhere now")
 
     def _caught_by(self, kind: str) -> Trap | None:
         for trap in self._traps:
@@ -281,8 +341,6 @@ class Interpreter:
     async def _asked(self, method: str, request: bytes, context: Any) -> bytes:
         call = self._channel.unary_unary(method)(request, timeout=context.time_remaining())
         try:
-            await call.initial_metadata()  # a master keeps its orders in order by it
-            await context.send_initial_metadata(())
             answer: bytes = await call
         except aio.AioRpcError as error:
             await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
@@ -301,12 +359,26 @@ class Interpreter:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody reads this: the connection is reset")
 
 
+class _StreamEnded(Exception):
+    """One end of a stream of orders has gone."""
+
+
 class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
-    def __init__(self, carry: Callable[[str, bytes, Any], Coroutine[Any, Any, bytes]]) -> None:
-        self._carry = carry
+    def __init__(
+        self,
+        carry: Callable[[str, bytes, Any], Coroutine[Any, Any, bytes]],
+        carry_orders: Callable[[str, AsyncIterator[bytes], Any], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._carry, self._carry_orders = carry, carry_orders
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         method = details.method
+
+        async def stream(requests: AsyncIterator[bytes], context: Any) -> None:
+            await self._carry_orders(method, requests, context)
+
+        if method.endswith(ORDERS):
+            return grpc.stream_stream_rpc_method_handler(stream)
 
         async def handler(request: bytes, context: Any) -> bytes:
             return await self._carry(method, request, context)
@@ -317,7 +389,7 @@ class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 def _kind(method: str, request: bytes) -> str:
     """ "FinishPush", "Register", … or the body of an order: "apply", "commit", …"""
     name = method.rsplit("/", 1)[1]
-    return str(Order.FromString(request).WhichOneof("body")) if name == "Execute" else name
+    return str(Order.FromString(request).WhichOneof("body")) if method.endswith(ORDERS) else name
 
 
 class CutLine:

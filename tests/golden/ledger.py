@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import sqlite3
 import tempfile
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from dips.master.ledger import Ledger
 from dips.protocol.records import Record, RunRow
@@ -27,7 +28,7 @@ def make() -> dict[str, bytes]:
         ledger.start_term()
         for effect in played().effects:
             if isinstance(effect, get_args(Record)):
-                ledger.write_records([effect])
+                ledger.write_records([_rounded_record(effect)])
         ledger.close()
         return {FILE: dump(path)}
 
@@ -37,7 +38,21 @@ def dump(path: Path) -> bytes:
     pragmas = [f"PRAGMA {name} = {db.execute(f'PRAGMA {name}').fetchone()[0]};" for name in PRAGMAS]
     text = "\n".join([*pragmas, *db.iterdump()]) + "\n"
     db.close()
-    return _LONG.sub(lambda number: repr(rounded(float(number[0]))), text).encode()
+    return text.encode()
+
+
+def _rounded_record(value: Any) -> Any:
+    """The same with rounded numbers; of what is printed before it is written, the chain has a hash."""
+    if isinstance(value, float):
+        return rounded(value)
+    if isinstance(value, str):
+        return type(value)(_LONG.sub(lambda number: repr(rounded(float(number[0]))), value))
+    if isinstance(value, tuple):
+        return tuple(map(_rounded_record, value)) if type(value) is tuple else value
+    if is_dataclass(value) and not isinstance(value, type):
+        kept = {field.name: _rounded_record(getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **kept)
+    return value
 
 
 def restore(sql: str, path: Path) -> None:

@@ -1,29 +1,28 @@
-"""A `dips-slave` whose disk takes SLOW_FSYNC_S for each snapshot: `python slow_disk_slave.py --config … --name …`.
+"""A `dips-slave` whose disk is silent for SLOW_FSYNC_S in the one fsync of each snapshot:
+`python slow_disk_slave.py --config … --name …`.
 
-The kernel's write-out is what is slow: each piece of a snapshot is with the kernel at once and on the platter late.
+Every byte is with the kernel by then, and nothing tells that it goes on: a full write-back, NFS, a volume over the
+network do so.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
-from dips.slave import app, snapshots, tensorfile
-
-PIECES = 50  # the snapshot's time in so many
+from dips.slave import app
+from dips.slave.snapshot_manifest import MODEL_FILE
 
 
 def main() -> None:
-    seconds, write = float(os.environ["SLOW_FSYNC_S"]), tensorfile.write_tensors
+    seconds, sync = float(os.environ["SLOW_FSYNC_S"]), os.fsync
 
-    def write_slowly(path: Any, metadata: Any, shapes: Any, data: Any, on_piece: Any) -> int:
-        for _ in range(PIECES):
-            time.sleep(seconds / PIECES)
-            on_piece(1)
-        return write(path, metadata, shapes, data, on_piece)
+    def sync_slowly(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{MODEL_FILE}"):
+            time.sleep(seconds)
+        sync(descriptor)
 
-    snapshots.tensorfile.write_tensors = write_slowly  # type: ignore[assignment]  # the one place that writes snapshots
+    os.fsync = sync_slowly
     app.main()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dips import errors
-from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, UnavailableMaster
+from dips.errors import Busy, ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, UnavailableMaster
 from dips.transport import control
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import status_pb2, status_pb2_grpc
@@ -134,3 +134,29 @@ def test_a_port_in_use_names_the_key() -> None:
 
     with pytest.raises(ConfigError, match=r"master\.listen: cannot listen on 127\.0\.0\.1"):
         asyncio.run(twice())
+
+
+async def test_more_calls_than_a_server_takes_at_once_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's own limit comes without a class of ours: whoever is told waits, and does not end for it."""
+    monkeypatch.setattr(control, "MAX_CONCURRENT_CALLS", 1)
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def answer_later() -> str:
+        asked.set()
+        await answer.wait()
+        return "{}"
+
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
+    status_pb2_grpc.add_StatusServiceServicer_to_server(Servicer(answer_later), server)
+    port = control.bind_server(server, "127.0.0.1:0", "master.listen")
+    await server.start()
+    try:
+        async with control.open_channel(master_peer(f"127.0.0.1:{port}", None)) as channel:
+            first = asyncio.create_task(status_of(channel, 5.0))
+            await asked.wait()
+            with pytest.raises(Busy, match="limit exceeded"):
+                await status_of(channel, 5.0)
+            answer.set()
+            assert await first == "{}"
+    finally:
+        await server.stop(None)

@@ -20,6 +20,7 @@ from dips.transport.control import ERROR_KEY
 from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import Kind, make_message, run_id
+from dips.wire.generated.slave_pb2 import OrderReply
 from dips.wire.streams import StreamName
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -80,8 +81,11 @@ class Fuzzer:
 
     async def _say(self, channel: grpc.aio.Channel, path: str, body: bytes) -> None:
         try:
-            await channel.unary_unary(path)(body, timeout=30.0)
-            self.said["answered"] += 1
+            reply = await channel.unary_unary(path)(body, timeout=30.0)
+            error = OrderReply.FromString(reply).error if path.endswith("/Execute") else None  # of a stream's one order
+            self.said[error.error if error and error.error else "answered"] += 1
+            if error and error.error == OURS:
+                self.said[f"{path}: {error.why} {body[:200]!r}"] += 1
         except grpc.aio.AioRpcError as error:
             named = [str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY]
             self.said[named[0] if named else error.code().name] += 1

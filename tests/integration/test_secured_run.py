@@ -36,7 +36,7 @@ def type_certs(*words: str, cwd: Path) -> str:
 def enroll(directory: Path, name: str, role: str) -> None:
     """Request here, sign there."""
     type_certs("request", name, "--role", role, "--run", RUN, "--out", "certs", cwd=directory)
-    type_certs("issue", "ca", f"certs/{name}.{role}.csr", cwd=directory)
+    type_certs("issue", "ca", f"certs/{name}.{role}.csr", "--as", f"{name}.{role}", cwd=directory)
 
 
 def type_enrolment(directory: Path, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_certificates_are_shown_renewed_and_revoked(tmp_path: Path) -> None:
     before = certificate.read_bytes(), key.read_bytes()
     assert "sign it by" in type_certs("renew", "certs/west.cluster.crt", cwd=tmp_path)
     assert (certificate.read_bytes(), key.read_bytes()) == before, "nothing changes before it is signed"
-    type_certs("issue", "ca", "certs/west.cluster.renewal.csr", cwd=tmp_path)
+    type_certs("issue", "ca", "certs/west.cluster.renewal.csr", "--as", "west.cluster", cwd=tmp_path)
     assert "renewed" in type_certs("renew", "certs/west.cluster.crt", cwd=tmp_path)
     assert certificate.read_bytes() != before[0] and key.read_bytes() != before[1]
     assert sorted(path.name for path in certificate.parent.iterdir()) == [
@@ -144,8 +144,8 @@ def test_certificates_are_shown_renewed_and_revoked(tmp_path: Path) -> None:
     [
         (("request", "a.b", "--role", "slave", "--run", "r"), "dots separate the parts of a certificate's name"),
         (("request", "west", "--role", "master", "--run", "r"), "a run has one master"),
-        (("issue", "ca", "none.csr"), "none.csr cannot be read"),
-        (("issue", "nowhere", "none.csr"), "nowhere/ca.crt cannot be read"),
+        (("issue", "ca", "none.csr", "--as", "a.slave"), "none.csr cannot be read"),
+        (("issue", "nowhere", "none.csr", "--as", "a.slave"), "nowhere/ca.crt cannot be read"),
         (("init", "ca", "--run", "r"), "there is an authority already"),
         (("revoke", "ca", "west.cluster"), "expected NAME.ROLE or a serial"),
     ],

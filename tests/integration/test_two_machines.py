@@ -197,7 +197,7 @@ def train_by_the_guide(run: GuidedRun, captured: Path) -> None:
     files = guide_blocks("Files")
     run.write_files(files)
     run.type_block(files[-1])
-    daemons, seed, jobs, looks = guide_blocks("Start")
+    daemons, seed, jobs, looks, takes = guide_blocks("Start")
     run.type_block(daemons)
     run.type_block(seed)
     run.wait_for_slaves()
@@ -209,6 +209,7 @@ def train_by_the_guide(run: GuidedRun, captured: Path) -> None:
         needles = parameter_bytes(run)
     assert "berlin" in run.machines.type("master", typed_lines(looks)[0][1])
     run.type_block(looks)
+    run.type_block(takes)
     check_wire(captured, needles)
 
 

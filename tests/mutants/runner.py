@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("dips", "tests", "benchmarks", "configs", "pyproject.toml")
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
+WIDE_TIMEOUT_S = 600.0  # of one that meets all tests of its room
 TIMEOUT_S = 120.0  # of one mutant; a test that never ends has noticed something, but is no good witness
 
 
@@ -127,13 +128,14 @@ def _kill_group(process: ForkProcess) -> None:
         pass  # it ended by itself and left nothing
 
 
-def check_clean(mutants: Iterable[Mutant], jobs: int) -> list[str]:
+def check_clean(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> list[str]:
     """Run every selection on the tree as it is; return what fails: a test that is red anyway finds nothing."""
     selections = dict.fromkeys(m.tests for m in mutants if not m.equivalent)
-    return [f"{tests}\n{text}" for _, tests, code, _, text in _play([(None, t) for t in selections], jobs) if code != 0]
+    played = _play([(None, tests) for tests in selections], jobs, timeout_s)
+    return [f"{tests}\n{text}" for _, tests, code, _, text in played if code != 0]
 
 
-def run(mutants: Iterable[Mutant], jobs: int) -> Iterator[MutantResult]:
+def run(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> Iterator[MutantResult]:
     """Test mutants, `jobs` at a time; yield each when it is done."""
     work: list[tuple[Mutant | None, str]] = []
     for mutant in mutants:
@@ -146,7 +148,7 @@ def run(mutants: Iterable[Mutant], jobs: int) -> Iterator[MutantResult]:
             yield MutantResult(mutant, MutantVerdict.EQUIVALENT)
         else:
             work.append((mutant, mutant.tests))
-    for played, _, code, seconds, text in _play(work, jobs):
+    for played, _, code, seconds, text in _play(work, jobs, timeout_s):
         assert played is not None
         yield MutantResult(played, _verdict(code), seconds, text)
 
@@ -162,7 +164,7 @@ def _verdict(code: int | None) -> MutantVerdict:
 Played = tuple[Mutant | None, str, int | None, float, str]
 
 
-def _play(work: list[tuple[Mutant | None, str]], jobs: int) -> Iterator[Played]:
+def _play(work: list[tuple[Mutant | None, str]], jobs: int, timeout_s: float) -> Iterator[Played]:
     for name in PRELOADED:
         import_module(name)
     waiting = list(reversed(work))
@@ -175,7 +177,7 @@ def _play(work: list[tuple[Mutant | None, str]], jobs: int) -> Iterator[Played]:
                 wait([copy.process.sentinel for copy in busy if copy.process], timeout=0.5)
                 for copy in busy:
                     assert copy.process is not None
-                    if copy.process.is_alive() and time.monotonic() - copy.began < TIMEOUT_S:
+                    if copy.process.is_alive() and time.monotonic() - copy.began < timeout_s:
                         continue
                     mutant, (code, seconds) = copy.mutant, copy.finish()
                     yield mutant, copy.tests, code, seconds, copy.tail()

@@ -10,6 +10,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import Pool
 from statistics import median
 
@@ -17,12 +18,20 @@ from dips.sim.month import Month
 from tests.simulation.coverage import POINTS, ROWS, WAYS
 from tests.simulation.last_range import play_last_range
 from tests.simulation.long import play_long
+from tests.simulation.mix import core, former, swarm
 from tests.simulation.sabotage import SABOTAGES
 from tests.simulation.trial import Result, Trial, play
 
 SEEDS_EACH = 64  # then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
 MONTH_PATIENCE = 30.0  # times the bounds of Liveness: the month's second stands for many
-GAMES = {"": play, "long": play_long, "last-range": play_last_range}
+GAMES = {
+    "": play,
+    "swarm": partial(play, mix=swarm),
+    "core": partial(play, mix=core),
+    "former": partial(play, mix=former),
+    "long": play_long,
+    "last-range": play_last_range,
+}
 MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
@@ -114,8 +123,15 @@ def _arguments() -> argparse.Namespace:
         "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
     )
     parser.add_argument("--days", type=float, metavar="D", help="play D days at the paper's failure rates (month.py)")
-    parser.add_argument("--long", action="store_true", help="work that lasts five times what guards it (long.py)")
-    parser.add_argument("--last-range", action="store_true", help="restarts in the last data range (last_range.py)")
+    games = parser.add_mutually_exclusive_group()
+    for flag, what in (
+        ("swarm", "each seed draws its own faults, weather and deadlines (mix.py)"),
+        ("core", "what dies last stays dead, and the rest must go on (mix.py)"),
+        ("former", "without crossings, as seeds were drawn before there were any (crossings.py)"),
+        ("long", "work that lasts five times what guards it (long.py)"),
+        ("last-range", "restarts in the last data range (last_range.py)"),
+    ):
+        games.add_argument(f"--{flag}", dest="game", action="store_const", const=flag, default="", help=what)
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     return parser.parse_args()
@@ -131,7 +147,7 @@ def main() -> int:
         if options.seed is not None
         else range(options.first, options.first + options.seeds)
     )
-    game = "long" if options.long else "last-range" if options.last_range else ""
+    game = options.game
     started, results = time.monotonic(), list[Result]()
     for result in play_all(seeds, options.jobs, options.sabotage, game):
         results.append(result)
@@ -144,7 +160,7 @@ def main() -> int:
             )
         if len(results) % 50 == 0:
             print(f"{len(results)} of {len(seeds)} seeds", file=sys.stderr, flush=True)
-    if not game:
+    if game in ("", "swarm", "core"):
         print(coverage(results) + "\n")
     print(summary(results, time.monotonic() - started))
     many = len(results) >= MUST_MEET and not game

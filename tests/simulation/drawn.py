@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
@@ -25,9 +26,20 @@ from dips.sim.heap import Chance
 from dips.sim.scenario import ClusterShape, Scenario
 
 FAULTS_S = 76.0  # simulated seconds with faults
+MOST_ROLLBACK = 1_000_000  # no operator of a simulated run says `dips rollback`: the stories of it are transcripts
 QUIET_S = 50.0  # and without: everything heals
 CROWD = 3
 MORE_S = 50.0  # for a seed whose faults left no time for rounds
+DEADLINES: Mapping[str, float] = {  # by field of TimingOptions: short ones; the bounds of Liveness are sums of them
+    "heartbeat_s": 1.9,
+    "lease_heartbeats": 4,
+    "hang_s": 12.0,
+    "order_s": 4.0,
+    "compute_s": 8.0,
+    "transfer_s": 12.0,
+    "least_transfer_s": 30.0,
+    "busy_retry_s": 0.7,
+}
 OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a round holds ten of them, not twenty
 
 
@@ -139,16 +151,7 @@ def _anchor(rng: Random, drawn: Scenario) -> Scenario:
 
 def _options(rng: Random) -> Options:
     """Short deadlines; every option that changes what is safe is drawn."""
-    timing = TimingOptions(
-        window_s=rng.choice((0.3, 0.6, 1.2, None)),
-        heartbeat_s=1.9,
-        lease_heartbeats=4,
-        hang_s=12.0,
-        order_s=4.0,
-        compute_s=8.0,
-        transfer_s=12.0,
-        busy_retry_s=0.7,
-    )
+    timing = replace(TimingOptions(window_s=rng.choice((0.3, 0.6, 1.2, None))), **dict(DEADLINES))
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
     stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
@@ -157,5 +160,5 @@ def _options(rng: Random) -> Options:
     failing, requeue = rng.choices(tuple(PersistFailurePolicy), (3, 1))[0], rng.choice(tuple(RequeuePolicy))
     return Options(
         outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,
-        durability=durability, on_persist_failure=failing, requeue=requeue,
+        durability=durability, on_persist_failure=failing, requeue=requeue, most_rollback=MOST_ROLLBACK,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """When what goes wrong: at any time, or at the moments that chance alone would seldom hit; then nothing any more.
 
 Each kind draws from its own generator, so that a new one moves no other. A fault may wait for a moment: while a push or
-a pull moves, behind a commit, while a version is being persisted, around its row.
+a pull moves, behind a commit, while a version is being persisted, around its row. What strikes, and how often, is said
+by a mix (mix.py).
 """
 
 from __future__ import annotations
@@ -16,90 +17,46 @@ from dips.sim.agent import SimAgent
 from dips.sim.observer import Observer
 from dips.sim.world import World
 from tests.simulation import strikes
+from tests.simulation.crossings import CROSSINGS
+from tests.simulation.mix import ANY_TIME, DEATHS, Mix
 from tests.simulation.strikes import OPERATOR_S, Strike
 
-FIRST_S, GAP_S = 4.0, 3.8  # until the first fault, between two; at most double
-
-# What strikes at any time, and how often beside the others.
-ANY_TIME: dict[str, tuple[int, Strike]] = {
-    "crash_agent": (2, strikes.crash_agent),
-    "leave": (1, strikes.leave),
-    "crash_trainer": (1, strikes.crash_trainer),
-    "crash_rank": (1, strikes.crash_rank),
-    "hang": (1, strikes.hang),
-    "zombie_agent": (2, strikes.zombie_agent),
-    "pause_agent": (1, strikes.pause_agent),
-    "diverge": (3, strikes.diverge),
-    "crash_slave": (2, strikes.crash_slave),
-    "pause_slave": (1, strikes.pause_slave),
-    "full_disk": (3, strikes.full_disk),
-    "slow_disk": (1, strikes.slow_disk),
-    "rot": (1, strikes.rot),
-    "old_snapshots": (1, strikes.old_snapshots),
-    "lose_disk": (2, strikes.lose_disk),
-    "lose_mirror": (1, strikes.lose_mirror),
-    "slow_mirror": (1, strikes.slow_mirror),
-    "crash_master": (2, strikes.crash_master),
-    "pause_master": (2, strikes.pause_master),
-    "zombie_master": (2, strikes.zombie_master),
-    "slow_ledger": (1, strikes.slow_ledger),
-    "full_ledger": (1, strikes.full_ledger),
-    "old_ledger": (1, strikes.old_ledger),
-    "lose_ledger": (2, strikes.lose_ledger),
-    "cut": (3, strikes.cut),
-    "clog": (1, strikes.clog),
-    "cut_data": (1, strikes.cut_data),
-    "clog_data": (2, strikes.clog_data),
-    "partition": (1, strikes.partition),
-    "whole_room": (1, strikes.whole_room),
-}
-
-# (moment, after it at most so many seconds, what strikes)
-MOMENTS: tuple[tuple[str, float, Strike], ...] = (
-    ("push", 1.2, strikes.crash_rank),
-    ("push", 1.2, strikes.crash_agent),
-    ("push", 1.2, strikes.crash_slave),
-    ("push", 1.2, strikes.crash_master),
-    ("push", 0.6, strikes.zombie_agent),
-    ("pull", 0.4, strikes.crash_rank),
-    ("pull", 0.4, strikes.crash_rank),
-    ("pull", 0.5, strikes.crash_slave),
-    ("commit", 0.8, strikes.crash_agent),
-    ("commit", 1.5, strikes.crash_slave),
-    ("persist", 0.5, strikes.crash_master),
-    ("persist", 0.5, strikes.crash_slave),
-    ("persist", 0.5, strikes.zombie_master),
-    ("persist", 0.4, strikes.whole_room),
-    ("row", 0.2, strikes.crash_master),
-    ("row", 0.3, strikes.crash_slave),
-    ("row", 0.02, strikes.cut_slave),
-    ("persist", 0.4, strikes.cut_slave),
-    ("persist", 0.4, strikes.cut_slave),
-)
-AT_A_MOMENT = 0.4  # of all faults
+CROSSED_FROM, CROSSED_TO = 0.15, 0.85  # of the time with faults: a crossing needs something before it, and after it
 
 
 class Faults(Observer):
     """Plans the faults of one world until its `quiet_at`."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, mix: Mix) -> None:
+        self.world, self.mix = world, mix
         self.count = 0
+        self.dead: set[str] = set()  # clusters that stay dead, cut off or hung: nobody waits for what they do
         self._armed: dict[str, list[tuple[float, Strike]]] = {}
 
     def plan(self, world: World) -> None:
         """Plan every fault now, so that nothing that happens moves the ones to come."""
-        rng = self.world.chance.generator_for("faults")
-        names, weights = list(ANY_TIME), [weight for weight, _ in ANY_TIME.values()]
-        at = FIRST_S * (1.0 + rng.random())
+        rng, mix = self.world.chance.generator_for("faults"), self.mix
+        names, weights = list(mix.any_time), list(mix.any_time.values())
+        at = mix.first_s * (1.0 + rng.random())
         while at < self.world.scenario.quiet_at:
-            moment, name, choice = rng.random(), rng.choices(names, weights)[0], rng.choice(MOMENTS)
-            if moment < AT_A_MOMENT:
+            moment, name, choice = rng.random(), rng.choices(names, weights)[0], rng.choice(mix.moments)
+            if moment < mix.at_a_moment:
                 self.world.call_later(at, f"a fault waits for a {choice[0]}", partial(self._arm, *choice))
             else:
-                self.world.call_later(at, f"fault {name}", partial(self._strike, ANY_TIME[name][1]))
-            at += GAP_S * (1.0 + rng.random())
+                self.world.call_later(at, f"fault {name}", partial(self._strike, ANY_TIME[name]))
+            at += mix.gap_s * (1.0 + rng.random())
+        self._plan_crossings()
         self.world.call_later(self.world.scenario.quiet_at, "the faults stop", self._stop)
+
+    def _plan_crossings(self) -> None:
+        """Each kind draws by itself whether this seed meets it, and when."""
+        for name, strike in CROSSINGS.items():
+            share = self.mix.crossings.get(name, 0.0)
+            rng = self._rng(name)
+            meets, moment = rng.random() < share, rng.uniform(CROSSED_FROM, CROSSED_TO)
+            if meets:
+                at = self.world.scenario.quiet_at * moment
+                self.world.call_later(at, f"crossing {name}", partial(self._strike, strike))
 
     def _arm(self, moment: str, within_s: float, strike: Strike) -> None:
         self._armed.setdefault(moment, []).append((within_s, strike))
@@ -153,7 +110,7 @@ class Faults(Observer):
             self._at("row")
 
     def _stop(self) -> None:
-        """Everything is mended and everybody lives."""
+        """Everything is mended and everybody lives; but what this mix has die for good."""
         self._armed.clear()
         world = self.world
         world.network.repair_links()
@@ -178,3 +135,5 @@ class Faults(Observer):
             world.put_newest_ledger_back()
         world.start_master()
         world.wake_master()
+        if self.mix.stays:
+            self.dead.update(DEATHS[self.mix.stays](world, self._rng("for good")))

@@ -151,12 +151,14 @@ class MemoryInvariant(Invariant):
     """Banks in use stay within the written sum, each has one holder, and no slot outlives its push."""
 
     number = 11
-    LEAK_S = 15.0  # a slot that the master does not know of is dropped by a heartbeat's answer long before
+    LEAK_S, LEAK_HEARTBEATS = 15.0, 8  # what the master does not know of is dropped by a heartbeat's answer long before
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.unknown_since: dict[tuple[str, PushId], float] = {}
         self._looked_at: dict[str, tuple[SlaveProcess, list[str]]] = {}  # the last holders whose sum was taken
+
+        self.leak_s = max(self.LEAK_S, self.LEAK_HEARTBEATS * world.options.timing.heartbeat_s)
 
     def after_event(self) -> None:
         for machine in self.world.looked_at:
@@ -192,5 +194,5 @@ class MemoryInvariant(Invariant):
                 self.unknown_since.pop(key, None)
             else:
                 since = self.unknown_since.setdefault(key, now)
-                if now - since >= self.LEAK_S:
+                if now - since >= self.leak_s:
                     self.fail(f"{process.name} keeps a slot for {push}, which is live nowhere")

@@ -10,7 +10,7 @@ from dips.protocol.effects import SlaveAddress
 from dips.protocol.entities import Push
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import LiveTransfers
-from dips.protocol.mirrors import _lacks, _newest_mirrored
+from dips.protocol.mirrors import _lacks, _stays_for
 from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.rollback import _can_offer
 from dips.protocol.run_state import RunState
@@ -95,8 +95,7 @@ def _of_slaves(run: RunState) -> Iterator[Compared]:
     target = run.mirror_target
     behind = {s.name for s in ready if target is not None and _lacks(s, target)}
     yield "mirrors behind", behind - set(roster.perhaps_behind), set()
-    newest = Counter(v for s in slaves if (v := _newest_mirrored(run, s)) is not None)
-    yield "mirrored", run.mirrored, dict(newest)
+    yield "mirrored", run.mirrored, dict(Counter(v for s in slaves for v in _stays_for(run, s)))
 
 
 def _of_orders(run: RunState) -> Iterator[Compared]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 
-from dips.ids import GENESIS
+from dips.ids import GENESIS, VersionId
 from dips.protocol.enums import AnchorRule, GateName
 from dips.protocol.options import Options
 from dips.protocol.records import (
@@ -19,6 +19,7 @@ from dips.protocol.records import (
     RolledBack,
     RoundEnded,
     VersionCommitted,
+    VersionsRetired,
 )
 from dips.protocol.tunable import tune_options
 from dips.sim.world import World
@@ -38,7 +39,8 @@ class FiniteInvariant(Invariant):
         self.models = models
         theta = models.versions[GENESIS].theta.values()
         self.statistics = PenaltyReference(world.options.penalty, sum(map(rules_reference.norm_of, theta)))
-        self.lineage = {GENESIS}
+        self.lineage = {GENESIS: None}  # as the ledger has it, oldest first
+        self.retired: set[VersionId] = set()
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, OptionsTuned):
@@ -49,15 +51,30 @@ class FiniteInvariant(Invariant):
         if isinstance(record, VersionCommitted):
             self._merged(record)
             self._norms(record)
-            self.statistics.accepted(record.folds, self.lineage)
-            self.lineage.add(record.version)
+            self.statistics.accepted(record.folds, self._remembered(record))
+            self.lineage[record.version] = None
         elif isinstance(record, RolledBack):
-            self.lineage.difference_update(record.undone)  # statistics stay: clusters are as loud as they were
+            for version in record.undone:  # statistics stay: clusters are as loud as they were
+                del self.lineage[version]
+        elif isinstance(record, VersionsRetired):
+            self.retired.update(record.versions)
         if isinstance(record, VersionCommitted | RoundEnded):
             self._gated(record.outcomes, record.penalty)
             if isinstance(record, RoundEnded) and record.kind == "skipped":
                 self.require(not record.penalty, f"round {record.round} was skipped and moves statistics")
             self._same(record.penalty, "a row")
+
+    def _remembered(self, record: VersionCommitted) -> set[VersionId]:
+        """The lineage that the master had in mind: of old versions that nobody offers it may have forgotten any.
+
+        Which of them it still knew its row says: a push from one that is forgotten moves no statistics.
+        """
+        if self.world.options.lineage_kept >= len(self.lineage) + len(self.retired):
+            return set(self.lineage)
+        old = self.lineage.keys() & self.retired
+        rows = {row.cluster: row for row in record.penalty}
+        unmoved = {f.base for f in record.folds if rows[f.push.cluster].n == self.statistics.row(f.push.cluster).n}
+        return self.lineage.keys() - (old & unmoved)
 
     def master_restored(self, state: LedgerState) -> None:
         self._same(state.penalty, "the ledger")

@@ -17,6 +17,7 @@ from tests.simulation import broken_cluster as cluster
 from tests.simulation import broken_master as master
 from tests.simulation import broken_slave as slave
 from tests.simulation.drawn import crowd_of, plain_of, scenario_of
+from tests.simulation.mix import Mix, former
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -33,6 +34,7 @@ class Sabotage:
     found_at: int
     patches: Callable[[], list[Patch]]
     scenario: Callable[[int], Scenario] = scenario_of  # of a seed
+    mix: Callable[[int], Mix] = former  # what a seed meets
 
 
 SABOTAGES: dict[str, Sabotage] = {

@@ -15,19 +15,21 @@ from dips.sim.slave_machine import SlaveMachine
 from dips.sim.world import World
 
 Strike = Callable[[World, Random], None]
+Death = Callable[[World, Random], list[str]]  # returns the clusters for which nobody waits any more
+FOR_EVER = 1e9
 OPERATOR_S = 4.0  # until a person has done what the run asks for
 DOWN_S = 3.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
 
 
-def _down_s(rng: Random) -> float:
+def draw_down_s(rng: Random) -> float:
     return DOWN_S * (0.4 + 0.6 * rng.random()) * (3.0 if rng.random() < 0.2 else 1.0)
 
 
-def _cluster(world: World, rng: Random) -> SimCluster:
+def choose_cluster(world: World, rng: Random) -> SimCluster:
     return rng.choice(list(world.clusters.values()))
 
 
-def _machine(world: World, rng: Random) -> SlaveMachine:
+def choose_machine(world: World, rng: Random) -> SlaveMachine:
     return rng.choice(list(world.machines.values()))
 
 
@@ -40,34 +42,34 @@ def _lease(world: World) -> float:
 
 def crash_agent(world: World, rng: Random) -> None:
     """Agent and trainer die, and are started again."""
-    cluster = _cluster(world, rng)
+    cluster = choose_cluster(world, rng)
     cluster.crash()
-    world.call_later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+    world.call_later(draw_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def leave(world: World, rng: Random) -> None:
     """SIGTERM of an agent; it joins again later."""
-    cluster = _cluster(world, rng)
+    cluster = choose_cluster(world, rng)
     cluster.leave_run()
-    world.call_later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+    world.call_later(draw_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def crash_trainer(world: World, rng: Random) -> None:
-    _cluster(world, rng).crash_trainer()
+    choose_cluster(world, rng).crash_trainer()
 
 
 def crash_rank(world: World, rng: Random) -> None:
-    _cluster(world, rng).crash_rank(rng.randrange(3), 0.2 + 1.5 * rng.random())
+    choose_cluster(world, rng).crash_rank(rng.randrange(3), 0.2 + 1.5 * rng.random())
 
 
 def hang(world: World, rng: Random) -> None:
     """A trainer stands still, sometimes for longer than the master has patience with it."""
-    _cluster(world, rng).hang_trainer(world.options.timing.hang_s * (0.3 + rng.random()))
+    choose_cluster(world, rng).hang_trainer(world.options.timing.hang_s * (0.3 + rng.random()))
 
 
 def zombie_agent(world: World, rng: Random) -> None:
     """A cluster's machines are stopped and taken for dead; they wake while their successor is at work."""
-    cluster = _cluster(world, rng)
+    cluster = choose_cluster(world, rng)
     zombie = cluster.abandon_agent()
     world.call_later(0.5 + _lease(world) * rng.random(), f"{cluster.name} starts again", cluster.start)
     if zombie is not None:
@@ -77,7 +79,7 @@ def zombie_agent(world: World, rng: Random) -> None:
 
 def pause_agent(world: World, rng: Random) -> None:
     """SIGSTOP of a cluster's machines; nobody takes their place."""
-    agent = _cluster(world, rng).agent
+    agent = choose_cluster(world, rng).agent
     if agent is not None:
         agent.gate.close()
         world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{agent.name} goes on", agent.gate.open)
@@ -85,30 +87,30 @@ def pause_agent(world: World, rng: Random) -> None:
 
 def diverge(world: World, rng: Random) -> None:
     """The next pushes of a cluster are bad."""
-    _cluster(world, rng).site.diverged += rng.randint(1, 2)
+    choose_cluster(world, rng).site.diverged += rng.randint(1, 2)
 
 
 # ---- slaves --------------------------------------------------------------------------------------------------------
 
 
 def crash_slave(world: World, rng: Random) -> None:
-    _restart(world, _machine(world, rng), _down_s(rng))
+    restart_machine(world, choose_machine(world, rng), draw_down_s(rng))
 
 
-def _restart(world: World, machine: SlaveMachine, down_s: float) -> None:
+def restart_machine(world: World, machine: SlaveMachine, down_s: float) -> None:
     machine.crash()
     world.call_later(down_s, f"{machine.name} starts again", machine.start)
 
 
 def pause_slave(world: World, rng: Random) -> None:
-    process = _machine(world, rng).process
+    process = choose_machine(world, rng).process
     if process is not None:
         process.gate.close()
         world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", process.gate.open)
 
 
 def full_disk(world: World, rng: Random) -> None:
-    disk = _machine(world, rng).disk
+    disk = choose_machine(world, rng).disk
     disk.full = True
 
     def mend() -> None:
@@ -118,7 +120,7 @@ def full_disk(world: World, rng: Random) -> None:
 
 
 def slow_disk(world: World, rng: Random) -> None:
-    disk = _machine(world, rng).disk
+    disk = choose_machine(world, rng).disk
     disk.slowness = 4.0 + 30.0 * rng.random()
 
     def mend() -> None:
@@ -129,13 +131,13 @@ def slow_disk(world: World, rng: Random) -> None:
 
 def rot(world: World, rng: Random) -> None:
     """A bit flips in a snapshot at rest, and the machine restarts: until then its page cache hides it."""
-    machine = _machine(world, rng)
+    machine = choose_machine(world, rng)
     machine.disk.flip_bit()
-    _ask_operator(world)
-    _restart(world, machine, _down_s(rng))
+    ask_operator(world)
+    restart_machine(world, machine, draw_down_s(rng))
 
 
-def _ask_operator(world: World) -> None:
+def ask_operator(world: World) -> None:
     """With no version left that every disk holds, somebody restores a directory (docs/rationale.md#22)."""
     world.call_later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
 
@@ -143,7 +145,7 @@ def _ask_operator(world: World) -> None:
 def restore_if_all_is_lost(world: World) -> None:
     """When disks rotted or were put back, and no version that is still on offer is whole on all of them.
 
-    A slave that runs on such a disk is started again: it has read through what lies there, and would not look again.
+    Nobody is started again: while no version is offered by all, each slave looks at its disk again and again.
     """
     machines = world.machines.values()
     disks = [machine.disk for machine in machines]
@@ -151,20 +153,19 @@ def restore_if_all_is_lost(world: World) -> None:
     if not common and any(disk.harmed for disk in disks):
         world.look_everywhere()
         for machine in machines:
-            if machine.disk.restore_copy() and machine.process is not None:
-                _restart(world, machine, DOWN_S)
+            machine.disk.restore_copy()
 
 
 def old_snapshots(world: World, rng: Random) -> None:
     """A slave's directory is put back from a copy that was made a while ago."""
-    machine = _machine(world, rng)
+    machine = choose_machine(world, rng)
     copy = machine.disk.copy_directory()
 
     def put_back() -> None:
         machine.crash()
         machine.disk.put_back(copy)
-        _ask_operator(world)
-        world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
+        ask_operator(world)
+        world.call_later(draw_down_s(rng), f"{machine.name} starts again", machine.start)
 
     if world.heap.now + 20.0 < world.scenario.quiet_at:
         world.call_later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
@@ -173,21 +174,21 @@ def old_snapshots(world: World, rng: Random) -> None:
 def lose_disk(world: World, rng: Random) -> None:
     """A slave's disk is gone for good, and it starts on another machine with what its mirror holds.
 
-    Not while its mirror holds nothing that is still on offer: then the run is lost, as it is without a mirror.
+    Not while its mirror holds nothing whole that is still on offer: then the run is lost, as it is without a mirror.
     """
-    machine = _machine(world, rng)
+    machine = choose_machine(world, rng)
     mirror = machine.mirror
-    if mirror is None or not any(v in world.books.offered_versions for v in mirror.files):
+    if mirror is None or not any(copy.good and v in world.books.offered_versions for v, copy in mirror.files.items()):
         return
     machine.crash()
     machine.disk.lose_disk()
     world.monitor.rare_event_occurred("disk_lost")
-    world.call_later(_down_s(rng), f"{machine.name} starts on another machine", machine.start)
+    world.call_later(draw_down_s(rng), f"{machine.name} starts on another machine", machine.start)
 
 
 def lose_mirror(world: World, rng: Random) -> None:
     """A mirror is full or unreachable for a while; what lies there stays."""
-    mirror = _machine(world, rng).mirror
+    mirror = choose_machine(world, rng).mirror
     if mirror is not None:
         mirror.gone = True
 
@@ -199,7 +200,7 @@ def lose_mirror(world: World, rng: Random) -> None:
 
 def slow_mirror(world: World, rng: Random) -> None:
     """A mirror takes longer than rounds do: it lags by versions."""
-    mirror = _machine(world, rng).mirror
+    mirror = choose_machine(world, rng).mirror
     if mirror is not None:
         mirror.slowness = 5.0 + 20.0 * rng.random()
 
@@ -214,7 +215,7 @@ def slow_mirror(world: World, rng: Random) -> None:
 
 def crash_master(world: World, rng: Random) -> None:
     world.crash_master()
-    world.call_later(_down_s(rng), "the master starts again", world.start_master)
+    world.call_later(draw_down_s(rng), "the master starts again", world.start_master)
 
 
 def lose_ledger(world: World, rng: Random) -> None:
@@ -224,7 +225,7 @@ def lose_ledger(world: World, rng: Random) -> None:
     world.crash_master()
     world.master.lose_disk()
     world.monitor.rare_event_occurred("ledger_lost")
-    world.call_later(_down_s(rng), "the master starts on another machine", world.start_master)
+    world.call_later(draw_down_s(rng), "the master starts on another machine", world.start_master)
 
 
 def pause_master(world: World, rng: Random) -> None:
@@ -301,7 +302,7 @@ def cut(world: World, rng: Random) -> None:
 
 def cut_slave(world: World, rng: Random) -> None:
     """A slave and the master lose each other for longer than a lease: what it has prepared is in doubt."""
-    machine = _machine(world, rng)
+    machine = choose_machine(world, rng)
     until = world.heap.now + _lease(world) * (1.1 + rng.random())
     for sender, receiver in _ways(rng, machine.name, "master"):
         world.network.cut_link(sender, receiver, until)
@@ -315,17 +316,17 @@ def clog(world: World, rng: Random) -> None:
 def cut_data(world: World, rng: Random) -> None:
     """No bytes between a cluster and a slave, one way or both."""
     until = world.heap.now + 12.0 * rng.random()
-    for sender, receiver in _ways(rng, _cluster(world, rng).name, _machine(world, rng).name):
+    for sender, receiver in _ways(rng, choose_cluster(world, rng).name, choose_machine(world, rng).name):
         world.data.part_link(sender, receiver, until)
 
 
 def clog_data(world: World, rng: Random) -> None:
-    world.data.clog_link(_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
+    world.data.clog_link(choose_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
 
 
 def partition(world: World, rng: Random) -> None:
     """A cluster is cut off from everybody, on both flows."""
-    cluster = _cluster(world, rng)
+    cluster = choose_cluster(world, rng)
     until = world.heap.now + _lease(world) * (0.5 + 1.5 * rng.random())
     for sender, receiver in _ways(rng, cluster.name, "master"):
         world.network.cut_link(sender, receiver, until)
@@ -339,5 +340,43 @@ def whole_room(world: World, rng: Random) -> None:
     crash_master(world, rng)
     for machine in world.machines.values():
         machine.crash()
-        world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
+        world.call_later(draw_down_s(rng), f"{machine.name} starts again", machine.start)
     world.monitor.rare_event_occurred("room")
+
+
+# ---- for good ------------------------------------------------------------------------------------------------------
+
+
+def kill_for_good(world: World, rng: Random) -> list[str]:
+    """A cluster is gone with all its machines, and nobody starts it again."""
+    cluster = choose_cluster(world, rng)
+    cluster.crash_for_good()
+    return [cluster.name]
+
+
+def cut_for_good(world: World, rng: Random) -> list[str]:
+    """A cluster trains on, and nobody hears it: not the master, not the slaves."""
+    name = choose_cluster(world, rng).name
+    for other in ("master", *world.machines):
+        for sender, receiver in ((name, other), (other, name)):
+            world.network.cut_link(sender, receiver, FOR_EVER)
+            world.data.part_link(sender, receiver, FOR_EVER)
+    return [name]
+
+
+def hang_for_good(world: World, rng: Random) -> list[str]:
+    """A trainer stands still, and its agent heartbeats on."""
+    cluster = choose_cluster(world, rng)
+    cluster.hang_trainer(FOR_EVER)
+    return [cluster.name]
+
+
+def lose_mirror_for_good(world: World, rng: Random) -> list[str]:
+    """A mirror is never there again: it must hold up nobody.
+
+    But its own slave, if that starts with an empty disk: the run must not begin anew for that (registration.py).
+    """
+    machine = choose_machine(world, rng)
+    if machine.mirror is not None and machine.process is not None and machine.disk.good_versions:
+        machine.mirror.gone = True
+    return []

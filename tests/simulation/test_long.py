@@ -30,7 +30,7 @@ def test_no_push_is_dropped_and_no_round_skipped_by_time_alone() -> None:
     [
         (OutgoingPull, "owed", property(lambda pull: not pull.closed)),
         (IncomingPush, "silent_since", lambda push: push.moved_at),
-        (SentOrder, "on_progress", lambda sent, now: None),
+        (SentOrder, "on_progress", lambda sent, now, most_s=0.0: None),
     ],
     ids=["who is not asked stalls", "who waits for its turn stalls", "work is no progress"],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,8 @@ from tests.simulation.fencing import FencingInvariant, MemoryInvariant, Monotone
 from tests.simulation.forgeries import ForgeryInvariant
 from tests.simulation.indexes import IndexInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
+from tests.simulation.memory import LedgerMemoryInvariant
+from tests.simulation.mix import Mix, ordinary
 from tests.simulation.numerics import FiniteInvariant
 from tests.simulation.operators import OperatorInvariant, TuningOperator
 from tests.simulation.sabotage import SABOTAGES, sabotaged
@@ -89,25 +91,27 @@ class Enough(Observer):
         self._world, self._result, self._liveness = world, result, liveness
 
     def time_passed(self) -> None:
-        now, rounds = self._world.heap.now, self._result.rounds
-        healed = now > FAULTS_S + LEAST_QUIET_S and rounds >= ENOUGH_ROUNDS and self._liveness.healed()
-        if healed or (now >= FAULTS_S + QUIET_S and rounds >= LEAST_ROUNDS):
+        quiet_s, rounds = (self._world.heap.now - FAULTS_S) / self._liveness.patience, self._result.rounds
+        healed = quiet_s > LEAST_QUIET_S and rounds >= ENOUGH_ROUNDS and self._liveness.healed()
+        if healed or (quiet_s >= QUIET_S and rounds >= LEAST_ROUNDS):
             self._world.stop()
 
 
 class Trial:
     """A world, and everybody who looks on."""
 
-    def __init__(self, world: World, patience: float = 1.0) -> None:
-        """`patience`: times the bounds of Liveness, where links are slow by plan."""
+    def __init__(self, world: World, patience: float = 1.0, mix: Mix = Mix()) -> None:
+        """`patience`: times the bounds of Liveness, where links are slow by plan; `mix`: what the world may meet."""
         self.world, self.result = world, Result(world.seed)
         self.lineage, self.liveness = LineageInvariant(world), LivenessInvariant(world, patience)
         self.queue, self.samples = QueueInvariant(world), SamplesInvariant(world)
-        self.faults, self.coverage = Faults(world), Coverage(world)
+        self.faults, self.coverage = Faults(world, mix), Coverage(world)
+        self.liveness.dead = self.faults.dead
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
             WholeInstallsInvariant, TokensInvariant, DataInvariant, MonotoneInvariant, MemoryInvariant,
             LeaseInvariant, ReadmissionInvariant, IndexInvariant, TargetsInvariant, OperatorInvariant,
+            LedgerMemoryInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
         self.invariants = [
@@ -141,8 +145,11 @@ class Trial:
 class SeedTrial(Trial):
     """The run of a seed: drawn shape, planned faults, and an end when it has shown enough."""
 
-    def __init__(self, seed: int, scenario: Scenario | None = None) -> None:
-        super().__init__(World(seed, scenario or scenario_of(seed)))
+    def __init__(self, seed: int, scenario: Scenario | None = None, mix: Mix | None = None) -> None:
+        mix = mix or ordinary(seed)
+        world = World(seed, mix.apply_to(scenario or scenario_of(seed), seed))
+        world.network.weather = mix.weather
+        super().__init__(world, mix.patience, mix)
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
         planners = (ExtendingOperator(self.world), TuningOperator(self.world), ForgeryInvariant(self.world))
@@ -155,11 +162,14 @@ class SeedTrial(Trial):
         return super().run([Enough(self.world, self.result, self.liveness), *planners, *observers], plan or plan_all)
 
 
-def play(task: tuple[int, str | None]) -> Result:
-    """Play one seed, perhaps with a rule broken."""
-    seed, sabotage = task
-    with sabotaged(sabotage), _without_gc():
-        return SeedTrial(seed, SABOTAGES[sabotage].scenario(seed) if sabotage else None).run()
+def play(task: tuple[int, str | None], mix: Callable[[int], Mix] = ordinary) -> Result:
+    """Play one seed, perhaps with a rule broken, which then says what the seed meets."""
+    seed, name = task
+    broken = SABOTAGES[name] if name else None
+    with sabotaged(name), _without_gc():
+        if broken is not None:
+            return SeedTrial(seed, broken.scenario(seed), broken.mix(seed)).run()
+        return SeedTrial(seed, mix=mix(seed)).run()
 
 
 @contextmanager

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "tunes": Teller.tune,
     "quarantines": Teller.quarantine,
     "asks-drain": Teller.asks_drain,
+    "asks-rollback": Teller.asks_rollback,
     "is-denied": Teller.denied,
     "expelled": Teller.expelled,
     "ready": Teller.ready,

@@ -260,6 +260,9 @@ class Teller:
         release = words.get("release") == "yes"
         return self._audited(caller, ev.QuarantineAsked(0, words["cluster"], release, words.get("why", "")))
 
+    def asks_rollback(self, caller: str, words: Words) -> list[str]:
+        return self._audited(caller, ev.RollbackAsked(0, VersionId.parse(words["to"])))
+
     def asks_drain(self, caller: str, words: Words) -> list[str]:
         return self._audited(caller, ev.DrainAsked(0, words["slave"]))
 

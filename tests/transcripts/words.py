@@ -33,4 +33,5 @@ def options(words: Words) -> Options:
     stop = StopOptions(versions=int(words.get("stop", "0")))
     data = DataOptions(ranges=int(words.get("ranges", "0")))
     chosen = {k: words[k] for k in ("codec", "order", "durability", "on_persist_failure", "requeue") if k in words}
-    return Options(outer=outer, penalty=penalty, timing=timing, stop=stop, data=data, **chosen)  # type: ignore[arg-type]
+    kept = {k: int(words[k]) for k in ("keep_every", "most_rollback") if k in words}
+    return Options(outer=outer, penalty=penalty, timing=timing, stop=stop, data=data, **kept, **chosen)  # type: ignore[arg-type]

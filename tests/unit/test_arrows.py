@@ -27,6 +27,7 @@ CONFIG = {
     "dips.open_files",
     "dips.pidlock",
     "dips.private_files",
+    "dips.tasks",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport", "dips.identity"}
@@ -49,6 +50,7 @@ MAY: dict[str, set[str]] = {
     "dips.fsync": LOW,
     "dips.open_files": LOW,
     "dips.pidlock": LOW,
+    "dips.tasks": set(),
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW
     | {"dips.protocol.enums", "dips.protocol.grouping", "dips.protocol.options", "dips.protocol.rank_keys"}
@@ -84,7 +86,7 @@ MAY: dict[str, set[str]] = {
         f"dips.slave.{pure}"
         for pure in ("open_transfers", "ports", "admission", "keyring", "receiver", "sender", "moves")
     }
-    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox", "restore")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
     # Real training in the simulation's time: of the demo its model and its text.

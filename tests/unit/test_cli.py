@@ -93,6 +93,7 @@ def init(run_file: Path, *words: str) -> str:
         "recover",
         "drain",
         "rebalance",
+        "rollback",
     ],
 )
 def test_help_teaches(word: str) -> None:

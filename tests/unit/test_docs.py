@@ -114,8 +114,8 @@ def test_links_resolve(document: Path) -> None:
 
 
 def test_docs_are_short() -> None:
-    """All of docs/ is read in half an hour, but for its guides."""
-    assert sum(len(document.read_text().split()) for document in DOCS) < MOST_WORDS
+    """All of docs/ is read in half an hour, but for its guides and the track record, which is a list."""
+    assert sum(len(document.read_text().split()) for document in DOCS if document.stem != "track-record") < MOST_WORDS
 
 
 def test_every_document_is_reached_from_the_readme() -> None:

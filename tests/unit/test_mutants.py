@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.drawing import draw_mutants, widened
 from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, locate
 from tests.mutants.tables import MUTANTS
 
@@ -47,3 +48,16 @@ def test_a_lost_anchor_is_loud(tmp_path: Path) -> None:
     with pytest.raises(LostAnchor, match=r"got dips/room/b\.py, dips/room/b\.py"):
         locate(Mutant("m", "dips", "y = 2", "y = 3", "tests"), tmp_path)
     assert apply(Mutant("m", "dips", "x = 1", "x = 2", "tests"), tmp_path).read_text() == "x = 2\n"
+
+
+def test_drawn_mutants_apply_and_are_the_same_for_a_seed() -> None:
+    """Each is Python, changes its file, and has tests that exist; what tells people something is not drawn."""
+    drawn = draw_mutants(40, 7)
+    assert [m.name for m in drawn] == [m.name for m in draw_mutants(40, 7)] != [m.name for m in draw_mutants(40, 8)]
+    for mutant in drawn:
+        path = locate(mutant, ROOT)
+        changed = path.read_text().replace(mutant.old, mutant.new)
+        assert changed != path.read_text() and "emit_note" not in mutant.name
+        compile(changed, str(path), "exec")
+        words = shlex.split(mutant.tests) + shlex.split(widened(mutant).tests)
+        assert [word for word in words if not word.startswith("-") and not (ROOT / word).exists()] == []

@@ -85,6 +85,33 @@ def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:
     assert story.look() is not None
 
 
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        pytest.param(b"# caf\xe9\n", "expected UTF-8, got byte 0xe9", id="Latin-1"),
+        pytest.param("# café".encode()[:-1], "expected UTF-8, got byte 0xc3", id="cut inside a letter"),
+        pytest.param(b"limits: {peer_calls_per_s: 2026-13-45}\n", "month must be in 1..12", id="a date that is none"),
+        pytest.param(b"clusters: " + 5_000 * b"[" + b"\n", "levels deep", id="deep"),
+        pytest.param(b"limits: &a {peer_calls_per_s: *a}\n", "levels deep", id="holds itself"),
+        pytest.param(b'log_level: "a\\0"\n', "log_level", id="a NUL"),
+        pytest.param(b"? [1, 2]\n: 3\n", "is not YAML", id="a list as a key"),
+        pytest.param(b"\x00", "is not YAML", id="a NUL byte"),
+    ],
+)
+def test_no_bytes_of_a_file_end_who_looks_at_it(story: EditedRunFile, added: bytes, said: str) -> None:
+    """In the file or in the one that it names; what was read before stays in use, and the next good file is used."""
+    for path in (story.path, story.path.parent / "shared.yaml"):
+        good = path.read_bytes()
+        path.write_bytes(good + added)
+        assert story.look() is None and said in story.said[-1] and str(story.path.parent) in story.said[-1]
+        path.write_bytes(good)
+        assert story.look() is None
+    story.write(shared="a\0b")
+    assert story.look() is None and "null byte" in story.said[-1]
+    story.write(shared="shared.yaml", log_level="error")
+    assert story.look() is not None
+
+
 def test_slaves_that_come_or_go_are_one_change(story: EditedRunFile) -> None:
     del story.content["slaves"][1]
     story.write()

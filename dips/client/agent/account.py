@@ -83,6 +83,10 @@ class Account:
         known = losses if loss is not None else 0
         self.carried += Portion(tokens, steps, (), (loss or 0.0) * known, known)
 
+    def add_tokens(self, tokens: int) -> None:
+        """Add tokens of inner steps that were counted without them."""
+        self.carried += Portion(tokens)
+
     def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""
         self.carried += Portion(loss_sum=loss_sum, losses=losses)

@@ -30,6 +30,7 @@ from dips.config import ClusterFile
 from dips.errors import Busy, DipsError, Unavailable
 from dips.protocol.effects import Grant, Result
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
+from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -69,7 +70,7 @@ class Agent:
         self._tasks = set[asyncio.Task[None]]()
         self._asking: dict[Channel, asyncio.Task[None]] = {}
         self._deadline_moved = asyncio.Event()
-        self._command = CommandRunner(core, self.perform_actions, self._signals, log)
+        self._command = CommandRunner(core, self.perform_actions, self._signals, log, config.end_grace_s)
         self.ranks = RankServer(core, config.poll_s / 2, self.perform_actions, self._signals, rewrite, log)
 
     def terminate(self) -> None:
@@ -176,14 +177,12 @@ class Agent:
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task; if it fails, which is our bug, the agent ends loudly instead of going on without it."""
-        task = asyncio.create_task(work)
+        task = start_task(work, self.fail)
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("a task of the agent failed", exc_info=error)
-            self.perform_actions(self._core.on_bug(error))
+    def fail(self, error: BaseException) -> None:
+        """End loudly: a task of this process has failed, which is our bug."""
+        self._log.error("a task of the agent failed", exc_info=error)
+        self.perform_actions(self._core.on_bug(error))

@@ -80,8 +80,9 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
     requests.by_step, requests.recalls = False, 0
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
-    if sync.phase is SyncPhase.UNJOINED or message.manifest_digest != s.membership.manifest_digest:
-        s.membership.manifest_digest = message.manifest_digest
+    model, joined = (message.manifest_digest, message.frozen_digest), s.membership
+    if sync.phase is SyncPhase.UNJOINED or model != (joined.manifest_digest, joined.frozen_digest):
+        joined.manifest_digest, joined.frozen_digest = model
         join_run(s, "its model is not yet compared with the run's")
 
 

@@ -14,15 +14,23 @@ from dips.client.agent.signals import AgentSignals
 from dips.client.agent.trainer import TrainerProcess, kill_leftovers
 from dips.telemetry.logs import Log
 
-END_GRACE_S = 20.0  # between SIGTERM and SIGKILL of a trainer
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
 
 
 class CommandRunner:
     """One training command, or none: then others start the trainer."""
 
-    def __init__(self, core: AgentCore, perform: Callable[[Actions], None], signals: AgentSignals, log: Log) -> None:
+    def __init__(
+        self,
+        core: AgentCore,
+        perform: Callable[[Actions], None],
+        signals: AgentSignals,
+        log: Log,
+        end_grace_s: float,
+    ) -> None:
+        """`end_grace_s`: between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
+        self._end_grace_s = end_grace_s
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
         """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
@@ -78,7 +86,7 @@ class CommandRunner:
             await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and self._signals.stopped.is_set():  # it gets the reason as an answer, and reports it
                 await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
-            return ended.result() if ended.done() else await process.end_within(END_GRACE_S)
+            return ended.result() if ended.done() else await process.end_within(self._end_grace_s)
         finally:
             for task in (ended, *must_end):
                 task.cancel()

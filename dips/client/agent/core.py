@@ -51,6 +51,7 @@ from dips.client.ipc.messages import (
     Resume,
     SaveWanted,
     Stepped,
+    TokensCounted,
     TransferProgress,
 )
 from dips.errors import Busy, Denied, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
@@ -69,6 +70,7 @@ ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
 # What answers each message of the present attempt; notices are answered by None.
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Stepped: training.record_step,
+    TokensCounted: training.record_tokens,
     LossReported: training.record_losses,
     Remarked: training.take_remark,
     TransferProgress: on_transfer_progress,

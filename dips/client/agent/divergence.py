@@ -1,7 +1,8 @@
 """What becomes of a job whose model is not finite any more: `on_divergence` of the cluster file.
 
 The ranks found it and nothing of it left them. With `reset` they pull the head, drop their optimizer's state and train
-on; else they end with an error, and the next attempt pulls.
+on; else they end with an error, and the next attempt pulls. What diverges again and again from the run's own parameters
+and an empty optimizer is no spike: the job ends instead of holding its accelerators.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ from dips.client.ipc.messages import ErrorReply
 from dips.errors import Diverged
 from dips.protocol.enums import DivergencePolicy
 
+MOST_RESETS = 5  # in a row, without a push between them whose model was finite: each costs a pull and H steps
+
 
 def judge_divergence(s: AgentState, seq: int, reason: str) -> None:
     """Record it, and end the ranks' question with an error unless they mend the model themselves."""
     policy = s.settings.on_divergence
+    s.trainer.resets += 1
     s.record_mark("diverged", seq=seq, reason=reason, policy=str(policy))
-    if policy is DivergencePolicy.RESET:
+    if policy is DivergencePolicy.RESET and s.trainer.resets <= MOST_RESETS:
         return
     error = Diverged(f"{reason} (on_divergence: {policy})")
-    if policy is DivergencePolicy.STOP:
+    if s.trainer.resets > MOST_RESETS:
+        error = Diverged(
+            f"{reason}; {s.trainer.resets} times in a row, each from the run's parameters and an empty optimizer: look "
+            "at its data, learning rate and precision (NaN in the first steps?)"
+        )
+    if policy is DivergencePolicy.STOP or s.trainer.resets > MOST_RESETS:
         s.fail_training(error)
     give_verdict(s, ErrorReply(type(error).__name__, str(error)))

@@ -1,7 +1,10 @@
-"""Passes a trainer's standard error on, byte for byte, and keeps its end: what a crash said last.
+"""Passes a trainer's standard error on, byte for byte, and keeps its end: why it crashed.
 
 The trainer writes to a pipe instead of our own standard error; a thread copies it, so that a slow terminal holds up the
 trainer and not the agent.
+
+When one rank fails the others fail of it, with errors of their own (a connection was closed), and usually print last.
+torchrun says which rank was the first; where it did not look in time, an error that is no such consequence is taken.
 """
 
 from __future__ import annotations
@@ -9,17 +12,28 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import threading
 
-TAIL_BYTES = 16384  # kept: torchrun prints a page of its own after what its worker said
+TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and the page that torchrun prints after them
 PIECE_BYTES = 65536
-LINE_CHARS = 160  # shown of the last line
+LINE_CHARS = 160  # shown of the line
 END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
 # Python's last line of a traceback, as torch prints it for a rank; torchrun's own comes after it and says nothing.
 RAISED = re.compile(
-    r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Iteration)\b.*)$", re.MULTILINE
+    r"^(?:\[rank(\d+)\]: ?)?((?:dips\.errors\.\w+|(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Iteration))\b.*)$",
+    re.MULTILINE,
 )
 OF_TORCHRUN = "torch.distributed.elastic"
+# torchrun's page: the rank whose end it saw first, and its exit code; below 0 the signal that killed it.
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+) .*?exitcode +: (-?\d+)", re.DOTALL)
+OF_OTHERS = re.compile(
+    r"Connection (?:closed|reset|refused)|Broken pipe|DistNetworkError|gloo|Gloo|NCCL|ncclRemoteError|DistBackendError"
+    r"|not all \d+ ranks reached",
+)
+WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
+BY_SIGNAL = 128  # exit codes above it
+SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # whom they end has said nothing of it
 
 
 class ErrorTail:
@@ -27,7 +41,7 @@ class ErrorTail:
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
-        self._tail = b""
+        self._tail = bytearray()
         self._thread = threading.Thread(target=self._copy, name="trainer-stderr", daemon=True)
 
     def close_writer(self) -> None:
@@ -36,13 +50,14 @@ class ErrorTail:
         self._thread.start()
 
     def finish(self) -> str:
-        """Return what was said last, in one line; empty if nothing was."""
+        """Return what seems to be the cause of its end, in one line; empty if nothing was said."""
         self._thread.join(END_S)
-        return last_line(self._tail.decode(errors="replace"))
+        return find_cause(bytes(self._tail).decode(errors="replace"))
 
     def _copy(self) -> None:
         while piece := os.read(self._reader, PIECE_BYTES):
-            self._tail = (self._tail + piece)[-TAIL_BYTES:]
+            self._tail += piece
+            del self._tail[:-TAIL_BYTES]
             _pass_on(piece)
         os.close(self._reader)
 
@@ -58,8 +73,32 @@ def _pass_on(piece: bytes) -> None:
             return
 
 
-def last_line(text: str) -> str:
-    """The last error that was raised, else the last line with words in it."""
-    raised = [line for line in RAISED.findall(text) if not line.startswith(OF_TORCHRUN)]
-    lines = raised or [line.strip() for line in text.splitlines() if any(c.isalnum() for c in line)]
-    return lines[-1].strip()[:LINE_CHARS] if lines else ""
+def find_cause(text: str) -> str:
+    """The error of the rank that failed first, or what killed it; without an error, the last line with words in it."""
+    raised = [found for found in RAISED.findall(text) if not found[1].startswith(OF_TORCHRUN)]
+    first = ROOT_CAUSE.search(text)
+    if first is not None and int(first[2]) < 0:
+        return f"rank {first[1]} was {describe_signal(-int(first[2]))}"
+    lines = [line for rank, line in raised if first is not None and rank == first[1]]
+    if not lines or OF_OTHERS.search(lines[-1]):
+        lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]
+    return (lines or _list_spoken(text) or [""])[-1].strip()[:LINE_CHARS]
+
+
+def describe_signal(number: int) -> str:
+    """What a signal did, and the usual reason."""
+    try:
+        named = signal.Signals(number)
+    except ValueError:
+        return f"killed by signal {number}"
+    return f"killed by {named.name}{SILENT.get(named, '')}"
+
+
+def _list_spoken(text: str) -> list[str]:
+    lines = text.splitlines()
+    before = ["", *lines]
+    return [
+        line.strip()
+        for line, above in zip(lines, before, strict=False)
+        if any(c.isalnum() for c in line) and not (line[0].isspace() and WARNED.search(above))
+    ]

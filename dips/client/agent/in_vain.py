@@ -5,11 +5,17 @@ from __future__ import annotations
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.remarks import drop_remark, make_remark
 from dips.client.agent.state import AgentState
+from dips.client.ipc.messages import ErrorReply
+from dips.errors import ConfigError
 from dips.protocol.enums import OutcomeKind
 
 NO_STEP_S = 120.0  # without an inner step, as hang_s: building and compiling a model takes as long
 
-CALL_STEP = "call outer.step(tokens=…) after each optimizer step"
+CALL_STEP = "call outer.step(local_tokens=…) after each optimizer step"
+COUNT_TOKENS = (
+    "give outer.step(local_tokens=…), those of this rank's part of the batch, or tokens=…, those of the whole cluster: "
+    "pushes count by them"
+)
 
 
 def look_for_steps(s: AgentState) -> None:
@@ -22,15 +28,25 @@ def look_for_steps(s: AgentState) -> None:
         make_remark(s, "steps", f"no inner step reported in {NO_STEP_S:.0f} s: {CALL_STEP}")
 
 
-def look_at_step(s: AgentState, tokens: int) -> None:
+def look_at_step(s: AgentState) -> None:
     """A step was reported."""
     drop_remark(s, "steps")
-    if tokens <= 0:
-        make_remark(
-            s, "tokens", "outer.step(tokens=0): give the tokens of the whole cluster in this step; pushes count by them"
-        )
-    else:
+
+
+def refuse_uncounted(s: AgentState) -> ErrorReply | None:
+    """A push is due, and no step has ever brought a token: end instead of holding accelerators for what is gated."""
+    if s.account.carried.inner_steps and not s.account.carried.tokens and not s.trainer.tokens:
+        s.fail_training(ConfigError(f"{s.account.carried.inner_steps} inner steps and no tokens: {COUNT_TOKENS}"))
+        return s.failure
+    return None
+
+
+def look_at_freeze(s: AgentState) -> None:
+    """A push was frozen."""
+    if s.account.frozen.tokens:
         drop_remark(s, "tokens")
+    else:
+        make_remark(s, "tokens", f"its push brings no tokens: {COUNT_TOKENS}")
 
 
 def look_at_outcome(s: AgentState, kind: OutcomeKind, reason: str) -> None:

@@ -41,7 +41,7 @@ def _ask_to_join(s: AgentState, manifest: str = "", delay_s: float = 0.0) -> Non
     member, who, last = s.membership, s.settings.identity, max(s.membership.inc, s.membership.former.inc)
     event = ClusterJoined(
         0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest, manifest,
-        former=last, take_over=s.settings.take_over and member.inc == 0,
+        former=last, take_over=s.settings.take_over and member.inc == 0, frozen_digest=member.frozen_digest,
     )  # fmt: skip
     ask_master(s, Channel.SYNC, event, delay_s)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dips.client.agent import membership, pulls, pushes
 from dips.client.agent.actions import Channel
+from dips.client.agent.in_vain import refuse_uncounted
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.questions import close_channel, repeat_question
 from dips.client.agent.state import AgentState
@@ -102,6 +103,8 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
         give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result, s.range_requests.recalls))
+    elif (refusal := refuse_uncounted(s)) is not None:
+        give_verdict(s, refusal)
     else:
         pushes.ask_push(s)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dips.client.agent.actions import Channel
 from dips.client.agent.divergence import judge_divergence
-from dips.client.agent.in_vain import look_at_outcome
+from dips.client.agent.in_vain import look_at_freeze, look_at_outcome
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import RETRY_S, close_pull, end_transfer, on_pull_granted
 from dips.client.agent.questions import ask_master
@@ -52,6 +52,7 @@ def freeze_push(s: AgentState) -> None:
         return
     sync.frozen, sync.frozen_by, s.trainer.loss_not_finite = True, s.trainer.attempt, False
     s.account.freeze_portion()
+    look_at_freeze(s)
     s.heartbeats.due_at = s.now  # it tells what the push brings: the master holds the commit against it
     if s.settings.overlap:
         s.pace.restart_count(s.now)
@@ -71,6 +72,7 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
         abort_push(s, f"its push failed: {moved.reason}")
         give_verdict(s, train_on(s, sync.reason))
         return
+    s.trainer.resets = 0
     record_moved(s, moved.nbytes, moved.nbytes)
     s.tally.moved["push"] += moved.nbytes
     sync.phase, sync.reason = SyncPhase.FINISHING, "its push waits to be committed"

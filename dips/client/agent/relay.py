@@ -21,6 +21,7 @@ from dips.config import host_port, is_loopback
 from dips.dataclass import replace
 from dips.errors import Busy, ConfigError
 from dips.protocol.effects import Grant
+from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
 
@@ -29,6 +30,7 @@ MOST_CONNECTIONS = 512  # ranks × lanes that move at once
 BUFFER_BYTES = 128 << 10  # read and not yet passed on, for each direction of a connection
 CONNECT_S = 10.0  # to reach a lane
 BACKLOG = 128
+ACCEPT_PAUSE_S = 0.2  # after a connection that could not be taken
 UNACKNOWLEDGED_MS = 30_000  # a peer that acknowledges nothing for so long is gone
 
 
@@ -125,7 +127,9 @@ class Relay:
     # ---- on the relay's thread -------------------------------------------------------------------------------------
 
     def _begin_accepting(self, port: Port) -> None:
-        port.task = self._loop.create_task(self._accept_ranks(port))
+        port.task = start_task(
+            self._accept_ranks(port), lambda error: self._log.error("relay_failed", target=port.target, exc_info=error)
+        )
 
     def _end_port(self, port: Port) -> None:
         """The grant is over: so is what still moves for it."""
@@ -140,7 +144,12 @@ class Relay:
 
     async def _accept_ranks(self, port: Port) -> None:
         while True:
-            inner, _ = await self._loop.sock_accept(port.listener)
+            try:
+                inner, _ = await self._loop.sock_accept(port.listener)
+            except OSError as error:  # no descriptor is left, or the rank has gone already
+                self._log.warning("relay_cannot_accept", target=port.target, error=str(error))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             if self._connections >= self._most:
                 self.refused += 1
                 count_refusal("relay_full")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from dips.client.agent.error_tail import BY_SIGNAL, SILENT, describe_signal
 from dips.client.agent.in_vain import look_at_end
 from dips.client.agent.launch import CANNOT_START
 from dips.client.agent.remarks import make_remark
@@ -17,7 +18,6 @@ from dips.errors import ConfigError, class_named, treatment_of
 
 RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
 SAME_CRASHES = 3  # before the first inner step: the next would be the same
-BY_SIGNAL = 128  # exit codes above it: killed, perhaps from outside, which says nothing of the next try
 EXIT_CONFIG = treatment_of(ConfigError()).exit_code
 _NUMBER = re.compile(r"\d+")  # processes, ports and addresses differ in the same crash
 
@@ -65,7 +65,10 @@ def plan_next_launch(
 
 
 def describe_crash(crash: Crash) -> str:
-    return f"exit {crash.code}" + (f", last line: {crash.last_line}" if crash.last_line else "")
+    by = crash.code - BY_SIGNAL
+    killed = f", {describe_signal(by)}" if by > 0 else ""
+    said = f", last line: {crash.last_line}" if crash.last_line and by not in SILENT else ""
+    return f"exit {crash.code}{killed}{said}"
 
 
 def _end_agent(s: AgentState, code: int, reason: str) -> EndAgent:
@@ -98,5 +101,6 @@ def _is_configuration(crash: Crash) -> bool:
 def _is_same_crash(s: AgentState) -> bool:
     newest = list(s.crashes)[-SAME_CRASHES:]
     kinds = {(crash.code, _NUMBER.sub("#", crash.last_line)) for crash in newest}
+    # Who was killed, perhaps from outside, says nothing of the next try.
     untried = not any(crash.stepped or crash.code > BY_SIGNAL for crash in newest)
     return len(newest) == SAME_CRASHES and len(kinds) == 1 and untried

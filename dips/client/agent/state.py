@@ -68,6 +68,7 @@ class Membership:
     inc: int = 0  # 0: never joined
     nonce: str = ""  # of the last Join
     manifest_digest: str = ""  # of the model that was joined with
+    frozen_digest: str = ""  # of its frozen parameters
     wants_manifest: bool = False  # the master does: the model is not the run's
     term: int = 0
     progress: Progress = Progress(0, 0, None)
@@ -112,6 +113,7 @@ class TrainerAttempt:
     steps_before: int = 0  # inner_steps when this attempt began
     idle_since: float = 0.0  # it could have taken a step since then, and has taken none
     accepted_pushes: int = 0  # since the agent's start
+    resets: int = 0  # of a model that was not finite, since the last push whose model was
 
 
 @dataclass

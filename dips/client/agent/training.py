@@ -7,7 +7,7 @@ from dips.client.agent.phases import STANDSTILL
 from dips.client.agent.recalls import lose_work, use_ranges
 from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState
-from dips.client.ipc.messages import LossReported, Remarked, Stepped
+from dips.client.ipc.messages import LossReported, Remarked, Stepped, TokensCounted
 from dips.protocol.heartbeats import NOTE_CHARS
 
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
@@ -20,7 +20,7 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     s.pace.record_step(s.now - max(0.0, notice.ago_s), steps, notice.span_s)
     trainer.tokens += notice.tokens
     s.tally.record_step(notice.tokens, s.now)
-    look_at_step(s, notice.tokens)
+    look_at_step(s)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
     s.account.record_step(notice.tokens, notice.loss, steps, min(max(0, notice.losses), steps))
     if notice.left is not None:
@@ -30,6 +30,15 @@ def record_step(s: AgentState, notice: Stepped) -> None:
         lose_work(s)
     if s.now - trainer.marked_at >= MARK_EVERY_S:
         mark_inner_steps(s)
+
+
+def record_tokens(s: AgentState, notice: TokensCounted) -> None:
+    """Tokens of steps that were counted without them: other ranks have counted them, or an accelerator has."""
+    s.trainer.tokens += notice.tokens
+    s.tally.record_step(notice.tokens, s.now)
+    s.account.add_tokens(notice.tokens)
+    if s.trainer.must_pull:  # as of the steps themselves
+        lose_work(s)
 
 
 def record_losses(s: AgentState, notice: LossReported) -> None:

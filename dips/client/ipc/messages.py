@@ -30,11 +30,12 @@ class Attach:
 
     launch: int  # DIPS_ATTEMPT: which start of the training command by the agent; 0: others started it
     restart: int  # torchrun's own count of restarts, on rank 0's host
-    process: str  # a name that no other process of the job has or had
+    process: str  # a name that no other process of the job has or had, nor another OuterLoop of the same
     manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
     keys: tuple[str, ...] = ()  # public, of each rank that moves bytes: what it shows on the lanes
+    frozen_digest: str = ""  # of a sample of what is not trained; "": there is nothing, or it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class Stepped:
     """One inner step is done, or several fast ones are (step_batch.py)."""
 
     attempt: int
-    tokens: int  # of the whole cluster, in these steps
+    tokens: int  # of the whole cluster in these steps, as far as rank 0 knows: TokensCounted tells the rest
     loss: float | None  # mean of those that were given and finite; None: there is none
     finite: bool = True  # all that were given
     left: tuple[int, ...] | None = None  # as in RangeWanted, with these steps done
@@ -162,6 +163,14 @@ class Stepped:
     losses: int = 1  # steps of which `loss` is the mean, if it is one
     span_s: float = 0.0  # from the end of the first step to that of the last
     ago_s: float = 0.0  # from the end of the last to the moment when this was sent
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCounted:
+    """Tokens of steps that were reported since the last look, which were not known then: other ranks counted them."""
+
+    attempt: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +334,7 @@ Question = (
     | Resume
     | Detach
 )
-Notice = Stepped | LossReported | Remarked
+Notice = Stepped | TokensCounted | LossReported | Remarked
 Answer = (
     AskAgain
     | Attached

@@ -50,10 +50,16 @@ Batch = list[tuple[torch.Tensor, ...]]
 class PartExchange:
     """One rank's side of all exchanges."""
 
-    def __init__(self, ranks: RankExchange, device: Device) -> None:
+    def __init__(
+        self,
+        ranks: RankExchange,
+        device: Device,
+        transit_items: int = TRANSIT_ITEMS,
+        least_block_items: int = LEAST_BLOCK_ITEMS,
+    ) -> None:
         """Collective."""
         self._ranks, self._device = ranks, device
-        self._block_items = max(LEAST_BLOCK_ITEMS, TRANSIT_ITEMS // ranks.world_size)
+        self._block_items = max(least_block_items, transit_items // ranks.world_size)
         self._on_device = ranks.can_exchange(device.where)
         self._transit: dict[tuple[str, int], torch.Tensor] = {}  # by direction and peer
 

@@ -218,19 +218,21 @@ class HostMemory:
     @torch.no_grad()
     def scatter_pieces(self, layers: Layers = None) -> None:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
-        for layer in self._chosen(layers):
-            moves = self._spread[layer]
-            # A copy where the shard takes the piece's own memory.
-            sends = {
-                peer: [SentPart(self._read_piece(layer, rect)) for rect in rects] for peer, rects in moves.sends.items()
-            }
-            moved = [(self._read_piece(layer, s), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
-            for values, target in moved:
-                self._shard_tensor(layer, target).copy_(values)
-            self._exchange.move_parts(
-                sends,
-                {peer: [self._shard_tensor(layer, r) for r in rects] for peer, rects in moves.receives.items()},
-            )
+        with self._device.ordered_copies():  # the stream for whose end the exchange waits
+            for layer in self._chosen(layers):
+                moves = self._spread[layer]
+                # A copy where the shard takes the piece's own memory.
+                sends = {
+                    peer: [SentPart(self._read_piece(layer, rect)) for rect in rects]
+                    for peer, rects in moves.sends.items()
+                }
+                moved = [(self._read_piece(layer, s), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
+                for values, target in moved:
+                    self._shard_tensor(layer, target).copy_(values)
+                self._exchange.move_parts(
+                    sends,
+                    {peer: [self._shard_tensor(layer, r) for r in rects] for peer, rects in moves.receives.items()},
+                )
         if self._buffer.shards.group_of:
             self._ranks.all_min([0])  # what another rank receives into memory that is shared is there, too
 

@@ -89,11 +89,18 @@ class OptimizerMasters:
 
 
 def unwrap_optimizers(given: Any) -> Iterator[Optimizer]:
-    """The torch optimizers in one of accelerate, Megatron-core, DeepSpeed or apex."""
+    """The torch optimizers in one of accelerate, Megatron-core, DeepSpeed or apex: those that step.
+
+    accelerate's wrapper is an Optimizer itself by inheritance, and torch's hooks are called with what it wraps.
+    """
     for one in getattr(given, "chained_optimizers", None) or [given]:
-        while one is not None and not isinstance(one, Optimizer):
-            one = getattr(one, "optimizer", None)
-        if one is not None:
+        seen = set[int]()
+        while (inner := getattr(one, "optimizer", None)) is not None and id(one) not in seen:
+            if isinstance(one, Optimizer) and not isinstance(inner, Optimizer):
+                break  # the attribute means something else there
+            seen.add(id(one))
+            one = inner
+        if isinstance(one, Optimizer):
             yield one
 
 

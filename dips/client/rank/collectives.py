@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -114,7 +115,8 @@ class JobCollectives:
 
     def close(self) -> None:
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            with suppress(ValueError):  # the script has destroyed the default group, and this one with it
+                dist.destroy_process_group(self._group)
             self._group = None
 
     def _all_reduce(self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:

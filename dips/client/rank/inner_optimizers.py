@@ -17,7 +17,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dips.client.parallel.masters import unwrap_optimizers
-from dips.errors import ConfigError
+from dips.errors import ConfigError, LocalProtocolError
+
+UNSEEN_STEPS = 16  # of another optimizer of this model, while the followed one takes none: nobody would be told of them
 
 
 class InnerOptimizers:
@@ -56,6 +58,7 @@ class InnerOptimizers:
         if self._followed is not None and self._followed[0] is not found[0]:
             raise ConfigError("another optimizer's steps are counted already: name the one that steps last")
         self._followed = (found[0], on_step)
+        self._unseen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # others' steps before its first
 
     def drop_state(self) -> str:
         """Have the next step begin with no state; return why a reset does not mend this rank's model, or ""."""
@@ -82,8 +85,21 @@ class InnerOptimizers:
             self.steps = max(self._steps.values(), default=0)  # one that it replaces may be gone
         self._steps[optimizer] = steps
         self.steps = max(self.steps, steps)
-        if self._followed is not None and self._followed[0] is optimizer:
+        if self._followed is None:
+            return
+        if self._followed[0] is optimizer:
             self._followed[1]()  # after it is counted: an outer step compares what it installs with the steps taken
+        elif optimizer in self._found and self._followed[0] not in self._steps:
+            self._count_unseen(optimizer, type(self._followed[0]).__name__)
+
+    def _count_unseen(self, optimizer: Optimizer, followed: str) -> None:
+        self._unseen[optimizer] = self._unseen.get(optimizer, 0) + 1
+        if self._unseen[optimizer] >= UNSEEN_STEPS:
+            raise LocalProtocolError(
+                f"follow_optimizer: {type(optimizer).__name__} has stepped {UNSEEN_STEPS} times with this model's "
+                f"parameters, the {followed} that is followed not once, so no step was counted: give the one that "
+                "steps, or call outer.step after each optimizer step"
+            )
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for part in self._parts for parameter in part.parameters()}

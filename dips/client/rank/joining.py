@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from dips.client.ipc import address
@@ -22,6 +23,8 @@ from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.protocol.effects import ManifestWanted
 from dips.protocol.manifest import Manifest
+
+_loops = count(1)  # OuterLoops that this process has made: each is an attempt of its own
 
 
 def find_config(config: str | os.PathLike[str] | None) -> ClusterFile:
@@ -68,14 +71,16 @@ def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> No
 
 
 def attach_trainer(
-    agent_client: AgentClient, manifest: Manifest, transfer_ranks: int, keys: tuple[str, ...]
+    agent_client: AgentClient, manifest: Manifest, transfer_ranks: int, keys: tuple[str, ...], frozen_digest: str
 ) -> OuterState:
     """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's.
 
-    keys  public, of the ranks that move bytes; none for plain lanes
+    keys           public, of the ranks that move bytes; none for plain lanes
+    frozen_digest  of what is not trained, or ""; rank 0's counts
     """
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks, keys)
+    process = f"{process_name()}/{next(_loops)}"
+    attach = Attach(incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks, keys, frozen_digest)
     attached = agent_client.ask_until_answered(attach)
     if isinstance(attached, ManifestWanted):  # it is not the run's, and the master says where it differs
         attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))

@@ -63,10 +63,14 @@ class OuterLog:
         """One inner step is done; its loss is read only if somebody is told."""
         if not self._writers:
             return
-        self._tokens += tokens
+        self.count_tokens(tokens)
         value = finite_or_none(loss)
         if value is not None:
             self._loss, self._losses = self._loss + value, self._losses + 1
+
+    def count_tokens(self, tokens: int) -> None:
+        """Tokens of steps that were counted, which were not known then."""
+        self._tokens += tokens
 
     def wants_model(self, version: VersionId) -> bool:
         """Whether a function is about to be called, which needs the whole version in the model."""

@@ -3,7 +3,7 @@
     outer = OuterLoop(model)                    # joins the run, pulls θ into this rank's shard
     for batch in loader(outer.ranges()):        # the data ranges leased to this cluster; or your own loader
         ...
-        outer.step(tokens=n, loss=loss)         # after each inner step; when one is due: an outer step
+        outer.step(local_tokens=n, loss=loss)   # after each inner step; when one is due: an outer step
     outer.close()
 
 Only rank 0 talks to the agent that started this job; the agent's answers are broadcast to all ranks, every rank moves
@@ -15,16 +15,22 @@ ranks call them, in the same order, outside forward and backward.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsInt
+from weakref import WeakSet
 
 from torch import nn
 
+from dips.client.ipc.address import find_address
 from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.parallel.unshared_buffers import BufferWatch
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
+from dips.client.rank.frozen_base import UNKNOWN, digest_frozen
 from dips.client.rank.inner_optimizers import InnerOptimizers
 from dips.client.rank.joining import attach_trainer, find_agent, find_config, tell_memory, warn_of_coarse, watch_run
 from dips.client.rank.lone_agent import is_alone
@@ -35,6 +41,8 @@ from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
 from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
+from dips.client.rank.step_tokens import StepTokens
+from dips.client.rank.trained_names import TrainedNames
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
@@ -46,7 +54,19 @@ HIDDEN_MASTERS = (
     "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
     "round the masters of all others"
 )
+CLOSED = "this OuterLoop is closed"
+REPLACED = "this OuterLoop gave way to another, which this process made later: use that one"
+NOT_EACH_RANK = (
+    "the checkpoint lacks what ranks owe after lossy pushes, or after 16 bits rounded what they pulled ({misfit}): "
+    "each rank must save its own OuterLoop.state_dict(), and as many ranks load it"
+)
+OWN_STATES = (
+    "OuterLoop: state_dict has tensors of each rank's own (a lossy codec, or parameters of 16 bits): save that of "
+    "every rank, or by torch.distributed.checkpoint; with rank 0's alone a resume pulls instead\n"
+)
 LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
+
+_open: WeakSet[OuterLoop] = WeakSet()  # of this process and not closed: one for each agent
 
 
 class OuterLoop:
@@ -69,11 +89,15 @@ class OuterLoop:
         optimizer  the inner optimizer, if it keeps fp32 masters: they are what is pushed, and a pull updates them. Or a
                    function that makes them from the parameters, called after every pull. Not needed otherwise
         Without an agent, or with DIPS_ALONE=1, it trains alone: every call is legal, and nothing is pulled or pushed.
+        A former OuterLoop of this process that was not closed gives way: what it has not pushed is lost.
         Errors     the same on every rank. ConfigError: a wrong file, a model of a kind or dtype that is not
                    supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
         self._config, alone = find_config(config), is_alone(config)
+        self._agent = None if alone else find_address(self._config)
+        for former in [loop for loop in _open if loop._agent == self._agent is not None]:
+            former._give_way()
         self._unwatch = watch_run(self._config, alone)
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = find_agent(self._config, self._collectives, alone)
@@ -83,7 +107,10 @@ class OuterLoop:
         )  # fmt: skip
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             warn_of_coarse(layout.adapter.loses_bits)
-        self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
+        parts = [model] if isinstance(model, nn.Module) else model
+        self._optimizers = InnerOptimizers(parts, optimizer)
+        self._trained_names = TrainedNames(parts, self._collectives)
+        self._buffer_watch = BufferWatch(parts, self._config.shared.share_buffers)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
         memory.merge_alpha = self._config.merge_alpha
@@ -100,7 +127,8 @@ class OuterLoop:
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         moving = self._shard_transfer
         keys = moving.public_keys if self._config.tls is not None else ()  # plain lanes ask for none
-        self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys)
+        frozen = UNKNOWN if layout.adapter.staged else digest_frozen(parts, self._collectives)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
@@ -109,11 +137,14 @@ class OuterLoop:
         self._step_reports = StepReports(
             self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
         )
-        self._pid, self._closed = os.getpid(), False
+        self._step_tokens = StepTokens(self._state, self._collectives, self._agent_client)
+        self._pid, self._closed = os.getpid(), ""
+        _open.add(self)
         self._state.version = GENESIS if alone else None
         self._outer_steps.pull_newest()
         if self.version.version > 0:
             self._inner.begin_warmup()  # its optimizer is empty, until a checkpoint is loaded
+        self._told_of_own = False
         self._log = OuterLog()
         self._log.begin(self.version, self._state.result)
 
@@ -160,49 +191,61 @@ class OuterLoop:
 
     # ---- inner and outer steps ---------------------------------------------------------------------------------------
 
-    def step(self, *, tokens: int, loss: Any = None) -> None:
+    def step(
+        self, *, tokens: SupportsInt | None = None, local_tokens: SupportsInt | None = None, loss: Any = None
+    ) -> None:
         """Report that one inner step is done; when an outer step is due, take part in it before this returns.
 
         With `install: lazy` the new version may still have to be copied into the model then; see `install`.
 
-        tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
-        loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
-                rank 0 has none, that of the first rank that passes one
-        Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
-                LocalProtocolError: with `install: lazy`, this step was taken on parameters of the former version; or
-                `follow_optimizer` was called, and this step is counted already
+        local_tokens  consumed in this step by this rank, of its own part of the batch: they are summed over the ranks.
+                      Ranks that compute the same part (tensor, context, pipeline parallelism) pass it once, and else 0
+        tokens        instead: consumed by the whole cluster, on all its ranks together; rank 0's number counts
+        loss          of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
+                      rank 0 has none, that of the first rank that passes one
+        Numbers of tokens may be of Python, numpy or torch; one on an accelerator is not waited for.
+        Errors        Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
+                      ConfigError: a parameter was unfrozen or added since this object was made.
+                LocalProtocolError: no such number; with `install: lazy`, this step was taken on parameters of the
+                      former version; or `follow_optimizer` was called, and this step is counted already
         """
         if self._optimizers.follows:
             raise LocalProtocolError("follow_optimizer was called, it counts each optimizer.step(): leave out step")
-        self._take_step(tokens, loss)
+        self._take_step(tokens, local_tokens, loss)
 
     def follow_optimizer(
-        self, optimizer: Any, *, tokens: int | Callable[[], int], loss: Callable[[], Any] | None = None
+        self,
+        optimizer: Any,
+        *,
+        tokens: SupportsInt | Callable[[], SupportsInt] | None = None,
+        local_tokens: SupportsInt | Callable[[], SupportsInt] | None = None,
+        loss: Callable[[], Any] | None = None,
     ) -> None:
         """Count every `optimizer.step()` from now on as a call of `step`, which the script then leaves out.
 
         However many micro-batches a step accumulates it counts once; one that a GradScaler leaves out does not.
 
-        optimizer  of torch, or what wraps it (accelerate, …); of several that train one model, the one that steps last
-        tokens     of one optimizer step: those of all its micro-batches, on all ranks together. Or a function that is
-                   called after each step and returns those since it was called last
-        loss       a function that returns the loss of the step, or None
+        optimizer     of torch, or what wraps it (accelerate, …); of several that train one model, the one that steps
+                      last
+        local_tokens  of one optimizer step, as in `step`: those of all its micro-batches on this rank. Or a function
+                      that is called after each step and returns those since it was called last
+        tokens        instead: likewise on all ranks together
+        loss          a function that returns the loss of the step, or None
         """
-        count = tokens if callable(tokens) else lambda: tokens
-        self._optimizers.follow_steps(optimizer, lambda: self._take_step(count(), loss() if loss else None))
+        count, count_local, read_loss = map(_make_call, (tokens, local_tokens, loss))
+        self._optimizers.follow_steps(optimizer, lambda: self._take_step(count(), count_local(), read_loss()))
 
-    def _take_step(self, tokens: int, loss: Any) -> None:
+    def _take_step(self, tokens: SupportsInt | None, local_tokens: SupportsInt | None, loss: Any) -> None:
         self._check_usable()
         if self._state.finished:
             return
-        if tokens < 0:
-            raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
+        known = self._step_tokens.count_step(tokens, local_tokens)
         self._shard_transfer.on_inner_step()
         self._inner.steps += 1
         self._state.steps_until_poll -= 1
-        self._step_reports.report_step(tokens, loss)
-        self._step_checks.on_step(tokens, self._optimizers.steps)
-        self._log.count_step(tokens, loss)
+        self._step_reports.report_step(known, loss)
+        self._step_checks.on_step(self._optimizers.steps)
+        self._log.count_step(known, loss)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
 
@@ -228,7 +271,7 @@ class OuterLoop:
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
         self._check_usable()
-        self._step_reports.flush_reports()
+        self._settle_steps()
         if not self._state.finished:
             self._outer_steps.settle_transfers()
             self._poll_outer_step(demanded=True)
@@ -266,8 +309,8 @@ class OuterLoop:
             )
         while not self._state.finished and not self._closed:
             self._check_usable()
-            self._step_reports.flush_reports()
             self._collectives.barrier("OuterLoop.ranges")
+            self._settle_steps()
             number = self._data_ranges.next_range()
             self._tell_news()
             if number is None:
@@ -297,11 +340,18 @@ class OuterLoop:
     def _poll_outer_step(self, demanded: bool) -> None:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
-            self._step_checks.compare_ranks()
-        self._step_reports.flush_reports()
+            self._trained_names.check_names()
+            if told := self._buffer_watch.describe_changed():
+                self._warn(told)
+        self._settle_steps()
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
         self._tell_news()
+
+    def _settle_steps(self) -> None:
+        """Have the agent know all of the inner steps until now; collective."""
+        self._step_reports.flush_reports()
+        self._log.count_tokens(self._step_tokens.settle_tokens())
 
     def _tell_news(self) -> None:
         if self._log.wants_model(self.version):
@@ -313,13 +363,13 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
 
-        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for the
-        tensors of lossy runs, whose names end with the rank. If a push is in flight (`overlap: full`) the state records
-        it: a resume then loses the merge.
+        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for tensors
+        of lossy runs and of 16-bit parameters, whose names end with the rank: there every rank saves its own. If a push
+        is in flight (`overlap: full`) the state records it: a resume then loses the merge.
         """
         self._check_usable()
-        self._step_reports.flush_reports()
         self._collectives.barrier("OuterLoop.state_dict")
+        self._settle_steps()
         self._shard_transfer.finish_install()
         if self._config.on_divergence is not DivergencePolicy.RESET:
             self._shard_transfer.check_finite("it is not saved over the last good checkpoint")
@@ -327,34 +377,60 @@ class OuterLoop:
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = self._shard_transfer.checkpoint_tensors()
+        self._tell_of_own(bool(own))
         return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
+
+    def _tell_of_own(self, own: bool) -> None:
+        """Say once that rank 0's state is not all; collective."""
+        if self._told_of_own or self._collectives.world_size == 1:
+            return
+        self._told_of_own = True
+        (none,) = self._collectives.all_min([int(not own)])
+        if not none and self._collectives.rank == 0:
+            sys.stderr.write(OWN_STATES)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Continue from a checkpoint whose model and optimizer have just been loaded; return what came of it.
 
         Exact if no push of this cluster was settled since it was saved: same base, same tokens, same data ranges, the
         first of which may be half trained. If the run is ahead of the checkpoint, its newest version is pulled into the
-        model, and the returned text gives the reason. Call it before the first inner step. Collective.
-        Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format or layout of ranks.
+        model, and the returned text gives the reason, which is warned and remarked, too. So it is if other ranks saved
+        it, or rank 0 for all, and ranks have tensors of their own (`state_dict`). Call it before the first inner step.
+        Collective.
+        Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format.
         """
         self._check_usable()
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
+        own = read_tensors(state, self._collectives.rank)
         if self._shard_transfer.checksum() != state["checksum"]:
-            self._outer_steps.pull_newest()
-            return f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}; pulled {self.version}"
+            return self._pull_instead(f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}")
+        if misfit := self._shard_transfer.find_misfit(own):
+            return self._pull_instead(NOT_EACH_RANK.format(misfit=misfit))
         answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
         self._inner.warming_up = False
         if isinstance(answer, Healed):
-            self._outer_steps.pull_newest()
-            return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
+            return self._pull_instead(f"the checkpoint is overtaken: {answer.reason}")
         if not isinstance(answer, Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         self._state.version = VersionId.parse(saved.base)
-        self._shard_transfer.restore_tensors(self.version, read_tensors(state, self._collectives.rank))
+        self._shard_transfer.restore_tensors(self.version, own)
         self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
         self._log.begin(self.version, self._state.result)
         return answer.reason
+
+    def _pull_instead(self, why: str) -> str:
+        """The checkpoint does not count: what it trained since its last push is lost, and a person should know."""
+        self._outer_steps.pull_newest()
+        told = f"{why}; pulled {self.version}"
+        self._warn(told)
+        return told
+
+    def _warn(self, text: str) -> None:
+        """Rank 0's text, as a warning and for `dips status`."""
+        if self._collectives.rank == 0:
+            warnings.warn(f"OuterLoop: {text}", stacklevel=4)
+        self.remark(text)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -363,13 +439,14 @@ class OuterLoop:
         if self._closed:
             return
         self._check_usable()
-        self._step_reports.flush_reports()
         self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
+        self._settle_steps()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(Detach(self._state.attempt))
-        self._closed = True
+        self._closed = CLOSED
+        _open.discard(self)
         self._optimizers.close()
         self._agent_client.disconnect()
         self._collectives.close()
@@ -386,6 +463,20 @@ class OuterLoop:
             self._optimizers.close()
             self._agent_client.disconnect()
 
+    def _give_way(self) -> None:
+        """Another takes its place: end whatever would go on beside it, and ask nobody."""
+        _open.discard(self)
+        if self._pid != os.getpid():
+            return  # this process was forked from the one that made it, and that one uses it
+        self._closed = REPLACED
+        self._unwatch()
+        self._optimizers.close()
+        self._outer_steps.cancel_transfers()
+        if not self._shard_transfer.torn:
+            self._shard_transfer.finish_install()  # its hooks would write into the model after the next pull
+        self._agent_client.disconnect()
+        self._collectives.close()
+
     def _reset_optimizers(self) -> None:
         """The model was not finite, and now is the run's: the optimizer begins anew."""
         problem = self._optimizers.drop_state() if self._config.on_divergence is DivergencePolicy.RESET else ""
@@ -398,8 +489,12 @@ class OuterLoop:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise LocalProtocolError("this OuterLoop is closed")
+            raise LocalProtocolError(self._closed)
         if self._state.torn or self._shard_transfer.torn:
             raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
+
+
+def _make_call(given: Any) -> Callable[[], Any]:
+    return given if callable(given) else lambda: given

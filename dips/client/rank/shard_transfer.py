@@ -311,12 +311,24 @@ class ShardTransfer:
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
+    def find_misfit(self, saved: Mapping[str, torch.Tensor]) -> str:
+        """What a rank lacks in what was saved for it, the same on all ranks; "" if each has its own.
+
+        Other ranks saved it, or rank 0 alone, or the codec was another.
+        """
+        owed = feedback_checkpoint.count_feedback(self._feedback) if self._feedback is not None else {}
+        rounded = self._memory.remainders.allocated_numel
+        wanted = {**owed, ROUNDED: rounded} if rounded else owed
+        found = {name: saved[name].numel() if name in saved else None for name in wanted}
+        lacking = [f"{n} numbers of {name}, got {found[name]}" for name, n in wanted.items() if found[name] != n]
+        by_rank = self._collectives.all_gather("".join(lacking[:1]).encode())
+        return next((f"rank {rank} expected {told.decode()}" for rank, told in enumerate(by_rank) if told), "")
+
     def restore_tensors(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `checkpoint_tensors` saved; raise LocalProtocolError if layout or codec were others."""
+        """Restore what `checkpoint_tensors` saved, if `find_misfit` finds nothing."""
         if self._feedback is not None:
             feedback_checkpoint.restore_feedback(self._feedback, version, saved)
-        if not self._memory.remainders.restore_state(saved.get(ROUNDED)):
-            raise LocalProtocolError("the checkpoint was saved by another layout of ranks")
+        self._memory.remainders.restore_state(saved.get(ROUNDED))
 
     def checksum(self) -> int:
         """Of the parameters that all ranks would push now, the same in every layout; collective."""

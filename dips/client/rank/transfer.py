@@ -197,7 +197,8 @@ class PullTransfer(TransferLoop):
             return  # it was asked for on a former connection, or never: ignored
         view = part.share.view_chunk(chunk)
         assert view is not None, chunk
-        assert self._put(StagedChunk(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
+        queued = self._put(StagedChunk(part, chunk, view, part.stream.id, frame))
+        assert queued, "the queue is as deep as the pool"
 
     def process_chunk(self, staged: StagedChunk) -> int:
         assert staged.frame is not None

@@ -12,6 +12,12 @@ fresh one, whoever is right.
 
 A bad push that was kept out does no harm, so the others need not undo it, and the next one of its cluster is no longer
 opposite to theirs, only foreign to them: a suspect must have half of the cosine that the others have among themselves.
+A cluster is held against its own past: data of another kind, another language, has little in common with the others',
+and its cosines scatter about 0. What its pushes usually have is learned from the first LEARNED_COSINES, and followed;
+who has far less than the others have among themselves is shown as unlike them (differences.py), and gated only if it
+has turned by TURNED from there twice in a row. Limits: such a cluster may turn its sign unseen, as may who joins with
+it turned; a push that is half honest has enough in common with the others; what turns slowly is followed.
+
 Alone in its round a push is a whole outer step: a suspect whose last push was gated counts only beside enough
 witnesses, as long as there are enough clusters that could be. What is gated for want of them accuses nobody, so
 suspicion ends after some pushes.
@@ -24,6 +30,10 @@ from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 LEAST_COSINE = -0.1  # healthy ones were at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
+TURNED = 0.4  # below what is usual for a cluster that always was unlike the others
+LIKE = 0.7  # of the others' usual cosine: healthy ones of like data have 0.8 and more, harder data 0.6 and less
+LEARNED_COSINES = 5  # that make one usual
+LEAST_LEARNING = -0.3  # until then: another alphabet had −0.24 at least beside clusters that had trained without it
 LEAST_USUAL = 0.1  # of the others' cosines: below, as with data of other kinds, what they share is within the noise
 SHARE_OF_USUAL = 0.5  # of the others' cosines, for suspects; shuffled ones had 0.1 to 0.45, healthy ones 0.8 and more
 SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
@@ -44,7 +54,7 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
     if cosine is None:
         return Opinion(Finding.PASSED, "no direction: its pseudo-gradient or the others' sum is 0")
     said = f"cosine {cosine:.2f} with the sum of {push.others} other{'s' * (push.others > 1)} of its round"
-    least = max(0.0, SHARE_OF_USUAL * push.usual) if suspect else LEAST_COSINE
+    least = least_cosine(push, suspect)
     if cosine >= least:
         return Opinion(Finding.PASSED, said)
     if suspect:
@@ -58,7 +68,28 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
         return Opinion(Finding.FLAGGED, f"{said}, which are at odds themselves")
     if push.against >= push.others:
         return Opinion(Finding.FLAGGED, f"{said}, fewer than the {push.against} that wait and point its way")
+    if is_unlike(push) and not suspect:
+        return Opinion(Finding.FLAGGED, f"{said}, usually {push.own:.2f}; gated if its next one is so, too")
     return Opinion(Finding.GATED, said)
+
+
+def own_usual(row: PenaltyRow) -> float | None:
+    """The cosine that is usual for a cluster; None while it is learned."""
+    return row.cosine if row.cosines >= LEARNED_COSINES else None
+
+
+def least_cosine(push: PushEvidence, suspect: bool) -> float:
+    """Below which a push is out of line: by the others' cosines, unless its cluster always was unlike them."""
+    if push.own is None:
+        return LEAST_LEARNING
+    if is_unlike(push):
+        return min(LEAST_COSINE, push.own - TURNED)
+    return max(0.0, SHARE_OF_USUAL * push.usual) if suspect else LEAST_COSINE
+
+
+def is_unlike(push: PushEvidence) -> bool:
+    """Whether its cluster always had far less in common with the others than these have with each other."""
+    return push.own is not None and push.own < LIKE * push.usual
 
 
 def enough_witnesses(push: PushEvidence) -> int:
@@ -73,8 +104,9 @@ def lacks_witnesses(push: PushEvidence) -> bool:
 
 def is_against(push: PushEvidence) -> bool:
     """Whether it points away from those before it, most of which can be compared with it."""
-    cosine = push.cosine
-    return cosine is not None and cosine < LEAST_COSINE and push.witnesses >= max(1, push.strangers)
+    if push.cosine is None or push.witnesses < max(1, push.strangers):
+        return False
+    return push.cosine < least_cosine(push, suspect=False)
 
 
 def is_suspect(row: PenaltyRow) -> bool:

@@ -1,54 +1,90 @@
-"""The gate `loss`: a push whose reported loss is far above the others' is of bad data or a broken trainer.
+"""The gate `loss`: a push whose reported loss has risen, against the others' and its own past, is of bad data or a
+broken trainer.
 
-A cluster's usual distance to the others is allowed for, so data that is harder from the start gates nobody. Only above
-them: while losses fall fast every push is below what the others reported last, but that ends. What clusters report is
-believed.
+What is compared is the *rise* of a cluster's distance to the others over its usual one. That is learned from its first
+LEARNED losses beside others', in which nobody is gated up to MOST_USUAL, and follows each accepted push from then on; a
+gated one teaches nothing. So data that always was harder gates nobody: it is flagged (differences.py). A first rise is
+flagged, further ones are gated: what is kept out is forgotten by θ and rises for that alone, so nobody may be kept out
+for one unlucky push. Only above the others: while losses fall fast every push is below what they reported last, but
+that ends. What clusters report is believed.
+
+Limits: what was bad from the start is taken for harder, and what gets worse slowly is followed.
 """
 
 from __future__ import annotations
 
+from math import isfinite
 from statistics import median
 
 from dips.protocol.norm_scores import Past, is_joiner
+from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
-MARGIN = 0.15  # of the others' median, above the usual: shuffled targets were at 0.25 at once, healthy ones within 0.08
+MARGIN = (
+    0.15  # above what is usual for it: shuffled targets were at 0.25 at once, healthy ones of like data within 0.08
+)
+MOST_USUAL = 1.0  # of the others' median: twice their loss is no language that a model learns beside theirs
+LEARNED = 10  # losses beside others' that make a distance usual, as pushes make a norm's
 LEAST_OTHERS = 2  # that gate
 LEAST_LOSS = 1e-9  # a median nearer to 0 has no shares
+LARGEST_LOSS = 1e30  # what is above counts as that: shares of it stay finite
 
 
 def judge_loss(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if its loss is above the median of the others' last ones by its usual share and MARGIN more."""
+    """Gated if it is MARGIN above what is usual for it beside the median of the others' last ones."""
     if push.loss is None:
         return Opinion(Finding.PASSED, "it reported no loss to compare")
     others = known_losses(past)
     excess = excess_loss(push.loss, others)
     if excess is None:
         return Opinion(Finding.PASSED, "no others' losses to compare its own with")
-    usual = past.row.loss_shift
-    if usual is None:
-        return Opinion(Finding.PASSED, f"loss {push.loss:.4g}: the first after `dips readmit`, which makes it usual")
+    usual, learned = past.row.loss_shift, past.row.losses
     said = f"loss {push.loss:.4g} is {100 * excess:+.0f} % of the others' median {median(others):.4g} above it"
-    said = f"{said}, usually {100 * usual:+.0f} %"
-    if excess <= max(0.0, usual) + MARGIN:
+    if learned < LEARNED:
+        said, usual = f"{said}; what is usual is learned, {LEARNED - learned} pushes left", MOST_USUAL
+    else:
+        said = f"{said}, usually {100 * usual:+.0f} %"
+    if excess <= _most_excess(usual):
         return Opinion(Finding.PASSED, said)
     if len(others) < LEAST_OTHERS:
         return Opinion(Finding.FLAGGED, f"{said}; one other is too few to say who is right")
+    if not past.row.loss_rises:
+        return Opinion(Finding.FLAGGED, f"{said}; gated if its next one is, too")
     return Opinion(Finding.GATED, said)
+
+
+def has_risen(loss: float, past: Past) -> bool:
+    """Whether it is MARGIN above what is usual, by the row as it was before."""
+    excess, row = excess_loss(loss, known_losses(past)), past.row
+    return excess is not None and excess > _most_excess(row.loss_shift if row.losses >= LEARNED else MOST_USUAL)
+
+
+def _most_excess(usual: float) -> float:
+    return (1.0 + max(0.0, usual)) * (1.0 + MARGIN) - 1.0
 
 
 def known_losses(past: Past) -> list[float]:
     """The last losses of the others that have warmed up: what the first ones report falls too fast to be compared."""
-    rows = past.rows.values()
-    return [
-        row.loss
-        for row in rows
-        if row.cluster != past.row.cluster and row.loss is not None and not is_joiner(row, past.options)
-    ]
+    return [row.loss for row in _others(past) if row.loss is not None and not is_joiner(row, past.options)]
+
+
+def taught_losses(past: Past) -> list[float]:
+    """The others' last losses that its usual distance is learned from: in the run's first warm-up, those of joiners."""
+    known = known_losses(past)
+    return known if len(known) >= LEAST_OTHERS else [row.loss for row in _others(past) if row.loss is not None]
+
+
+def _others(past: Past) -> list[PenaltyRow]:
+    return [row for row in past.rows.values() if row.cluster != past.row.cluster]
 
 
 def excess_loss(loss: float, others: list[float]) -> float | None:
     """Share of the others' median by which a loss is above it; None if there is none, or it is 0."""
-    if not others or abs(middle := median(others)) < LEAST_LOSS:
+    if not others or abs(middle := median(map(bound_loss, others))) < LEAST_LOSS:
         return None
-    return (loss - middle) / abs(middle)
+    return (bound_loss(loss) - middle) / abs(middle)
+
+
+def bound_loss(loss: float) -> float:
+    """A number that can be counted with."""
+    return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS)) if isfinite(loss) else LARGEST_LOSS

@@ -33,6 +33,7 @@ class ClusterJoined(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     FORMER_FIELD_NUMBER: _builtins.int
     TAKE_OVER_FIELD_NUMBER: _builtins.int
+    FROZEN_DIGEST_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
@@ -46,6 +47,8 @@ class ClusterJoined(_message.Message):
     """the incarnation that this agent was last, or that its directory remembers; 0: none"""
     take_over: _builtins.bool
     """an operator said that an incarnation that lives is to be fenced"""
+    frozen_digest: _builtins.str
+    """of a sample of the parameters that are not trained; empty: there are none, or not known"""
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
     def __init__(
@@ -59,11 +62,12 @@ class ClusterJoined(_message.Message):
         manifest: _builtins.str = ...,
         former: _builtins.int = ...,
         take_over: _builtins.bool = ...,
+        frozen_digest: _builtins.str = ...,
         protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "frozen_digest", b"frozen_digest", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

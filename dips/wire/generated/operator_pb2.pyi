@@ -334,6 +334,26 @@ class Extended(_message.Message):
 Global___Extended: _TypeAlias = Extended  # noqa: Y015
 
 @_typing.final
+class RollbackAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId: ...
+    def __init__(
+        self,
+        *,
+        version: _names_pb2.VersionId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackAsked: _TypeAlias = RollbackAsked  # noqa: Y015
+
+@_typing.final
 class ReadmitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -388,6 +408,36 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class RollbackReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    @_builtins.property
+    def pending(self) -> _cluster_pb2.Pending: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+        pending: _cluster_pb2.Pending | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged", "pending", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___RollbackReply: _TypeAlias = RollbackReply  # noqa: Y015
 
 @_typing.final
 class ExtendReply(_message.Message):

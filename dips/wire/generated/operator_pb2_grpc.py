@@ -69,6 +69,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
                 _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/dips.v1.OperatorService/Rollback',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RollbackAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.RollbackReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -123,6 +128,13 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rollback(self, request, context):
+        """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +172,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Seed,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.SeedAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.SeedReply.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RollbackAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.RollbackReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +368,33 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Seed',
             dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Rollback',
+            dips_dot_v1_dot_operator__pb2.RollbackAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.RollbackReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class OperatorServiceStub:
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+    Rollback: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]
+    """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -63,6 +65,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _aio.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]  # type: ignore[assignment]
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+    Rollback: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]  # type: ignore[assignment]
+    """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,5 +124,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.SeedReply, _abc.Awaitable[_operator_pb2.SeedReply]]:
         """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+
+    @_abc_1.abstractmethod
+    def Rollback(
+        self,
+        request: _operator_pb2.RollbackAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RollbackReply, _abc.Awaitable[_operator_pb2.RollbackReply]]:
+        """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

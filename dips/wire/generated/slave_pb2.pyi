@@ -106,7 +106,10 @@ class MirrorReport(_message.Message):
 
     HELD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    unknown: _builtins.bool
+    """it could not be listed yet: what it holds is not known"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]: ...
     def __init__(
@@ -114,10 +117,11 @@ class MirrorReport(_message.Message):
         *,
         held: _abc.Iterable[_names_pb2.VersionId] | None = ...,
         reason: _builtins.str = ...,
+        unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,17 +276,23 @@ class RegisterLater(_message.Message):
 
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LOOK_FOR_FIELD_NUMBER: _builtins.int
     retry_after_s: _builtins.float
     reason: _builtins.str
+    @_builtins.property
+    def look_for(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]:
+        """to be brought back from the mirror before it registers again"""
+
     def __init__(
         self,
         *,
         retry_after_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        look_for: _abc.Iterable[_names_pb2.VersionId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["look_for", b"look_for", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,6 +357,7 @@ class SlaveHeartbeat(_message.Message):
     LIVE_FIELD_NUMBER: _builtins.int
     DISK_FREE_FIELD_NUMBER: _builtins.int
     DISK_TOTAL_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -371,6 +382,10 @@ class SlaveHeartbeat(_message.Message):
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]: ...
     @_builtins.property
     def mirror(self) -> Global___MirrorReport: ...
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrderWait]:
+        """orders that came and wait for its disk"""
+
     def __init__(
         self,
         *,
@@ -391,14 +406,42 @@ class SlaveHeartbeat(_message.Message):
         live: _builtins.int = ...,
         disk_free: _builtins.int = ...,
         disk_total: _builtins.int = ...,
+        waits: _abc.Iterable[Global___OrderWait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "disk_free", b"disk_free", "disk_total", b"disk_total", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "disk_free", b"disk_free", "disk_total", b"disk_total", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "waits", b"waits", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlaveHeartbeat: _TypeAlias = SlaveHeartbeat  # noqa: Y015
+
+@_typing.final
+class OrderWait(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    kind: _builtins.str
+    """of the order"""
+    for_s: _builtins.float
+    """since it came"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        for_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_s", b"for_s", "kind", b"kind", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderWait: _TypeAlias = OrderWait  # noqa: Y015
 
 @_typing.final
 class SlaveHeartbeatAnswer(_message.Message):
@@ -1087,6 +1130,61 @@ class Ping(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class OrderReply(_message.Message):
+    """What became of one order of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    place: _builtins.int
+    """of the order in its stream, from 1"""
+    @_builtins.property
+    def answer(self) -> Global___Answer: ...
+    @_builtins.property
+    def error(self) -> Global___OrderError: ...
+    def __init__(
+        self,
+        *,
+        place: _builtins.int = ...,
+        answer: Global___Answer | None = ...,
+        error: Global___OrderError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "place", b"place", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["answer", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___OrderReply: _TypeAlias = OrderReply  # noqa: Y015
+
+@_typing.final
+class OrderError(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    """a class of dips/errors.py"""
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderError: _TypeAlias = OrderError  # noqa: Y015
 
 @_typing.final
 class Answer(_message.Message):

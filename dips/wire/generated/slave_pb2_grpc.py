@@ -240,18 +240,19 @@ class OrderServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Execute = channel.unary_unary(
+        self.Execute = channel.stream_stream(
                 '/dips.v1.OrderService/Execute',
                 request_serializer=dips_dot_v1_dot_slave__pb2.Order.SerializeToString,
-                response_deserializer=dips_dot_v1_dot_slave__pb2.Answer.FromString,
+                response_deserializer=dips_dot_v1_dot_slave__pb2.OrderReply.FromString,
                 _registered_method=True)
 
 
 class OrderServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Execute(self, request, context):
-        """Carries out an order of the master; the same (term, number) again gets the remembered answer.
+    def Execute(self, request_iterator, context):
+        """The orders of a master, carried out as they come, and for each a reply, in any order: dips/transport/ordered_calls.py.
+        The same (term, number) again gets the remembered answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,10 +261,10 @@ class OrderServiceServicer(object):
 
 def add_OrderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Execute': grpc.unary_unary_rpc_method_handler(
+            'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
                     request_deserializer=dips_dot_v1_dot_slave__pb2.Order.FromString,
-                    response_serializer=dips_dot_v1_dot_slave__pb2.Answer.SerializeToString,
+                    response_serializer=dips_dot_v1_dot_slave__pb2.OrderReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,7 +278,7 @@ class OrderService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Execute(request,
+    def Execute(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -287,12 +288,12 @@ class OrderService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/dips.v1.OrderService/Execute',
             dips_dot_v1_dot_slave__pb2.Order.SerializeToString,
-            dips_dot_v1_dot_slave__pb2.Answer.FromString,
+            dips_dot_v1_dot_slave__pb2.OrderReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,22 +93,28 @@ class OrderServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OrderServiceAsyncStub: ...
-    Execute: _grpc.UnaryUnaryMultiCallable[_slave_pb2.Order, _slave_pb2.Answer]
-    """Carries out an order of the master; the same (term, number) again gets the remembered answer."""
+    Execute: _grpc.StreamStreamMultiCallable[_slave_pb2.Order, _slave_pb2.OrderReply]
+    """The orders of a master, carried out as they come, and for each a reply, in any order: dips/transport/ordered_calls.py.
+    The same (term, number) again gets the remembered answer.
+    """
 
 @_typing.type_check_only
 class OrderServiceAsyncStub(OrderServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Execute: _aio.UnaryUnaryMultiCallable[_slave_pb2.Order, _slave_pb2.Answer]  # type: ignore[assignment]
-    """Carries out an order of the master; the same (term, number) again gets the remembered answer."""
+    Execute: _aio.StreamStreamMultiCallable[_slave_pb2.Order, _slave_pb2.OrderReply]  # type: ignore[assignment]
+    """The orders of a master, carried out as they come, and for each a reply, in any order: dips/transport/ordered_calls.py.
+    The same (term, number) again gets the remembered answer.
+    """
 
 class OrderServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Execute(
         self,
-        request: _slave_pb2.Order,
+        request_iterator: _MaybeAsyncIterator[_slave_pb2.Order],
         context: _ServicerContext,
-    ) -> _typing.Union[_slave_pb2.Answer, _abc.Awaitable[_slave_pb2.Answer]]:
-        """Carries out an order of the master; the same (term, number) again gets the remembered answer."""
+    ) -> _typing.Union[_abc.Iterator[_slave_pb2.OrderReply], _abc.AsyncIterator[_slave_pb2.OrderReply]]:
+        """The orders of a master, carried out as they come, and for each a reply, in any order: dips/transport/ordered_calls.py.
+        The same (term, number) again gets the remembered answer.
+        """
 
 def add_OrderServiceServicer_to_server(servicer: OrderServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -23,6 +23,7 @@ BUFFERS = "tests/unit/client/parallel/test_shared_buffers.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
+LATE = "tests/unit/client/parallel/test_late_device.py"
 PARTS = "tests/unit/client/agent/test_parts.py"
 
 MUTANTS = (
@@ -30,7 +31,7 @@ MUTANTS = (
     Mutant("the same crash is tried for ever", AGENT, "len(newest) == SAME_CRASHES", "False", RESTARTS),
     Mutant("a crash after a step ends the agent", AGENT, "crash.stepped or", "", RESTARTS),
     Mutant("crashes count for a life", AGENT, "while s.crashes[0].at <", "while 0 >", RESTARTS),
-    Mutant("torchrun's last line is shown", AGENT, "if not line.startswith(OF_TORCHRUN)", "", ERRORS),
+    Mutant("torchrun's last line is shown", AGENT, "if not found[1].startswith(OF_TORCHRUN)", "", ERRORS),
     # ---- what a rank believes of what it pulls
     Mutant(
         "a pulled chunk's body is not checked",
@@ -198,4 +199,42 @@ MUTANTS = (
         "tests/integration/test_experts.py",
     ),
     Mutant("lists of names never travel", PARALLEL + "/rank_layout.py", "if len(first) > 1:", "if False:", GATHERED),
+    # ---- what a device does late
+    Mutant(
+        "a pull is exchanged on the stream that nobody waits for",
+        PARALLEL + "/host.py",
+        "with self._device.ordered_copies():  # the stream for whose end the exchange waits",
+        "if True:",
+        LATE,
+    ),
+    Mutant(
+        "what a peer sent is read before it is there",
+        PARALLEL + "/exchange.py",
+        "_unpack_batch(arrived[peer], batch)\n            self._device.synchronize()",
+        "_unpack_batch(arrived[peer], batch)",
+        LATE,
+    ),
+    Mutant("no forward waits for its layer", PARALLEL, "self._device.wait_for_event(event,", "dict(event=event,", LATE),
+    Mutant("what rounding took is not sent to others", PARALLEL, "part.add_(addend.to(part.device))", "pass", LATE),
+    Mutant(
+        "transit grows with the ranks",
+        PARALLEL,
+        "transit_items // ranks.world_size",
+        "transit_items",
+        "tests/unit/client/parallel/test_exchange.py",
+    ),
+    Mutant(
+        "a pull begins over a lazy install",
+        RANK,
+        "finish_install()  # it may still",
+        "pending  # it may still",
+        TRANSFER,
+    ),
+    Mutant(
+        "what is not open arrives",
+        RANK,
+        "for number in range(self.open) if",
+        "for number in range(self.count) if",
+        FRAGMENTS,
+    ),
 )

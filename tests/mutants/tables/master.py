@@ -88,10 +88,14 @@ MUTANTS = (
     ),
     Mutant("rows may refer to nothing", ROOM, "PRAGMA foreign_keys = ON", "PRAGMA foreign_keys = OFF", LEDGER),
     Mutant("a new ledger's name is not fsynced", ROOM, "sync_path(Path(path).parent)", "pass", LEDGER),
-    Mutant("a master writes over its successor", ROOM, "if newest != self._term:", "if False:", LEDGER),
     Mutant(
-        "a term is given twice", ROOM, "max(coalesce(max(term), 0), ?) + 1", "max(coalesce(max(term), 0), ?)", LEDGER
+        "a master writes over its successor",
+        ROOM,
+        "(newest := self.read_term()) != self._term:",
+        "(newest := 0):",
+        LEDGER,
     ),
+    Mutant("a term is given twice", ROOM, "max(self.read_term(), above) + 1", "max(self.read_term(), above)", LEDGER),
     Mutant(
         "half a transaction is written",
         ROOM,

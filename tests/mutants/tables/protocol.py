@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "a new master finds the end",
         "dips/master/ledger_rows.py",
-        'db.execute("DELETE FROM finished")',
+        'rows.delete_rows("finished")',
         "pass",
         STORIES,
     ),

@@ -267,7 +267,16 @@ MUTANTS = (
         SHARD,
     ),
     Mutant("another order under the same number", ROOM, "if body != order.body:", "if False:", SHARD),
-    Mutant("an order forgotten is carried out again", ROOM, "if order.number <= self._forgotten:", "if False:", SHARD),
+    Mutant(
+        "an order forgotten is carried out again", ROOM, "if order.number <= self._forgotten and", "if False and", SHARD
+    ),
+    Mutant(
+        "a Busy order is forgotten",
+        ROOM,
+        "self._forgotten and order.number not in self._begun:",
+        "self._forgotten:",
+        SHARD,
+    ),
     Mutant(
         "a heartbeat's answer of an old term is believed",
         ROOM,

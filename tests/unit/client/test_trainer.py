@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: its c
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
+from dips.client.trainer_checkpoint import checkpoint_path, read_outer_state
 from dips.client.trainer_data import NO_LIMIT, CollateStep
 from dips.client.trainer_rate import RunRate
 from dips.client.transformers import OuterCallback, find_coarse, lease_ranges
@@ -115,6 +116,17 @@ def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.Monke
     args = training()
     OuterCallback(cluster_file).on_init_end(args, state, control)
     assert args.max_steps == -1
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_outer_state_lies_in_each_checkpoint(tmp_path: Path, finished: bool) -> None:
+    """In the last one, too: `dips extend` has the run go on, and the Trainer from there."""
+    args, state = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerState(global_step=7)
+    (tmp_path / "checkpoint-7").mkdir()
+    callback = OuterCallback()
+    callback.outer = cast(Any, SimpleNamespace(finished=finished, state_dict=lambda: {"format": 3}))
+    callback.on_save(args, state, TrainerControl())
+    assert read_outer_state(checkpoint_path(args, state)) == ({"format": 3}, {})
 
 
 @pytest.mark.parametrize("pace", [{"steps": 8}, {"aligned": 8}])

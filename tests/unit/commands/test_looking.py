@@ -20,7 +20,9 @@ from dips.client.parallel import host_sum
 from dips.client.preflight.certificates import check_certificates
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
+from dips.commands.first_model import load_tensors
 from dips.config import load_cluster, load_run
+from dips.errors import ConfigError
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
@@ -113,6 +115,7 @@ def test_what_would_be_refused_is_found(files: FilesToCheck, change: Any, said: 
     [
         (lambda f: f.run.update(clusters=["west"]), "the list keeps nobody out"),
         (lambda f: f.run["slaves"][0].update(master="127.0.0.1:7900"), "while the master listens on 127.0.0.1:7800"),
+        (lambda f: f.cluster.update(master="127.0.0.1:7999"), "127.0.0.1:7999, while the master listens on 127"),
         (lambda f: f.run["master"].update(timing={"order_s": 3.0}), "3 s of silence fail an order"),
         (_base_without_banks, "with `pinned: 0` s1 holds no base"),
     ],
@@ -248,3 +251,10 @@ def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
     said = json.loads(type_words("certs", "show", str(files.cert), "--json"))
     assert said.keys() == {"file", "who", "state", "serial", "until"} and said["state"] == "valid"
     assert said["who"] == "cluster 'west' of run 'july'"
+
+
+def test_a_factory_without_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters and slaves are installed without torch: who makes a model there is told what is missing."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"--factory mymodel:build needs torch here: .*or give --model FILE"):
+        load_tensors(None, "mymodel:build", 0, (), ())

@@ -111,7 +111,7 @@ async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> N
     position = tmp_path / "m" / "track" / "tensorboard.json"
     position.parent.mkdir()
     position.write_text('{"round": 900, "result": 900}')  # of a run that was thrown away
-    track.start()
+    track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
         while "900" in position.read_text():
             assert track.view() == {"to": ["tensorboard"], "red": False, "reason": ""}
@@ -130,7 +130,7 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     content["master"]["track"] = {"wandb": "project"}
     run_file.write_text(yaml.safe_dump(content))
     track = TrackProcesses(run_file, TrackSection(wandb="project"), tmp_path / "m", logs.configure_log("master", "r"))
-    track.start()
+    track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
         while not track.view()["red"]:
             await asyncio.sleep(0.02)

@@ -57,6 +57,17 @@ def test_megatron_itself_wrote_it(tmp_path: Path) -> None:
     assert found.open()[int(found.starts[3]) :][:4].tolist() == SEQUENCES[6][:4].tolist()
 
 
+@pytest.mark.parametrize("scan_tokens", [1, 8, 13, 1000])
+def test_documents_begin_behind_eos_however_much_is_looked_through_at_once(tmp_path: Path, scan_tokens: int) -> None:
+    """As in a corpus of more than 16 M tokens, which is looked through in blocks."""
+    ends = [6, 7, 8, 16, 23, 41]
+    tokens = np.ones(50, np.uint16)
+    tokens[ends] = 0
+    np.save(tmp_path / "corpus.npy", tokens)
+    found = find_tokens(tmp_path / "corpus.npy", None, 0, scan_tokens)
+    assert found.starts.tolist() == [0, *(end + 1 for end in ends)] and int(found.tokens.sum()) == 50
+
+
 @pytest.mark.parametrize("at", [0, 9, 17, -4])
 def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
     """A wrong magic, version, dtype or document list is refused by name."""

@@ -167,13 +167,13 @@ class TestAuthority:
     def test_signs_for_its_run_only(self, enrolled: Enrolled) -> None:
         request = certificates.make_request(PeerIdentity("west", PeerRole.CLUSTER, "june"), certificates.new_key())
         with pytest.raises(Denied, match="the request is of run 'june', this authority is of run 'july'"):
-            enrolled.authority.issue(request)
+            enrolled.authority.issue(request, "west.cluster")
 
     def test_never_outlives_its_root(self, tmp_path: Path) -> None:
         files = Enrolled(tmp_path)
         short = Authority.create(tmp_path / "short", "july", days=10)
         identity = PeerIdentity("west", PeerRole.CLUSTER, "july")
-        signed = short.issue(certificates.make_request(identity, certificates.new_key()), days=90)
+        signed = short.issue(certificates.make_request(identity, certificates.new_key()), identity.label, days=90)
         assert signed.not_valid_after_utc == short.root.not_valid_after_utc
         assert files.authority.list_issued() == []
 

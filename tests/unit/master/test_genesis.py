@@ -16,6 +16,7 @@ from dips.master import genesis
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
+from dips.slave.initial_model import InitialModel
 
 
 def run_file(directory: Path, slaves: int = 2, share_buffers: tuple[str, ...] = ()) -> RunFile:
@@ -49,6 +50,15 @@ def test_shared_buffers_are_a_layer_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"share_buffers: no tensor of the model has a name like \*\.bais"):
         make_run(run_file(tmp_path / "other", share_buffers=("*.bais",)), tensors)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_parameter_of_no_dimensions_stays_one(tmp_path: Path) -> None:
+    """A learned temperature: the file has the manifest's shape, or the slave would refuse it for ever."""
+    tensors, config = {**model(), "head.scale": np.array(1.5, np.float32)}, run_file(tmp_path)
+    row = make_run(config, tensors)
+    held = InitialModel(tmp_path / "s0", "toy", tmp_path / INITIAL_MODEL, lambda nbytes: None)
+    held.bind_layers(Manifest.from_json(row.manifest), dict(enumerate(row.genesis)))
+    assert held.is_held(), held.describe_unfit()
 
 
 def test_version_0_is_what_was_given(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history, ledger_upgrade
 from dips.master.ledger import MEMORY, Ledger
 from dips.master.ledger_upgrade import UPGRADES
+from dips.master.schema import SCHEMA_VERSION
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -266,7 +267,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 9"
+    older = f"format 4 was written by an older Di-PS, this one reads {SCHEMA_VERSION}"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")
@@ -408,7 +409,7 @@ def test_an_upgrade_that_fails_leaves_the_ledger_as_it_was(tmp_path: Path, monke
     """All of it or nothing: the Di-PS of before still opens it."""
     path = tmp_path / "ledger.sqlite"
     restore((DATA / OLD_FILE).read_text(), path)
-    broken = {8: (*UPGRADES[8], "no statement")}
+    broken = {**UPGRADES, 8: (*UPGRADES[8], "no statement")}
     monkeypatch.setattr(ledger_upgrade, "UPGRADES", broken)
     with pytest.raises(sqlite3.OperationalError):
         Ledger.open(path)

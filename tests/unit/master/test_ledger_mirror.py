@@ -10,8 +10,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -20,10 +22,10 @@ import yaml
 
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, Corrupt, FailedMirror, StaleTerm
-from dips.master import genesis, mirror_files, restore
+from dips.master import genesis, mirror_files, recover, restore
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
-from dips.master.ledger_rebuild import SPARE
+from dips.master.ledger_rebuild import SPARE, MirroredLedger
 from dips.mirror import MirrorStore
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
@@ -103,7 +105,7 @@ def restored(config: RunFile) -> LedgerState:
 
 def like(state: LedgerState, other: LedgerState) -> bool:
     """The same run, but for what a restored ledger raises."""
-    raised = {"term": 0, "next_round": 0, "rounds": (), "unknown_rounds": (0, 0), "incarnations_above": 0}
+    raised: dict[str, Any] = {"term": 0, "next_round": 0, "rounds": (), "unknown_rounds": (), "incarnations_above": 0}
     return replace(state, **raised) == replace(other, **raised)
 
 
@@ -127,7 +129,7 @@ def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile)
     state = restored(config)
     assert like(state, knew)
     assert state.term == knew.term + SPARE + 1
-    assert state.unknown_rounds == (knew.next_round, knew.next_round + SPARE)
+    assert state.unknown_rounds == ((knew.next_round, knew.next_round + SPARE),)
     assert state.next_round == knew.next_round + SPARE + 1
     assert state.incarnations_above == 5 + SPARE
     assert (config.master.directory / genesis.INITIAL_MODEL).exists()
@@ -277,6 +279,78 @@ def test_a_run_is_not_made_over_another_ones_mirror(config: RunFile) -> None:
     genesis.make_run(config, TENSORS, force=True)
     store = restore.mirror_of(config)
     assert store is not None and store.list_names() == ["initial"]
+
+
+def test_a_restore_plays_no_wal_of_the_ledger_before(config: RunFile, tmp_path: Path) -> None:
+    """After a crash the file alone was moved away, as the master asks for; its WAL is no part of the copy."""
+    term, path = Term(config), genesis.ledger_path(config)
+    for records in itertools.islice(transactions(), 9):
+        term.write(records)
+    crashed = {file: file.read_bytes() for file in path.parent.glob("ledger.sqlite-*")}
+    assert {file.name for file in crashed} == {"ledger.sqlite-wal", "ledger.sqlite-shm"}
+    knew = term.end()
+    path.unlink()
+    for file, content in crashed.items():
+        file.write_bytes(content)
+    state = restored(config)
+    assert state.term == knew.term + SPARE + 1
+    assert state.next_round == knew.next_round + SPARE + 1
+
+
+def test_an_interrupted_restore_is_finished_by_the_next_start(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The initial model comes first: a ledger that is there says that nothing is left to restore."""
+    Term(config).end()
+    lose(config)
+
+    def breaks(store: MirrorStore, name: str) -> IO[bytes]:
+        raise FailedMirror(f"{store.url}/{name}: the link broke")
+
+    monkeypatch.setattr(MirrorStore, "open_file", breaks)
+    with pytest.raises(FailedMirror, match="the link broke"):
+        restore.restore_if_lost(config, LOG)
+    assert not genesis.ledger_path(config).exists()
+    monkeypatch.undo()
+    assert restored(config).term > SPARE
+    assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+
+
+def test_a_second_restore_keeps_the_gap_of_the_first(config: RunFile) -> None:
+    """Whoever holds a version of either gap is a witness, until an operator raises the counters."""
+    term = Term(config)
+    term.write([RoundReserved(1, 0.0)])
+    term.end()
+    gaps: list[tuple[int, int]] = []
+    for _ in range(2):
+        lose(config)
+        state = restored(config)
+        gaps.append((state.next_round - 1 - SPARE, state.next_round - 1))
+        assert state.unknown_rounds == tuple(gaps)
+        Term(config).end()
+    lose(config)
+    restore.restore_if_lost(config, LOG)
+    with closing(Ledger.open(genesis.ledger_path(config))) as ledger:
+        recover.make_plan(config, ledger).carry_out(ledger)
+        assert ledger.read_state().unknown_rounds == ()
+
+
+def test_only_one_master_restores(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one that starts meanwhile is refused, and writes nothing."""
+    Term(config).end()
+    lose(config)
+    config.master.directory.mkdir()
+    honest, seen = mirror_files.read_newest, list[str]()
+
+    def read(store: MirrorStore, run: str) -> MirroredLedger | None:
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="in use by another master"):
+            restore.restore_if_lost(config, LOG)
+        seen.append("refused")
+        return honest(store, run)
+
+    monkeypatch.setattr(mirror_files, "read_newest", read)
+    restore.restore_if_lost(config, LOG)
+    assert seen == ["refused"]
+    assert genesis.ledger_path(config).exists()
 
 
 def test_serialized_bytes_hold_the_wal(config: RunFile, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Place:
         assert section is not None
         log = logs.configure_log("master", "r")  # of the whole process: a level would silence the tests that follow
         made = VersionProcesses(self.file, section, master.directory, self.find_due, self.write, log)
-        made.start()
+        made.start(pytest.fail)
         return made
 
     async def find_due(self, every: int) -> VersionId | None:

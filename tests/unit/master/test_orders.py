@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
-from dips.ids import PushId
-from dips.master.orders import SentOrder
+from dips.ids import GENESIS, PushId
+from dips.master.orders import SentOrder, SlavePatience
+from dips.master.outbox import SlaveProgress
 from dips.protocol.effects import OpenPush, Order, OrderBody, Ping
 from dips.protocol.events import Done, OrderAnswered
+from dips.protocol.heartbeats import OrderWait, SlaveHeartbeat
 
 
 def sent(body: OrderBody | None = None) -> SentOrder:
@@ -59,3 +61,44 @@ def test_work_that_goes_on_gives_an_order_its_whole_time_again() -> None:
     order.on_progress(5.0)
     assert order.left_s(16.9) == 4.0
     assert order.on_error(nothing, 20.9) == order.on_deadline()
+
+
+# ---- what heartbeats tell of a disk --------------------------------------------------------------------------------
+
+
+def heartbeat(worked: int = 0, waits: tuple[int, ...] = (), sinc: int = 1) -> SlaveHeartbeat:
+    said = tuple(OrderWait(number, "Persist", 1.0) for number in waits)
+    return SlaveHeartbeat("s", sinc, 1, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, worked, waits=said)
+
+
+def test_a_disk_may_be_silent_for_compute_s_and_no_longer() -> None:
+    """While heartbeats say that orders wait for it they have time, those orders alone; then it hangs, and they fail."""
+    patience = SlavePatience(compute_s=100.0)
+    assert patience.judge_heartbeat(heartbeat(), 0.0) is None
+    assert patience.judge_heartbeat(heartbeat(waits=(7, 9)), 50.0) == SlaveProgress("s", frozenset({7, 9}), 100.0)
+    assert patience.judge_heartbeat(heartbeat(waits=(7,)), 149.0) == SlaveProgress("s", frozenset({7}), 1.0)
+    assert patience.judge_heartbeat(heartbeat(waits=(7,)), 150.0) is None
+    assert patience.judge_heartbeat(heartbeat(8, waits=(7,)), 200.0) == SlaveProgress("s")
+    assert patience.judge_heartbeat(heartbeat(8, waits=(7,)), 202.0) == SlaveProgress("s", frozenset({7}), 100.0)
+
+
+def test_a_disk_has_its_time_anew_when_nothing_waited_in_between() -> None:
+    """Likewise in a new process, and after a gap in which the master heard nobody."""
+    for between in (heartbeat(), heartbeat(sinc=2, waits=(7,))):
+        patience = SlavePatience(compute_s=100.0)
+        patience.judge_heartbeat(heartbeat(waits=(7,)), 0.0)
+        patience.judge_heartbeat(between, 90.0)
+        assert patience.judge_heartbeat(heartbeat(sinc=between.sinc, waits=(7,)), 120.0) is not None
+    patience = SlavePatience(compute_s=100.0)
+    patience.judge_heartbeat(heartbeat(waits=(7,)), 0.0)
+    patience.skip_gap(500.0)
+    assert patience.judge_heartbeat(heartbeat(waits=(7,)), 550.0) == SlaveProgress("s", frozenset({7}), 50.0)
+
+
+def test_who_waits_has_no_more_time_than_its_disk() -> None:
+    """An order's deadline moves to where the disk counts as hung, and not by its whole length beyond it."""
+    order = sent()
+    order.on_progress(13.0, most_s=2.0)
+    assert order.until == 15.0
+    order.on_progress(13.0, most_s=50.0)
+    assert order.until == 17.0

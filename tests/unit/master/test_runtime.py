@@ -16,6 +16,7 @@ import structlog
 from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore
+from dips.master.outbox import SlaveProgress
 from dips.master.runtime import EXIT_BUG, Runtime
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (
@@ -111,7 +112,7 @@ class RecordingOutside:
             raise OSError("disk full")
         self.written += records
 
-    def on_progress(self, slave: str) -> None:
+    def on_progress(self, progress: SlaveProgress) -> None:
         """Nothing here has a deadline."""
 
     def learn_address(self, slave: str, address: str) -> None:

@@ -9,14 +9,15 @@ from math import inf, nan
 from dips.ids import PushId, VersionId
 from dips.master.status import build_status, to_json
 from dips.protocol.enums import Activity, TrainerState
-from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat, Transfer
+from dips.protocol.heartbeats import ClusterHeartbeat, OrderWait, SlaveHeartbeat, Transfer
 
 CLUSTER = ClusterHeartbeat(
     "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 640, 100, 0, 2.5, VersionId(1, 1), 0, 0, 1e6
 )
 SLAVE = SlaveHeartbeat(
-    "s", 2, 1, VersionId(1, 1), (PushId("a", 1, 3),), (Transfer("a", 1, 3, True, 5, 9),), 10, 20, 1, 2, 0.1, 0.2
-)
+    "s", 2, 1, VersionId(1, 1), (PushId("a", 1, 3),), (Transfer("a", 1, 3, True, 5, 9),), 10, 20, 1, 2, 0.1, 0.2,
+    waits=(OrderWait(7, "Persist", 31.0),),
+)  # fmt: skip
 
 
 def test_heartbeats_stand_beside_the_view() -> None:
@@ -35,6 +36,7 @@ def test_heartbeats_stand_beside_the_view() -> None:
     )
     assert (slave["slots"], slave["pool_limit"], slave["heard_s"], slave["staged"]) == (2, 20, 1.0, ["a/1#3"])
     assert slave["transfers"][0]["nbytes"] == 5
+    assert json.loads(to_json(merged))["slaves"]["s"]["waits"] == [{"number": 7, "kind": "Persist", "for_s": 31.0}]
     assert view["clusters"] == {"a": {"state": "training"}}  # the view is not written into
 
 

@@ -119,7 +119,7 @@ class ScriptedRun:
 
     def commit(self, push: PushId, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> Any:
         """The push is staged, and committed; return what its cluster is answered."""
-        self.step(ev.PushStaged("s", 1, push, 4))
+        self.step(ev.PushStaged("s", self.view["slaves"]["s"]["sinc"], push, 4))
         return self.ask(ev.PushFinished(0, push, tokens, steps, tuple(ranges), 2.5))
 
     def push(self, cluster: str, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> PushId:

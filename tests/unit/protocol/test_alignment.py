@@ -43,6 +43,17 @@ def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     assert alignment.explain_pace("a", gathering(), 0.0) == ""
 
 
+def test_windows_that_heartbeats_cannot_steer_are_named() -> None:
+    """Clusters of a tiny first model met by chance, and nothing said so; one alone has nobody to meet."""
+    alignment = Alignment()
+    alignment.record_heartbeat(heartbeat("a", 0.02, wanted=64))
+    alignment.push_in_s("a", gathering(), 0.0)
+    assert alignment.warn_pace(2.0) == ""
+    alignment.record_heartbeat(heartbeat("b", 0.02, wanted=64))
+    assert "windows every 1.3 s are too short to be steered by heartbeats every 2 s" in alignment.warn_pace(2.0)
+    assert alignment.warn_pace(0.5) == ""
+
+
 def test_the_late_come_and_the_early_wait_for_the_next() -> None:
     """One that has worked for it goes to a meeting that has just begun; one that was there goes to the next."""
     alignment = Alignment()

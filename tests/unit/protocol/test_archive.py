@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dips.errors import ConfigError
+from dips.errors import ConfigError, UnresponsiveSlave
+from dips.protocol import events as ev
+from dips.protocol.effects import Retire
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import VersionsRetired
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -46,3 +48,20 @@ def test_a_negative_number_is_refused() -> None:
     """The message names the key."""
     with pytest.raises(ConfigError, match="keep_every"):
         Options(keep_every=-1)
+
+
+def test_a_deletion_of_45_s_loses_no_slave() -> None:
+    """Right after a flip nothing else is ordered: what disks delete meanwhile must not end every pull and push."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held.add(Retire)
+    while not any(isinstance(order.body, Retire) for order in run.orders):
+        push = run.push("a")
+        run.wait(20)
+        run.outcome(push)
+    order = next(order for order in run.orders if isinstance(order.body, Retire))
+    assert 2 * TimingOptions().order_s < 45
+    for _ in range(int(45 / order.deadline_s)):
+        run.now += order.deadline_s
+        run.step(ev.OrderFailed("s", order.sinc, order.number, UnresponsiveSlave, "no answer"))
+    assert run.view["slaves"]["s"]["state"] == "ready"

@@ -7,6 +7,7 @@ import pytest
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.effects import Exit, Failed
+from dips.protocol.run_state import RunState
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 
@@ -31,6 +32,17 @@ def test_a_snapshot_that_was_never_committed_does_not() -> None:
     run.outcome(run.push("a"))
     assert not isinstance(registers(run, 0, VersionId(2, 1)), Failed)
     assert run.all_of(Exit) == []
+
+
+@pytest.mark.parametrize(("number", "stops"), [(4, False), (5, True), (6, True), (7, False), (9, True), (10, False)])
+def test_a_snapshot_of_any_gap_stops_the_master(number: int, stops: bool) -> None:
+    """The ledger was restored twice: what the first copy lacked, the second one lacks too."""
+    run = ScriptedRun()
+    state = run.machine.capture_state()
+    assert isinstance(state, RunState)
+    state.unknown_rounds, state.next_round = ((5, 7), (9, 10)), 11
+    assert isinstance(registers(run, 0, VersionId(4, number)), Failed) is stops
+    assert [e.code for e in run.all_of(Exit)] == ([78] if stops else [])
 
 
 def test_the_next_term_stops_the_master() -> None:

@@ -83,18 +83,21 @@ def kind_of(cls: Any) -> tuple[bool, tuple[str, ...] | None, bool]:
 
 
 def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """state → text → state is equal in every field, of every state in two simulated runs full of faults.
+    """state → text → state is equal in every field, of each fifth state in two simulated runs full of faults.
 
-    And it is the same machine: what was read takes the next event as the original does.
+    And it is the same machine: what was read takes the next event as the original does, and leaves the same text.
     """
     met_classes, states = set[str](), 0
 
     class Watched(Coordinator):
-        left = ""  # the text of its state after the last step: nothing may change it between two
+        steps = 0
 
         def step(self, event: Event, now: float) -> list[Effect]:
             nonlocal states
-            written = self.left or codec.encode_text(self.capture_state())
+            self.steps += 1
+            if self.steps % 5:
+                return super().step(event, now)
+            written = codec.encode_text(self.capture_state())
             read = codec.decode_value(json.loads(written))
             assert same(self.capture_state(), read, {}) == ""
             assert codec.encode_text(read) == written
@@ -102,15 +105,14 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
             reference = Coordinator.from_state(read)
             effects = super().step(event, now)
             assert reference.step(event, now) == effects
-            self.left = codec.encode_text(self.capture_state())
-            assert codec.encode_text(reference.capture_state()) == self.left
+            assert codec.encode_text(reference.capture_state()) == codec.encode_text(self.capture_state())
             states += 1
             return effects
 
     monkeypatch.setattr(sim_master, "Coordinator", Watched)
     for seed in range(2):
         assert play((seed, None)).failure is None
-    assert states > 500
+    assert states > 200
     assert {"RunState", "Penalty", "RangeBook", "Round", "Push", "Pull", "Fanout", "FanoutKind", "Lease"} <= met_classes
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import ConfigError
-from dips.protocol.options import Clip, Options, TunedOption
-from dips.protocol.tunable import MAY_BE_OFF, TUNABLE, complete_changes, describe_changes, tune_options
+from dips.protocol.options import Clip, Options, OuterOptions, TunedOption
+from dips.protocol.tunable import (
+    MAY_BE_OFF,
+    TUNABLE,
+    complete_changes,
+    describe_changes,
+    restore_tuned,
+    tune_options,
+)
 
 LARGE = {"outer.momentum": 0.95, "penalty.alpha": 0.5}
 
@@ -30,12 +37,14 @@ def test_every_key_changes_its_option_and_no_other(key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (TunedOption("outer.lr", 0.0), "outer.lr: expected a number above 0"),
+        (TunedOption("outer.lr", 0.0), "outer.lr: expected a number from 1e-09 to 1000"),
         (TunedOption("outer.lr", float("nan")), "expected a finite number"),
         (TunedOption("outer.lr", 0.0, off=True), "expected a number; only"),
-        (TunedOption("outer.momentum", 1.0), "a number in [0, 1)"),
+        (TunedOption("outer.momentum", 1.0), "expected 0, or 1e-06 to 0.999999"),
+        (TunedOption("penalty.alpha", 1e-320), "penalty.alpha: expected a number from 1e-06 to 0.999999, got 1e-320"),
+        (TunedOption("outer.lr", 1e308), "outer.lr: expected a number from 1e-09 to 1000"),
         (TunedOption("penalty.history", 1.5), "expected a whole number"),
-        (TunedOption("penalty.e_cap", 0.0), "penalty.e_cap: expected a number above 0"),
+        (TunedOption("penalty.e_cap", 0.0), "penalty.e_cap: expected a number from 1e-06"),
         (TunedOption("timing.heartbeat_s", 1.0), "cannot be tuned while the run goes on"),
         (TunedOption("", 1.0), "cannot be tuned while the run goes on"),
     ],
@@ -67,3 +76,19 @@ def test_changes_are_spelled_as_they_are_typed() -> None:
     changes = (TunedOption("outer.lr", 0.5), TunedOption("timing.window_s", 0.0, off=True))
     assert describe_changes(changes) == "outer.lr=0.5 timing.window_s=off"
     assert TUNABLE.keys() >= MAY_BE_OFF
+
+
+def test_what_a_ledger_has_tuned_and_cannot_be_is_left_out_and_said() -> None:
+    """A master that did not start over it could not be told of a better number; the rest holds."""
+    good, bad = TunedOption("outer.lr", 0.5), TunedOption("penalty.alpha", 1e-320)
+    options, held, said = restore_tuned(Options(), (bad, good))
+    assert (options.outer.lr, options.penalty, held) == (0.5, Options().penalty, {"outer.lr": good})
+    assert len(said) == 1 and "penalty.alpha" in said[0] and "dips tune" in said[0]
+
+
+def test_clips_are_restored_in_whatever_order_they_were_tuned() -> None:
+    file = Options(outer=OuterOptions(clip=Clip(norm=1.0)))
+    tuned = complete_changes((TunedOption("outer.clip.relative", 2.0),))
+    for changes in (tuned, tuned[::-1]):
+        options, held, said = restore_tuned(file, changes)
+        assert options.outer.clip == Clip(relative=2.0) and list(held) == [c.key for c in changes] and not said

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import save_file
+from structlog.testing import capture_logs
 
 from dips.errors import CorruptSnapshot
 from dips.slave.initial_model import OWN_FILE, InitialModel
-from tests.unit.slave.test_snapshots import MANIFEST, Arrays, arrays, tensors
+from tests.unit.slave.test_snapshots import MANIFEST, Arrays, arrays, opened, tensors
 
 EVERY = (0, 1, 2, 3)
 
@@ -81,3 +82,23 @@ def test_other_layers_are_lacking(tmp_path: Path) -> None:
     model = of_layers(tmp_path / "s", EVERY, tmp_path / "all.safetensors")
     assert model.is_held()
     model.read_layers(empty(EVERY), empty(EVERY))
+
+
+def test_a_file_that_does_not_fit_is_said_with_what_does_not(tmp_path: Path) -> None:
+    """Not that there is none: its tensor, the shape that was expected and the one that is there."""
+    wrong = tensors(arrays(EVERY, 0))
+    name = MANIFEST.layers[0].parameters[0].name
+    wrong[name] = wrong[name].reshape(-1, 1)
+    save_file(wrong, tmp_path / "all.safetensors")
+    model = of_layers(tmp_path / "s", EVERY, tmp_path / "all.safetensors")
+    assert not model.is_held()
+    with pytest.raises(
+        FileNotFoundError, match=rf"does not fit: .*all.safetensors: tensor '{name}': expected .*, got "
+    ):
+        model.read_layers(empty(EVERY), empty(EVERY))
+    (tmp_path / "initial.safetensors").write_bytes((tmp_path / "all.safetensors").read_bytes())
+    snapshots = opened(tmp_path / "t")
+    with capture_logs() as logs:
+        assert not snapshots.holds_initial() and not snapshots.holds_initial()
+    snapshots.close()
+    assert [entry["event"] for entry in logs] == ["initial_model_unfit"] and name in logs[0]["found"]

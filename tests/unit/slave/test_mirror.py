@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import structlog
@@ -17,8 +18,10 @@ from structlog.testing import capture_logs
 from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
+from dips.outer.work_meter import WorkMeter
+from dips.protocol.events import MirrorReport
 from dips.slave import mirror_copy
-from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan
+from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.transport.backoff import Backoff
 from tests.damage import flip_bit
@@ -67,17 +70,44 @@ def test_a_failure_is_told_and_tried_again_with_growing_pauses() -> None:
     """The reason stands in the report until a job succeeds."""
     plan, pauses, now = listed(), [], 0.0
     plan.want((V1,))
+    assert plan.next_job(now) == copy(V1)
     for _ in range(4):
-        assert plan.next_job(now) == copy(V1)
         plan.on_failed("it is full", now)
-        assert plan.report(now).reason == "it is full"
         assert plan.next_job(now) is None
         pauses.append(plan.next_deadline(now) - now)
         now = plan.next_deadline(now)
+        assert plan.next_job(now) == LIST, "it may be another disk by now"
+        plan.on_listed(())
+        assert plan.report(now).reason == "it is full", "what can be listed may still be full"
+        assert plan.next_job(now) == copy(V1)
     assert pauses[0] <= 1.0 and pauses[3] >= 4.0
-    assert plan.next_job(now) == copy(V1)
     plan.on_done(copy(V1))
     assert plan.report(now).reason == ""
+
+
+def test_what_was_never_listed_is_not_told_as_nothing() -> None:
+    """The master must not let go of what lies there because this process could not look yet."""
+    plan = MirrorPlan(Backoff(1.0, 8.0, Random(1)))
+    assert plan.report(0.0).unknown
+    assert plan.next_job(0.0) == LIST
+    plan.on_failed("it is away", 0.0)
+    assert plan.report(0.0).unknown and plan.report(0.0).held == ()
+    assert plan.next_job(60.0) == LIST
+    plan.on_listed(())
+    assert not plan.report(60.0).unknown and plan.report(60.0).reason == ""
+
+
+def test_after_a_failure_it_may_be_another_disk() -> None:
+    """What the old disk held is told until it has been listed anew, and no longer."""
+    plan = listed(V1, V2)
+    plan.want((V2, V3))
+    assert plan.next_job(1.0) == copy(V3)
+    plan.on_failed("the disk died", 1.0)
+    assert plan.report(1.0).held == (V1, V2)
+    assert plan.next_job(1000.0) == LIST
+    plan.on_listed(())
+    assert plan.report(1000.0).held == () and not plan.report(1000.0).unknown
+    assert plan.next_job(1000.0) == copy(V3)
 
 
 def test_a_copy_in_which_nothing_moves_is_told_as_failing() -> None:
@@ -113,7 +143,7 @@ def written(path: Path, *versions: VersionId) -> None:
     snapshots.close()
 
 
-def nothing() -> None:
+def nothing(_: int) -> None:
     """Who is told that bytes moved."""
 
 
@@ -184,7 +214,7 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     written(tmp_path / "s", V1)
     store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
 
-    def retire() -> None:
+    def retire(_: int) -> None:
         shutil.rmtree(tmp_path / "s" / str(V1), ignore_errors=True)
 
     mirror_copy.copy_out(store, tmp_path / "s", V1, retire)
@@ -202,6 +232,71 @@ def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "unmounted").exists()
 
 
+def marked(tmp_path: Path, url: str) -> MirrorStore:
+    """The mirror of the directory `s`, as its slave keeps it."""
+    (tmp_path / "s").mkdir(exist_ok=True)
+    return MirrorStore(url, "r", "s", of=tmp_path / "s")
+
+
+def test_a_mount_point_whose_disk_is_not_mounted_is_refused(tmp_path: Path) -> None:
+    """Nothing is written below it, and it is not taken for empty; when the disk is there again all goes on."""
+    mount, disk = tmp_path / "mnt", tmp_path / "disk"
+    mount.mkdir()
+    store = marked(tmp_path, str(mount))
+    store.write_file("v1@r1/manifest.json", b"{}")
+    mount.rename(disk)
+    mount.mkdir()
+    for again in (store, marked(tmp_path, str(mount))):
+        refused = r"expected the mirror whose dips-mirror is [0-9a-f]{32}, got a place without one: mount its disk; if"
+        with pytest.raises(FailedMirror, match=refused):
+            again.list_names()
+        with pytest.raises(FailedMirror, match=refused):
+            again.write_file("v2@r5/manifest.json", b"{}")
+    assert not list(mount.iterdir())
+    mount.rmdir()
+    disk.rename(mount)
+    store.write_file("v2@r5/manifest.json", b"{}")
+    assert store.list_names() == ["v1@r1", "v2@r5"]
+
+
+def test_an_object_store_that_was_emptied_is_refused_until_a_person_says_so(url: str, tmp_path: Path) -> None:
+    """The note beside the snapshots is what the refusal names; without it the empty place is a new mirror."""
+    marked(tmp_path, url).write_file("v1@r1/manifest.json", b"{}")
+    MirrorStore(url, "r", "s").remove_path("")
+    with pytest.raises(FailedMirror, match=r"has replaced it for good, remove .*/s/mirror\.seen"):
+        marked(tmp_path, url).list_names()
+    (tmp_path / "s" / "mirror.seen").unlink()
+    again = marked(tmp_path, url)
+    assert again.list_names() == []
+    again.write_file("v2@r5/manifest.json", b"{}")
+    assert again.list_names() == ["v2@r5"]
+
+
+def test_a_new_machine_knows_its_mirror_from_the_first_look(url: str, tmp_path: Path) -> None:
+    """It has restored from there; if the disk goes away before the first copy, that is noticed."""
+    marked(tmp_path, url).write_file("v1@r1/manifest.json", b"{}")
+    shutil.rmtree(tmp_path / "s")
+    assert marked(tmp_path, url).list_names() == ["v1@r1"]
+    MirrorStore(url, "r", "s").remove_path("")
+    with pytest.raises(FailedMirror, match="a place without one"):
+        marked(tmp_path, url).write_file("v2@r5/manifest.json", b"{}")
+
+
+def test_a_mirror_at_another_url_is_another_one(tmp_path: Path) -> None:
+    """The run file names it: nobody is asked."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        marked(tmp_path, str(tmp_path / name)).write_file("v1@r1/manifest.json", b"{}")
+    assert len({(tmp_path / name / "r/s/dips-mirror").read_text() for name in ("one", "two")}) == 2
+
+
+def test_a_mirror_on_the_disk_of_what_it_mirrors_is_noticed(tmp_path: Path) -> None:
+    """So looks a mount point at the first start, before any marker: the log warns."""
+    assert marked(tmp_path, str(tmp_path)).shares_disk()
+    assert not MirrorStore("/dev/shm", "r", "s", of=Path("/proc")).shares_disk()
+    assert not marked(tmp_path, "memory://x").shares_disk()
+
+
 def test_an_url_that_says_nothing_is_refused_without_its_password() -> None:
     """An unknown scheme or a package that is missing is a mistake of the run file."""
     with pytest.raises(ConfigError, match="mirror: nosuch://host/x/r cannot be used") as error:
@@ -213,7 +308,7 @@ def test_an_url_that_says_nothing_is_refused_without_its_password() -> None:
 
 
 def kept(tmp_path: Path, url: str) -> SnapshotMirror:
-    return SnapshotMirror(MirrorStore(url, "r", "s"), tmp_path / "s", "r", "s", LOG, time.monotonic)
+    return SnapshotMirror(marked(tmp_path, url), tmp_path / "s", "r", "s", LOG, time.monotonic)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -243,8 +338,8 @@ def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str
     assert snapshots.complete_versions() == (V2, V3)
     snapshots.close()
     shutil.rmtree(tmp_path / "s" / str(V2))
-    kept(tmp_path, url).restore((V3,))
-    assert not (tmp_path / "s" / str(V2)).exists(), "older than the disk"
+    assert kept(tmp_path, url).restore((V3,)) == Restored(())
+    assert {path.name for path in (tmp_path / "s").glob("*v*")} == {str(V3)}, "not even put aside"
 
 
 def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str, tmp_path: Path) -> None:
@@ -254,12 +349,65 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == ()
-    restored = kept(tmp_path, url).restore(())
     assert snapshots.complete_versions() == (), "it was read through, and is not again"
-    snapshots.look_again(restored.versions)
+    kept(tmp_path, url).restore(())
     assert snapshots.complete_versions() == (V1,)
     snapshots.close()
     assert (tmp_path / "s" / f"damaged-{V1}").exists()
+
+
+def rot(store: MirrorStore, version: VersionId) -> None:
+    """Flip the last bit of a copy."""
+    name = f"{version}/model.safetensors"
+    with store.open_file(name) as file:
+        content = bytearray(file.read())
+    content[-1] ^= 1
+    store.write_file(name, bytes(content))
+
+
+def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before each Register of a slave that waits; the master is not told that it is there, and has it replaced."""
+    written(tmp_path / "s", V1)
+    store, read, meter = MirrorStore(url, "r", "s"), [0], WorkMeter()
+    mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+    rot(store, V1)
+    shutil.move(tmp_path / "s" / str(V1), tmp_path / "kept")
+    passed = mirror_copy._pass
+
+    def count(source: Any, target: Any, nbytes: int, where: str, moved: mirror_copy.Moved) -> str:
+        read[0] += nbytes
+        return passed(source, target, nbytes, where, moved)
+
+    monkeypatch.setattr(mirror_copy, "_pass", count)
+    mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, time.monotonic, meter)
+    first = mirror.restore(())
+    assert first.versions == () and "expected xxh3-128" in first.reason
+    once = read[0]
+    assert meter.nbytes == once > 0, "a restore that takes minutes is seen to work"
+    for _ in range(3):
+        assert "its bytes are not its digests'" in mirror.restore(()).reason
+        assert mirror.report() == MirrorReport(())
+    assert read[0] == once
+    shutil.move(tmp_path / "kept", tmp_path / "s" / str(V1))
+    mirror.start()
+    mirror.want((V1,))
+    until(lambda: mirror.report().held == (V1,))
+    mirror.close()
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    assert mirror.restore(()).versions == (V1,), "the new copy is another one"
+
+
+def test_a_version_below_a_newer_one_is_brought_back_when_the_master_asks(url: str, tmp_path: Path) -> None:
+    """Nothing else that is older than the disk is."""
+    written(tmp_path / "s", V1, V2, V3)
+    store = MirrorStore(url, "r", "s")
+    for version in (V1, V2):
+        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+        shutil.rmtree(tmp_path / "s" / str(version))
+    assert kept(tmp_path, url).restore((V3,)).versions == ()
+    assert kept(tmp_path, url).restore((V3,), (V2,)).versions == (V2,)
+    assert kept(tmp_path, url).restore((V2, V3), (V2,)).versions == ()
+    assert {path.name for path in (tmp_path / "s").glob("*@*")} == {str(V2), str(V3)}
 
 
 def test_a_mirror_that_comes_back_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

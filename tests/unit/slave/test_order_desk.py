@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
-from dips.errors import Busy, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
+from dips.errors import Busy, BusyDisk, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
 from dips.ids import PushId, VersionId
-from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Retire
+from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Ping, Retire
 from dips.protocol.events import Done, Persisted, PushRefused, PushStaged
+from dips.protocol.heartbeats import MOST_WAITS, OrderWait
 from dips.slave.actions import (
     AnswerOrder,
     BeginDiskOrder,
@@ -129,7 +130,7 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
 
 def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> None:
     """An Apply that finds the disk busy is no failure of the Apply; without a writer its deadline holds."""
-    desk, busy = OrderDesk(TIMING), Busy("the snapshot of v1@r1 is being written")
+    desk, busy = OrderDesk(TIMING), BusyDisk("the snapshot of v1@r1 is being written")
     desk.take_order(1, order(1, Persist(V1)), 0.0)
     desk.on_disk_order_begun(1, write, 0.1)
     desk.take_order(2, order(2, DropPush(P1, "")), 0.2)
@@ -138,6 +139,37 @@ def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> 
     assert isinstance(ending, EndDiskOrder)
     desk.on_disk_order_ended(ending, None, 51.0)
     assert work_of(desk.on_executed(2, busy, 52.0)) == [AnswerOrder(2, busy)]
+
+
+def test_what_waits_for_the_disk_is_told_and_nothing_else() -> None:
+    """A snapshot being written, a deletion behind it, an Apply that needs it done: until each of them is answered."""
+    desk = OrderDesk(TIMING)
+    persist, retire, apply, opening = (
+        order(1, Persist(V1)), order(2, Retire((V1,))), order(3, Ping()), order(4, OpenPush(P1, 1, 60.0)),
+    )  # fmt: skip
+    for ticket, given in enumerate((persist, retire, apply, opening), 1):
+        desk.take_order(ticket, given, float(ticket))
+    desk.on_executed(3, BusyDisk("the snapshot is being written"), 4.0)
+    desk.on_executed(4, FULL, 4.0)
+    told = [OrderWait(1, "Persist", 9.0), OrderWait(2, "Retire", 8.0), OrderWait(3, "Ping", 7.0)]
+    assert desk.list_waits(10.0) == tuple(told)
+    desk.on_disk_order_begun(1, write, 10.0)
+    desk.on_disk_order_ended(EndDiskOrder(1, persist, PERSISTED), None, 11.0)
+    assert [wait.number for wait in desk.list_waits(11.0)] == [2, 3]
+    for number in range(5, 5 + 2 * MOST_WAITS):
+        desk.take_order(number, order(number, Persist(V1)), 12.0)
+    assert [wait.number for wait in desk.list_waits(13.0)][:2] == [2, 3] and len(desk.list_waits(13.0)) == MOST_WAITS
+
+
+def test_only_who_waits_for_the_disk_waits_as_long_as_it_works() -> None:
+    """A push that finds no slot while a snapshot is written is refused before its deadline: its cluster trains on."""
+    desk = OrderDesk(TIMING)
+    desk.take_order(1, order(1, Persist(V1), 300.0), 0.0)
+    for ticket, found in ((2, FULL), (3, BusyDisk("the snapshot is being written"))):
+        desk.take_order(ticket, order(ticket, OpenPush(P1, 1, 60.0)), 0.0)
+        desk.on_executed(ticket, found, 7.9)
+    assert desk.next_deadline() == 8.4
+    assert work_of(desk.tick(8.4)) == [ExecuteOrder(3, order(3, OpenPush(P1, 1, 60.0)))]
 
 
 # ---- reports -------------------------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ class RegistrationRig:
     def __init__(self) -> None:
         self.standing = Standing(7, 1, GENESIS, (), 0, 0)
         self.registration = Registration(WHO, TIMING, lambda registered: None, Random(1))
-        self.heartbeats = Heartbeats(WHO, TIMING, self.registration, lambda: self.standing, tuple, Meters)
+        self.heartbeats = Heartbeats(
+            WHO, TIMING, self.registration, lambda: self.standing, tuple, Meters, lambda now: ()
+        )
 
     def answer(self, order: SlaveOrder, followed: Followed | Unfollowed, now: float) -> list[SlaveAction]:
         """The whole way from a Register to the shard's report; what follows from it."""
@@ -125,6 +127,26 @@ def test_a_slave_that_serves_nothing_looks_into_its_mirror_before_each_register(
     assert registration.on_described(now, 2.0) == [RestoreFromMirror(now.complete)]
     (call,) = registration.on_described(replace(now, memory=v2), 2.0)
     assert isinstance(call, CallMaster)
+
+
+def test_one_that_serves_looks_for_what_the_master_asks() -> None:
+    """Once before each Register, until the answer asks no more; a mirror that fails keeps nobody from registering."""
+    registration, v2 = with_mirror(), VersionId(2, 5)
+    serving = replace(SAID, memory=VersionId(3, 6))
+    (call,) = registration.on_described(serving, 0.0)
+    registration.on_registered(registered(RegisterLater(1.0, "v2 is lacking", (v2,))), 0.0)
+    registration.on_followed(Followed.WAITS, 0.0)
+    assert registration.tick(1.0) == [DESCRIBE]
+    (look,) = registration.on_described(serving, 1.0)
+    assert look == RestoreFromMirror((), (v2,))
+    told, describe = registration.on_restored(look, FailedMirror("it is away"), 1.0)
+    assert isinstance(told, WriteLog) and describe == DESCRIBE
+    (call,) = registration.on_described(serving, 1.0)
+    assert isinstance(call, CallMaster) and call.message.reason == "it is away"
+    registration.on_registered(registered(Hold()), 1.0)
+    registration.on_followed(Followed.SERVES, 1.0)
+    registration.request_again(registration.number, 2.0)
+    assert isinstance(registration.on_described(serving, 2.0)[0], CallMaster)
 
 
 def test_with_an_empty_disk_and_a_mirror_that_fails_it_does_not_register() -> None:

@@ -188,7 +188,7 @@ class RunningSlave:
         master: ScriptedMaster,
         thread: ThreadPoolExecutor,
         prepare: Callable[[Registered], None],
-        restore: Callable[[tuple[VersionId, ...]], Restored] | None,
+        restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] | None,
     ) -> None:
         self.mirror = None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
@@ -233,7 +233,7 @@ class RunningSlave:
 async def living(
     master: ScriptedMaster,
     prepare: Callable[[Registered], None] = lambda _: None,
-    restore: Callable[[tuple[VersionId, ...]], Restored] | None = None,
+    restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] | None = None,
 ) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
         incarnation = RunningSlave(master, thread, prepare, restore)
@@ -264,7 +264,7 @@ async def test_it_registers_when_its_mirror_was_looked_at() -> None:
     found: list[Restored | Exception] = [FailedMirror("gone"), Restored((), "is it mounted?")]
     gate = threading.Event()
 
-    def restore(on_disk: tuple[VersionId, ...]) -> Restored:
+    def restore(on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
         if not found:
             gate.wait(10)
             return Restored(())

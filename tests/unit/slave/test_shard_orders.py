@@ -37,6 +37,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.slave import order_fences
 from dips.slave.open_transfers import StagedReport
+from dips.slave.order_fences import OrderFences
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out, read_prepared
 
 # ---- a whole round ---------------------------------------------------------------------------------------------------
@@ -157,8 +158,28 @@ def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.Mo
     slave.order(DropPush(P1, ""))
     for _ in range(3):
         slave.order(Ping())
-    with pytest.raises(StaleTerm, match="older than the last"):
+    with pytest.raises(Stale, match="older than the last") as raised:
         slave.shard.execute_order(first)
+    assert raised.type is Stale, "a later master would be told by StaleTerm, and ours would end"
+
+
+def test_an_order_that_is_busy_for_long_is_not_taken_for_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader holds an Apply up while the others are ordered more than a slave remembers: it is carried out yet.
+
+    It was answered StaleTerm, which ends the master.
+    """
+    monkeypatch.setattr(order_fences, "REMEMBERED", 3)
+    fences = OrderFences("s")
+    fences.see_term(1, "Registered")
+    apply = Order("s", 0, 1, 1, Apply(5, VersionId(5, 5), nesterov_step(1.0, 1.0, 0.0)), 300.0)
+    assert fences.admit_order(apply) is None
+    for number in range(2, 12):
+        ping = Order("s", 0, 1, number, Ping(), 10.0)
+        assert fences.admit_order(ping) is None
+        fences.remember_answer(ping, Done())
+    assert fences.admit_order(apply) is None
+    fences.remember_answer(apply, Done())
+    assert fences.admit_order(apply) == Done()
 
 
 def test_orders_of_a_round_that_is_over_are_stale() -> None:

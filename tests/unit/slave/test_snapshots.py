@@ -242,6 +242,25 @@ def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
     snapshots.close()
 
 
+def test_each_deletion_is_told_as_work(tmp_path: Path) -> None:
+    """A mirror that has caught up lets ten of 50 GB go at once: a slave that deletes is told from one that hangs."""
+    snapshots, seen = opened(tmp_path / "s"), list[int]()
+    for version in (V1, V2):
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    rmtree = shutil.rmtree
+
+    def remove(path: Path) -> None:
+        seen.append(snapshots._meter.nbytes)
+        rmtree(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        snapshots.delete_snapshots((V1, V2))
+    seen.append(snapshots._meter.nbytes)
+    assert len(seen) == 3 and seen[0] < seen[1] < seen[2]
+    snapshots.close()
+
+
 def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
     """A slow reader keeps the bytes of a version that is retired, replaced or deleted under it
     (docs/rationale.md#19)."""

@@ -60,7 +60,7 @@ def test_the_cosine_to_the_momentum_is_known_from_the_second_version_on(made: Em
     assert together.cosines[0] > 0 > made.cosines[0]  # who pushes alone meets a θ that has overshot its base
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("fragments", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_aligned_clusters_that_train_on_meet(fragments: int) -> None:
     """Inner steps longer than anybody waits, at whose ends alone the ranks look at push and pull."""
     members = replace(fleet(4.0, 4.7, 6.0, pace="aligned", inner_steps=32), overlap=True, fragments=fragments)
@@ -123,7 +123,9 @@ def test_all_gated_ends_in_bounded_time() -> None:
     assert not made.finished and made.tokens == 0 and gates.bad_gated == gates.bad > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in ("nan", "sign") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
 def test_bad_data_is_pushed_and_counted(kind: str) -> None:
     """In the middle third of the cluster's own steps, and nowhere else."""
     made, gates = emulated(fleet(1.0, 1.2, 1.5, fault=None) if not kind else _with_fault(kind), steps=240)

@@ -20,6 +20,7 @@ def cluster(state: str, reason: str, **more: Any) -> dict[str, Any]:
         "staleness": 0,
         "base": "v41@r43",
         "tokens_accepted": 52_000_000,
+        "last_push_steps": 64,
     }
     return {"state": state, "reason": reason, "inner_steps": 2624, "loss": 2.5, "bytes_per_s": 2.5e7, **numbers, **more}
 
@@ -36,6 +37,7 @@ STATUS: dict[str, Any] = {
     "head": "v41@r43",
     "progress": {"tokens": 208_000_000, "tokens_target": 1_000_000_000},
     "rounds": {"applied": 41, "unchanged": 0, "skipped": 2},
+    "met": {"all": 17, "versions": 20},
     "round": {"round": 44, "state": "collecting", "reason": "1 committed, closes in 0.4 s"},
     "ranges": {"total": 4096, "settled": 812, "leased": 8, "free": 3276},
     "clusters": {
@@ -54,17 +56,17 @@ STATUS: dict[str, Any] = {
 
 SHOT = """\
 llama-1b  head v41@r43  term 2  208.00M tokens (21%)
-rounds: 41 applied, 0 unchanged, 2 skipped
+rounds: 41 applied, 0 unchanged, 2 skipped; 17 of the last 20 with all clusters
 round: r44 collecting: 1 committed, closes in 0.4 s
 data: 812 settled, 8 leased, 3276 free of 4096 ranges
 clusters
-cluster  state       loss  tokens     base  stale  acc/gate/skip  steps  MB/s
-berlin   training   2.500  52.00M  v41@r43      0         40/0/1   2624  25.0
-oslo     crashing       –  52.00M  v41@r43      0         40/0/1   2624  25.0
+cluster  state       loss  tokens     base  stale  acc/gate/skip  H/steps  MB/s
+berlin   training   2.500  52.00M  v41@r43      0         40/0/1  64/2624  25.0
+oslo     crashing       –  52.00M  v41@r43      0         40/0/1  64/2624  25.0
   crashing, 4 of 10, exit 1, last line: ValueError: no such file:
   corpus/ranges/0007.bin
-tokyo    committed  2.500  52.00M  v39@r41      2         40/0/1   2624  25.0
-zurich   gone       2.500  52.00M  v41@r43      0         40/0/1   2624  25.0
+tokyo    committed  2.500  52.00M  v39@r41      2         40/0/1  64/2624  25.0
+zurich   gone       2.500  52.00M  v41@r43      0         40/0/1  64/2624  25.0
   crashed too often: 11 times, max_restarts is 10 in 86400 s: exit 1
 slaves
 slave  state  version  slots  mirror    pool MB  persist s  in MB  out MB
@@ -100,6 +102,19 @@ def test_watch_fits_and_says_how_many_more() -> None:
     assert len(text.splitlines()) <= 17
     assert "oslo" in text and "ps2" in text and text.count("more") == 2
     assert drawn(FittedStatus(STATUS)) == SHOT
+
+
+def test_clusters_that_cannot_meet_are_named() -> None:
+    """Windows that heartbeats cannot steer are said, and nothing is said where there is nothing to meet."""
+    warning = "windows every 1.4 s are too short"
+    assert f"pace: {warning}" in drawn(render_status({**STATUS, "pace_warning": warning}))
+    alone = {**STATUS, "clusters": {"berlin": STATUS["clusters"]["berlin"]}}
+    assert "all clusters" not in drawn(render_status(alone))
+
+
+def test_a_cluster_that_said_goodbye_is_not_called_gone() -> None:
+    text = drawn(render_status({**STATUS, "clusters": {"berlin": cluster("gone", "left")}}))
+    assert "berlin   left " in text and "gone" not in text
 
 
 def test_history_in_80_columns() -> None:
@@ -152,21 +167,21 @@ ROUNDS = [
 
 HISTORY = """\
 rounds
-round  ended     version   loss  tokens   s  stale     ‖δ‖
-r40    applied   v38@r40  2.500   5.20M   –      0  0.0123
+round  ended     version   loss  tokens  seconds  stale     ‖δ‖
+r40    applied   v38@r40  2.500   5.20M        –      0  0.0123
   parent: v37@r39
   from: berlin, oslo
-r41    applied   v39@r41  2.500   5.20M  75      2  0.0123
+r41    applied   v39@r41  2.500   5.20M       75      2  0.0123
   from: tokyo, zurich (gated: norm 9 above the hard cap 2)
-r42    skipped   –            –       0  75      –       –
+r42    skipped   –            –       0       75      –       –
   from: berlin (skipped: x)
   skipped: ps2 was lost: silent for 10.2 s
-r43    applied   v40@r43      –   5.20M  75      0  0.0123
+r43    applied   v40@r43      –   5.20M       75      0  0.0123
   parent: v39@r41
   from: berlin
-–      extended  –            –       –   –      –       –
+–      extended  –            –       –        –      –       –
   until 2,000,000,000 tokens or 500 versions or 2 epochs of its data; it was
   finished at v40@r43 and goes on
-r44    applied   v41@r44  2.250   5.20M  75      0  0.0123
+r44    applied   v41@r44  2.250   5.20M       75      0  0.0123
   from: berlin
 """

@@ -44,6 +44,18 @@ def test_a_flooder_empties_its_own_bucket() -> None:
     assert len(gate._peers) == limits.MOST_PEERS
 
 
+def test_new_peers_do_not_give_a_flooder_its_calls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has been silent longest is forgotten for a new peer, never the one that calls all the time."""
+    monkeypatch.setattr(limits, "MOST_PEERS", 3)
+    gate = CallLimits(MASTER_LIMITS, now=0.0)
+    while not gate.find_excess("eve", 0.0):
+        pass
+    for peer in ("west", "east", "north", "south"):
+        assert not gate.find_excess(peer, 0.0)
+        assert gate.find_excess("eve", 0.0), f"eve begins anew after {peer} came"
+    assert list(gate._peers) == ["north", "south", "eve"]
+
+
 def test_all_together_are_bounded() -> None:
     gate = CallLimits(MASTER_LIMITS, now=0.0)
     said = [gate.find_excess(f"eve-{i}", 0.0) for i in range(int(limits.CALLS_AT_ONCE) + 10)]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from dips.client.ipc.messages import (
     AskAgain,
     Attached,
+    Detach,
     ErrorReply,
+    Noted,
     PullWanted,
     PushMoved,
     RangeGiven,
     RangeWanted,
     Stepped,
 )
+from dips.dataclass import replace
+from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted
@@ -75,6 +81,21 @@ def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
     play.check_consumed(10)
     older = play.send(play.attach(restart=0, pid=7))
     assert isinstance(older, ErrorReply) and older.error == "StaleIncarnation"
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_process_that_begins_anew_is_a_new_attempt(play: Play, detaches: bool) -> None:
+    """A second OuterLoop of one process, after the first was closed or left open: it pulls, and counts from there."""
+    play.begin()
+    play.step(2)
+    if detaches:
+        assert play.send(Detach(1)) == Noted()
+    again = replace(play.attach(), process="7/2")
+    assert play.send(again) == Attached(2, 0.0) and play.s.trainer.base is None
+    play.number = count(1)  # it numbers its own questions
+    play.pull(GENESIS)
+    assert play.send(Stepped(2, 10, 2.0)) is None
+    play.check_consumed(30)
 
 
 def test_rank_0_moves_to_another_host(play: Play) -> None:

@@ -73,6 +73,8 @@ def test_resumed_in_a_new_incarnation(play: Play) -> None:
     other.reply(Ranges((5, 6, 7), False), Channel.RANGES)
     assert isinstance(other.send(Resume(1, found)), Resumed)
     assert other.s.account.carried.ranges == (5,)
+    assert other.s.account.lost == 0, "what the checkpoint brings was not lost in this incarnation"
+    other.check_consumed(40)
     assert other.send(RangeWanted(1, 1)) == RangeGiven(6)
 
 

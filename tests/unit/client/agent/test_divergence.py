@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dips.client.agent.divergence import MOST_RESETS
 from dips.client.agent.phases import SyncPhase
 from dips.client.ipc.messages import AskAgain, ErrorReply, PullMoved, PullNow, PushMoved
+from dips.errors import Diverged, treatment_of
 from dips.protocol.effects import Acknowledged, Committed
 from dips.protocol.enums import DivergencePolicy, OutcomeKind
 from dips.protocol.events import PullRequested, PushAborted
@@ -24,6 +26,13 @@ def diverge(play: Play, policy: DivergencePolicy) -> tuple[PushMoved, object]:
     return moved, play.send(moved)
 
 
+def end_pull(play: Play, question: PushMoved) -> None:
+    order = play.send(question)
+    assert isinstance(order, PullNow)
+    play.send(PullMoved(1, next(play.number), order.seq, True, "", 100))
+    play.reply(Acknowledged())
+
+
 def test_a_diverged_model_is_replaced_by_the_head() -> None:
     """What it trained is lost, the push is aborted as diverged, and the ranks wait for the pull that follows."""
     play = Play()
@@ -37,6 +46,33 @@ def test_a_diverged_model_is_replaced_by_the_head() -> None:
     play.reply(grant(V1))
     order = play.send(moved)
     assert isinstance(order, PullNow) and not order.merge
+
+
+@pytest.mark.parametrize("finite_between", [False, True])
+def test_a_model_that_diverges_from_each_pull_ends_its_job(finite_between: bool) -> None:
+    """NaN from the first step: the accelerators are given back after some resets. One finite push ends a row."""
+    play = Play()
+    play.begin()
+    for number in range(MOST_RESETS + 1):
+        assert not play.stops
+        play.step(3)
+        if finite_between and number == MOST_RESETS:
+            pushed = play.push_until_committed()
+            play.reply(outcome(OutcomeKind.GATED))
+            end_pull(play, pushed)
+            play.step(3)
+        seq = play.push_until_granted().seq
+        moved = PushMoved(1, next(play.number), seq, False, NAN, 0, diverged=True)
+        answer = play.send(moved)
+        play.reply(Acknowledged())
+        if isinstance(answer, AskAgain):
+            play.reply(grant(V1))
+            end_pull(play, moved)
+    if finite_between:
+        assert not play.stops
+    else:
+        assert isinstance(answer, ErrorReply) and answer.error == "Diverged" and "6 times in a row" in answer.message
+        assert [stop.code for stop in play.stops] == [treatment_of(Diverged()).exit_code]
 
 
 @pytest.mark.parametrize(("policy", "stops"), [(DivergencePolicy.RESTART, 0), (DivergencePolicy.STOP, 1)])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dips.client.agent.error_tail import LINE_CHARS, TAIL_BYTES, ErrorTail, last_line
+from dips.client.agent.error_tail import LINE_CHARS, TAIL_BYTES, ErrorTail, find_cause
 
 TORCHRUN = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -35,7 +35,56 @@ train.py FAILED
     ],
 )
 def test_the_last_line_is_the_error_itself(text: str, line: str) -> None:
-    assert last_line(text) == line
+    assert find_cause(text) == line
+
+
+VICTIM = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50048. GLHF!\n"
+BUG = "[rank1]: ValueError: user's bug\n"
+WRONG = "[rank1]: dips.errors.ConfigError: c.yaml: pace: unknown key\n"
+
+
+def page(rank: int, exitcode: str = "1") -> str:
+    """What torchrun prints last."""
+    return f"""torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+bug.py FAILED
+Failures:
+[1]:
+  rank      : {1 - rank} (local_rank: {1 - rank})
+  exitcode  : -15 (pid: 2706)  (SIGTERM)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-24_00:30:24
+  host      : localhost
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {exitcode} (pid: 2707)
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (BUG + VICTIM + page(1), "ValueError: user's bug"),
+        (VICTIM + BUG + page(1), "ValueError: user's bug"),
+        (BUG + VICTIM + page(0), "ValueError: user's bug"),  # it looked too late, and saw rank 0 first
+        (BUG + VICTIM, "ValueError: user's bug"),  # torchrun itself was killed
+        (BUG + "[rank0]: KeyError: 'x'\n" + page(1), "ValueError: user's bug"),
+        (BUG + "[rank0]: KeyError: 'x'\n" + page(0), "KeyError: 'x'"),
+        (WRONG + VICTIM + page(1), WRONG.removeprefix("[rank1]: ").strip()),
+        (VICTIM + page(1, "-9"), "rank 1 was killed by SIGKILL (out of memory?)"),
+        (VICTIM + page(1, "-64"), "rank 1 was killed by SIGRTMAX"),
+        (VICTIM + page(0), VICTIM.removeprefix("[rank0]: ").strip()),
+    ],
+)
+def test_the_cause_is_that_of_the_rank_that_failed_first(text: str, cause: str) -> None:
+    """What others raised for it, a connection that was closed, is usually printed later."""
+    assert find_cause(text) == cause
+
+
+def test_the_source_line_below_a_warning_is_not_the_cause() -> None:
+    text = "starting\ntrain.py:69: UserWarning: the checkpoint is overtaken\n  self._resume(self.outer, held)\n"
+    assert find_cause(text).endswith("UserWarning: the checkpoint is overtaken")
 
 
 def test_output_is_passed_on_and_its_end_kept(capfd: pytest.CaptureFixture[str]) -> None:

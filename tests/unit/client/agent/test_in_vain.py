@@ -6,7 +6,7 @@ import pytest
 
 from dips.client.agent.heartbeats import build_heartbeat
 from dips.client.agent.in_vain import NO_STEP_S
-from dips.client.ipc.messages import PullMoved, PullNow, Remarked, Stepped
+from dips.client.ipc.messages import ErrorReply, PullMoved, PullNow, PushMoved, Remarked
 from dips.protocol.effects import Acknowledged
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.heartbeats import NOTE_CHARS
@@ -26,7 +26,10 @@ def remarks(play: Play) -> list[str]:
 def settle(play: Play, kind: OutcomeKind) -> None:
     """A push of H steps is settled."""
     play.step(H)
-    moved = play.push_until_committed()
+    end_push(play, play.push_until_committed(), kind)
+
+
+def end_push(play: Play, moved: PushMoved, kind: OutcomeKind) -> None:
     play.reply(outcome(kind))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow)
@@ -48,20 +51,32 @@ def test_a_script_that_never_calls_step(play: Play) -> None:
     assert note(play) == ""
     for play.now in (NO_STEP_S, NO_STEP_S + 50):
         play.do(play.core.tick(play.now))
-    assert note(play) == "no inner step reported in 120 s: call outer.step(tokens=…) after each optimizer step"
+    assert note(play) == "no inner step reported in 120 s: call outer.step(local_tokens=…) after each optimizer step"
     assert len(remarks(play)) == 1
     play.step()
     assert note(play) == ""
 
 
-def test_a_step_without_tokens(play: Play) -> None:
-    play.send(Stepped(1, 0, 2.0))
-    play.send(Stepped(1, 0, 2.0))
-    assert (
-        note(play).startswith("outer.step(tokens=0): give the tokens of the whole cluster") and len(remarks(play)) == 1
-    )
-    play.step()
+def test_steps_that_never_bring_tokens_end_the_job(play: Play) -> None:
+    """At the first push, with what to pass; starting it again would not help."""
+    play.step(H, tokens=0)
+    answer = play.send(play.want_push())
+    assert isinstance(answer, ErrorReply) and answer.error == "ConfigError"
+    assert answer.message.startswith(f"{H} inner steps and no tokens: give outer.step(local_tokens=…)")
+    assert [stop.code for stop in play.stops] == [78]
+
+
+def test_a_push_without_tokens_is_remarked(play: Play) -> None:
+    """Until one brings some; a step without them is none of a person's business."""
+    settle(play, OutcomeKind.ACCEPTED)
+    play.step(H, tokens=0)
     assert note(play) == ""
+    moved = play.push_until_committed()
+    assert note(play).startswith("its push brings no tokens: give outer.step(local_tokens=…)")
+    end_push(play, moved, OutcomeKind.GATED)
+    play.step(1)
+    play.push_until_granted()
+    assert "no tokens" not in note(play)
 
 
 def test_a_gated_push_says_why_until_one_is_accepted(play: Play) -> None:

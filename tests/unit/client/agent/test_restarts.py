@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dips.client.agent.heartbeats import build_heartbeat
-from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand
+from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand, describe_crash
+from dips.client.agent.state import Crash
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
 from dips.protocol.enums import ClusterStanding
@@ -28,7 +31,9 @@ def test_a_command_that_crashes_is_launched_again_so_often() -> None:
     third = core.plan_next_launch(second, code=1, last_line="b")
     assert isinstance(third, LaunchCommand) and third.launch == 3
     end = core.plan_next_launch(third, code=137)
-    assert end == EndAgent(137, "crashed too often: 3 times, max_restarts is 2 in inf s: exit 137")
+    assert end == EndAgent(
+        137, "crashed too often: 3 times, max_restarts is 2 in inf s: exit 137, killed by SIGKILL (out of memory?)"
+    )
 
 
 def test_crashes_count_within_a_window() -> None:
@@ -100,3 +105,17 @@ def test_what_stopped_the_agent_first_is_its_exit_code() -> None:
     play.do(play.core.on_bug(RuntimeError("later")))
     end = play.core.plan_next_launch(play.core.plan_first_launch(), code=0)
     assert isinstance(end, EndAgent) and end.code == 75 and "fenced" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        (137, "exit 137, killed by SIGKILL (out of memory?)"),
+        (143, "exit 143, killed by SIGTERM"),
+        (134, "exit 134, killed by SIGABRT, last line: std::bad_alloc"),
+        (1, "exit 1, last line: std::bad_alloc"),
+    ],
+)
+def test_who_is_killed_has_not_said_why(code: int, shown: str) -> None:
+    """The last line of a process that SIGKILL ended is any line; one that aborts has said why."""
+    assert describe_crash(Crash(0.0, code, "std::bad_alloc", stepped=True)) == shown

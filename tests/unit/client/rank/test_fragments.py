@@ -69,6 +69,16 @@ def test_a_fragment_has_arrived_when_those_before_it_have():
     assert gate.arrived == 3
 
 
+def test_an_empty_fragment_arrives_when_it_is_open():
+    """A rank that has no piece of the second of three: neither it nor the first after it is merged before its time."""
+    values = np.zeros(8, np.float32)
+    gate = FragmentGate(((0,), (1,), (2,)), [Piece(0, 0, 0, 8, values), Piece(2, 0, 0, 8, values)])
+    gate.record_arrived(0, 8)
+    assert gate.arrived == 1
+    gate.open_next()
+    assert gate.arrived == 2
+
+
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.rank.inner_optimizers import InnerOptimizers
-from dips.errors import ConfigError
+from dips.client.rank.inner_optimizers import UNSEEN_STEPS, InnerOptimizers
+from dips.errors import ConfigError, LocalProtocolError
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,3 +81,47 @@ def test_one_optimizer_is_followed() -> None:
     watched.close()
     step(model, first)
     assert seen == [1, 2]
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: an Optimizer by inheritance, which forwards `step` to the one it wraps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapper_that_is_an_optimizer_itself_is_followed() -> None:
+    """accelerator.prepare(optimizer): torch's hooks are called with what it wraps."""
+    model, seen = nn.Linear(3, 2), list[int]()
+    prepared = Accelerated(torch.optim.SGD(model.parameters(), 0.1))
+    watched = InnerOptimizers([model])
+    watched.follow_steps(prepared, lambda: seen.append(watched.steps))
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        prepared.step()
+    watched.close()
+    assert seen == [1, 2, 3]
+
+
+def test_following_an_optimizer_that_never_steps_ends() -> None:
+    """Another trains the model meanwhile, so the cluster would train alone; one of other parameters is no sign."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    idle, busy, others = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, model, other))
+    watched = InnerOptimizers([model])
+    watched.follow_steps(idle, lambda: None)
+    for _ in range(UNSEEN_STEPS + 1):
+        step(other, others)
+    for _ in range(UNSEEN_STEPS - 1):
+        step(model, busy)
+    with pytest.raises(LocalProtocolError, match=r"SGD has stepped 16 times.*not once"):
+        step(model, busy)
+    watched.close()
+    watched = InnerOptimizers([model])
+    watched.follow_steps(idle, lambda: None)
+    step(model, idle)
+    for _ in range(UNSEEN_STEPS + 1):
+        step(model, busy)
+    watched.close()

@@ -29,8 +29,9 @@ V1, V2 = VersionId(1, 1), VersionId(2, 2)
 class ScriptedAgent:
     """Answers questions in the order of a script, and keeps every message but reports of progress."""
 
-    def __init__(self, path: Path, *answers: Answer) -> None:
+    def __init__(self, path: Path, *answers: Answer, connections: int = 1) -> None:
         self.messages: list[messages.Message] = []
+        self._connections = connections  # one after the other
         self._answers = list(answers)
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(path))
@@ -39,6 +40,10 @@ class ScriptedAgent:
         self._thread.start()
 
     def _serve(self) -> None:
+        for _ in range(self._connections):
+            self._serve_connection()
+
+    def _serve_connection(self) -> None:
         rank, _ = self._server.accept()
         with rank, rank.makefile("rb") as stream:
             while head := stream.read(encoding.LENGTH.size):
@@ -142,3 +147,115 @@ def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.Monkey
     assert told == [
         (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "Detach",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_may_make_one_loop_after_another(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    """Trainer.train() twice, or again after it ran out of memory: an attempt of its own, and the former one ends."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    begin = (pull_now(V1, 1), TrainOn("", 1000, 0.25))
+    ends: list[Answer] = [Noted()] if closes else []
+    script = (Attached(1, 0.0), *begin, *ends, Attached(2, 0.0), *begin, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script, connections=2)
+    model = nn.Linear(3, 2)
+    optimizer, counted = torch.optim.SGD(model.parameters(), 0.1), list[int]()
+
+    def count_in(loop: int) -> int:
+        counted.append(loop)
+        return 1
+
+    first = OuterLoop(model, directory / "cluster.yaml")
+    first.follow_optimizer(optimizer, tokens=lambda: count_in(1))
+    if closes:
+        first.close()
+    with OuterLoop(model, directory / "cluster.yaml") as second:
+        second.follow_optimizer(optimizer, tokens=lambda: count_in(2))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(LocalProtocolError, match="is closed" if closes else "gave way to another"):
+            first.push()
+    agent.join()
+    assert counted == [2]
+    attached = [m.process for m in agent.messages if isinstance(m, messages.Attach)]
+    assert len(attached) == len(set(attached)) == 2
+    assert [m.attempt for m in agent.messages if isinstance(m, Stepped)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ({"checksum": 1}, "the model does not hold what the checkpoint was saved with"),
+        ({"owed.rank0": torch.zeros(1)}, "rank 0 expected 8 numbers of owed, got 1.*each rank must save its own"),
+    ],
+)
+def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, spoil: dict[str, Any], why: str
+) -> None:
+    """Before the agent resumes anything: an int8 run of which rank 0 alone saved would crash at every start."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    file = directory / "cluster.yaml"
+    keys = {**yaml.safe_load(file.read_text()), "install": "whole", "shared": {"run": "r", "codec": "int8"}}
+    file.write_text(yaml.safe_dump(keys))
+    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    again = (pull_now(V2, 2), TrainOn("", 1000, 0.25), Noted())
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), saved, *again)
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        state = outer.state_dict()
+        with pytest.warns(UserWarning, match=f"OuterLoop: .*{why}"):
+            told = outer.load_state_dict({**state, **spoil})
+        assert told.endswith("pulled v2@r2") and outer.version == V2
+    agent.join()
+    assert [m.text for m in agent.messages if isinstance(m, messages.Remarked)] == [told]
+    assert not any(isinstance(m, messages.Resume) for m in agent.messages)
+
+
+def take_steps(outer: OuterLoop) -> None:
+    for _ in range(2):
+        outer.step(local_tokens=4)
+
+
+def test_buffers_that_train_and_are_not_shared_are_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first look after a step: a warning, and for `dips status`."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    script = (
+        Attached(1, 0.0),
+        pull_now(V1, 1),
+        TrainOn("", 1, 0.25),
+        TrainOn("", 1, 0.25),
+        TrainOn("", 1, 0.25),
+        Noted(),
+    )
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    model = nn.BatchNorm1d(3)
+    with OuterLoop(model, directory / "cluster.yaml") as outer:
+        model(torch.randn(4, 3))
+        with pytest.warns(
+            UserWarning, match="running_mean, running_var: buffers that train and are not shared"
+        ) as told:
+            take_steps(outer)
+        assert len(told) == 1
+    agent.join()
+    assert len([m for m in agent.messages if isinstance(m, messages.Remarked)]) == 1
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_a_parameter_that_trains_and_is_not_shared_ends_the_job(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Gradual unfreezing, or a layer more: before the next push; one that is frozen later is none."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    agent = ScriptedAgent(directory / "agent.sock", Attached(1, 0.0), pull_now(V1, 1), *[TrainOn("", 1, 0.25)] * 2)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    outer = OuterLoop(torch.compile(model, backend="eager"), directory / "cluster.yaml")
+    model[0].bias.requires_grad_(False)
+    outer.step(local_tokens=4)
+    model[1].requires_grad_(True) if how == "unfrozen" else model.append(nn.Linear(2, 2))
+    expected = f"{1 if how == 'unfrozen' else 2}.bias: a parameter that was unfrozen or added"
+    with pytest.raises(ConfigError, match=expected):
+        outer.step(local_tokens=4)
+    outer.__exit__(ConfigError, None, None)
+    agent.join()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import HostMemory, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
@@ -202,3 +202,27 @@ def test_a_model_that_is_not_finite_is_not_pushed(slaves: FakeSlaves) -> None:
     result = rank.transfers.begin_push(rank.request(GENESIS, 0, "fp32")).wait(5)
     assert (result.ok, result.diverged) == (False, True) and "is not finite on rank 0" in result.reason
     assert not slaves.pushed
+
+
+def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank) -> None:
+    """Before anything is asked for it: what is lacking, by name; what is there beyond is passed over."""
+    saved = indebted.transfers.checkpoint_tensors()
+    assert indebted.transfers.find_misfit({**saved, "other": torch.zeros(3)}) == ""
+    numel = saved["owed"].numel()
+    lacking = {"base": saved["base"]}
+    assert indebted.transfers.find_misfit(lacking) == f"rank 0 expected {numel} numbers of owed, got None"
+    short = {**saved, "base": saved["base"][1:]}
+    assert indebted.transfers.find_misfit(short) == f"rank 0 expected {numel} numbers of base, got {numel - 1}"
+    assert TransferRank(codec="fp32").transfers.find_misfit({}) == ""
+    indebted.transfers.restore_tensors(V1, saved)
+    assert np.array_equal(indebted.owed(), saved["owed"].numpy())
+
+
+def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
+    """Two pulls and no step between, the second breaks: every parameter is the first version's, none is older."""
+    rank = TransferRank(LazyMemory, codec="fp32")
+    slaves.theta = 1.0
+    rank.pull(V1)
+    slaves.theta, slaves.fails_at = 2.0, 1
+    assert not rank.transfers.begin_pull(rank.request(V2, 0, "fp32")).wait(5).ok
+    assert all((p == 1.0).all() for p in rank.model.parameters())

@@ -1,0 +1,47 @@
+"""A digest of the parameters that a model does not train, the same in every layout: adapters belong to one base.
+
+One element of each, its first, as rank 0 holds it, rounded to bf16 as bases are often loaded. Not known, and then not
+compared, where ranks hold different parameters (a pipeline) or the base is held in other types (quantized).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dips.client.parallel.tensors import plain_name
+from dips.client.rank.collectives import JobCollectives
+
+COMPARED = (torch.float32, torch.bfloat16)  # of a base in bf16 both hold the same
+UNKNOWN = ""
+
+
+@torch.no_grad()
+def digest_frozen(parts: Sequence[nn.Module], collectives: JobCollectives) -> str:
+    """SHA-256 of names and first elements; UNKNOWN if there are none, or if they cannot be compared. Collective."""
+    frozen = {plain_name(name): p for part in parts for name, p in part.named_parameters() if not p.requires_grad}
+    by_rank = collectives.all_gather(hashlib.sha256("\n".join(sorted(frozen)).encode()).digest())
+    if len(set(by_rank)) > 1:
+        return UNKNOWN
+    firsts = {name: _first_element(p) for name, p in frozen.items() if p.numel()}
+    known = [first for first in firsts.values() if first is not None]
+    if not known or len(known) < len(firsts):
+        return UNKNOWN
+    values = [float(first.to(torch.bfloat16)) for first in known]
+    lines = sorted(f"{name} {value.hex()}" for name, value in zip(firsts, values, strict=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _first_element(parameter: torch.Tensor) -> torch.Tensor | None:
+    """None if it does not lie here, or is no number."""
+    if isinstance(parameter, DTensor):
+        if any(parameter.device_mesh.get_coordinate() or [1]):
+            return None
+        parameter = parameter.to_local()
+    if parameter.dtype not in COMPARED or not parameter.numel() or parameter.is_meta:
+        return None
+    return parameter.detach().reshape(-1)[0]

@@ -1,0 +1,210 @@
+"""The documents of a source's files, read a block at a time, each with how many bytes of its file are read by then.
+
+| a file is | told by | a document is |
+|---|---|---|
+| records | .jsonl, .ndjson, .json (an object a line), .parquet | the text under a key |
+| plain text | anything else that is UTF-8 | the file, in blocks of TEXT_BLOCK |
+
+How a file is packed, its first bytes tell: gzip, bzip2, xz, Zstandard. What is none of this is refused by name before
+anything is read, since tokens of compressed or foreign bytes look like any others.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+from dips.errors import ConfigError
+
+TEXT_BLOCK = 16 << 20  # bytes of a plain file that become one document at most
+SNIFFED = 64 << 10  # bytes of each file that are looked at before the first is read
+MOST_REPLACED = 0.001  # of a block's characters: a stray byte is forgiven, another encoding is not
+ROWS_AT_ONCE = 1024  # of a .parquet file
+NAMED = 5  # files that an error names
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PACKED = {  # first bytes, name
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+PACKED_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+_PARQUET = b"PAR1"
+_BAD_BYTES = (OSError, EOFError, lzma.LZMAError, zlib.error)
+
+Document = tuple[str, int]  # text, bytes of the file read so far
+
+
+def is_tokens(path: Path) -> bool:
+    """Whether a file holds tokens already."""
+    return path.suffix in (".npy", ".bin", ".idx")
+
+
+def check_texts(source: str, files: Sequence[Path]) -> None:
+    """Look at the beginning of each text file of a source; raise ConfigError with the names of those that are none.
+
+    Files of one source are all records or all plain text: a README beside records is not meant to be trained.
+    """
+    refused = [f"{path}: {reason}" for path in files if (reason := _refusal_of(path))]
+    if refused:
+        more = f"\n  and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+        raise ConfigError(
+            f"source {source}: {len(refused)} of {len(files)} files are no text that can be read:\n  "
+            + "\n  ".join(refused[:NAMED])
+            + more
+        )
+    kinds = {_is_records(path): path for path in files}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"source {source}: expected files of one kind, got records ({kinds[True]}) and plain text "
+            f"({kinds[False]}): name one kind by a pattern, as in {source}='{kinds[True].parent}/*{kinds[True].suffix}'"
+        )
+
+
+def read_documents(path: Path, key: str) -> Iterator[Document]:
+    """Yield the documents of one file; raise ConfigError where it cannot be read."""
+    if _first_bytes(path).startswith(_PARQUET):
+        yield from _read_parquet(path, key)
+        return
+    read = _read_json_lines if _is_records(path) else _read_blocks
+    with path.open("rb") as raw:
+        try:
+            yield from read(path, _unpack(path, raw), raw, key)
+        except _bad_bytes() as error:
+            raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
+
+
+# ---- what a file is --------------------------------------------------------------------------------------------------
+
+
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(10)
+
+
+def _packing_of(path: Path) -> str | None:
+    first = _first_bytes(path)
+    return next((name for magic, name in PACKED.items() if first.startswith(magic)), None)
+
+
+def _is_records(path: Path) -> bool:
+    return path.suffix == ".parquet" or _inner_suffix(path) in JSON_LINES
+
+
+def _inner_suffix(path: Path) -> str:
+    """The last suffix, but for one that says how the file is packed."""
+    return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
+
+
+def _refusal_of(path: Path) -> str:
+    """Why a file cannot be read as text, by a look at its beginning; empty if it can."""
+    first, said = _first_bytes(path), PACKED_SUFFIXES.get(path.suffix)
+    if (path.suffix == ".parquet") != first.startswith(_PARQUET):
+        return "its name and its first bytes do not agree whether it is Parquet"
+    if first.startswith(_PARQUET):
+        return ""
+    if said is not None and first and said != _packing_of(path):
+        return f"its name says {said}, its first bytes do not"
+    try:
+        with path.open("rb") as raw:
+            block = _unpack(path, raw).read(SNIFFED)
+    except _bad_bytes() as error:
+        return f"cannot be unpacked: {error}"
+    if _inner_suffix(path) in JSON_LINES and block.lstrip()[:1] == b"[":
+        return f"a JSON array, expected an object a line: jq -c '.[]' {path.name} > {path.stem}.jsonl"
+    return _not_text(block)
+
+
+def _not_text(block: bytes) -> str:
+    """Why bytes are not UTF-8 text; empty if they are. What was cut off at the end of the block does not count."""
+    text = block.decode(errors="replace")
+    if b"\0" in block:
+        return "expected text, got zero bytes: another encoding (iconv -t utf-8), or no text"
+    if text.count("\ufffd") > max(1, MOST_REPLACED * len(text)):
+        return "expected UTF-8, got other bytes: another encoding (iconv -t utf-8), or no text"
+    return ""
+
+
+def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    packing = _packing_of(path)
+    return cast(IO[bytes], _OPENERS[packing](raw)) if packing else raw
+
+
+def _zstd() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):  # of Python 3.14 and newer; its copy for older ones
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ConfigError("Zstandard needs the package backports.zstd: pip install 'di-ps[data]'")
+
+
+_OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
+    "bzip2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+    "zstd": lambda raw: _zstd().ZstdFile(raw),
+}
+
+
+def _bad_bytes() -> tuple[type[Exception], ...]:
+    """What unpacking raises; the error of Zstandard is known where its package is."""
+    try:
+        return (*_BAD_BYTES, _zstd().ZstdError)
+    except ConfigError:
+        return _BAD_BYTES
+
+
+# ---- one reader for each kind ---------------------------------------------------------------------------------------
+
+
+def _read_json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[Document]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text: Any = json.loads(line)[key]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: expected an object with the key {key!r}: {error!r}") from error
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}, line {number}: expected text under {key!r}, got {type(text).__name__}")
+        if text:
+            yield text, raw.tell()
+
+
+def _read_blocks(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[Document]:
+    while block := lines.read(TEXT_BLOCK):
+        block += lines.readline(TEXT_BLOCK)  # not in the middle of a line, nor of a character
+        if reason := _not_text(block):
+            raise ConfigError(f"{path}: {reason}")
+        yield block.decode(errors="replace"), raw.tell()
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[Document]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ConfigError(f"{path}: Parquet needs the package pyarrow: pip install 'di-ps[data]'") from error
+    size, row = path.stat().st_size, 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            if key not in (names := file.schema_arrow.names):
+                raise ConfigError(f"{path}: expected the column {key!r}, got {', '.join(names)} (--key)")
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=[key]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if not isinstance(text, str):
+                        found = "nothing" if text is None else type(text).__name__
+                        raise ConfigError(f"{path}, row {row}: expected text under {key!r}, got {found}")
+                    if text:
+                        yield text, size * row // file.metadata.num_rows
+    except (arrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read to its end: {error}") from error

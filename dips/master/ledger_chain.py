@@ -1,0 +1,273 @@
+"""The ledger's chain: each transaction is hashed over its rows and the hash before it, so that no bit changes unseen.
+
+`chain` has a row for each transaction: its number, what it wrote (by table: keys, and a digest of each row; 0 for one
+that it deleted), and the hash of the link before it, of its number and of that. A row is hashed as SQLite gives it
+back, its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are held against the newest
+digest. The tables themselves are hashed by the first link.
+
+What must stay true: every row of the ledger is written through ChainedRows. A ledger is verified whenever it is opened:
+first SQLite's own integrity_check of pages and indexes, which sees no value; then every row against the chain, in one
+pass. What a flipped bit may still do is cut the end of a WAL that was left by a crash: that is an older ledger, and a
+later term in the mirror or a slave that has seen more tells (docs/rationale.md#2).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice
+from operator import ge
+from typing import Any
+
+import msgpack
+import xxhash
+
+from dips.errors import CorruptLedger
+
+CHAIN, SCHEMA = "chain", "sqlite_schema"
+DELETED = 0  # in the place of a digest; a row's own is never 0
+FIRST = bytes(16)  # the hash before the first link
+MOST_LINES = 3  # of what integrity_check says
+ROWS_READ = 1_000  # at a time
+ADVICE = (
+    "this ledger is damaged. Move it away, with its -wal and -shm, and start dips-master, which restores it from "
+    "master.mirror; without a mirror put a backup in its place and run `dips-master recover`, without a backup run "
+    "`dips recover` (docs/guides/operations.md#restore)"
+)
+
+Row = tuple[Any, ...]
+
+
+class ChainedRows:
+    """Writes the rows of one transaction, and remembers which; `write_link` is its last act."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+        self._keys: defaultdict[str, dict[int, None]] = defaultdict(dict)  # by table, in the order of writing
+
+    def insert_row(self, table: str, values: Sequence[Any]) -> int:
+        """Add a row; return its rowid."""
+        return self._write_row("INSERT", table, values)
+
+    def replace_row(self, table: str, values: Sequence[Any]) -> int:
+        """Add a row in the place of the one with its key; return its rowid."""
+        return self._write_row("INSERT OR REPLACE", table, values)
+
+    def delete_rows(self, table: str) -> None:
+        """Delete all rows of a table."""
+        self._note_rows(table)
+        self.db.execute(f"DELETE FROM {table}")
+
+    def chain_all(self) -> None:
+        """Take up the tables themselves and every row that is there: of a ledger that has no chain yet."""
+        self._keys[SCHEMA][0] = None
+        for table in _list_tables(self.db):
+            self._note_rows(table)
+
+    def write_link(self) -> None:
+        """Hash what was written, as it lies in the tables now, onto the chain."""
+        if not self._keys:
+            return
+        written = [
+            [table, list(keys), [self._digest_row(table, key) for key in keys]] for table, keys in self._keys.items()
+        ]
+        newest = self.db.execute(f"SELECT number, hash FROM {CHAIN} ORDER BY number DESC LIMIT 1").fetchone()
+        number, before = newest or (0, FIRST)
+        content = msgpack.packb(written)
+        self.db.execute(
+            f"INSERT INTO {CHAIN} VALUES (?, ?, ?)", (number + 1, content, _hash_link(number + 1, before, content))
+        )
+
+    def _write_row(self, verb: str, table: str, values: Sequence[Any]) -> int:
+        key = self.db.execute(_spell_insert(verb, table, len(values)), values).lastrowid
+        assert key is not None
+        self._keys[table][key] = None
+        return key
+
+    def _note_rows(self, table: str) -> None:
+        for (key,) in self.db.execute(f"SELECT rowid FROM {table}"):
+            self._keys[table][key] = None
+
+    def _digest_row(self, table: str, key: int) -> int:
+        if table == SCHEMA:
+            return _digest_schema(self.db)
+        row = self.db.execute(f"SELECT rowid, * FROM {table} WHERE rowid = ?", (key,)).fetchone()
+        return DELETED if row is None else _digest(row)
+
+
+@cache
+def _spell_insert(verb: str, table: str, columns: int) -> str:
+    return f"{verb} INTO {table} VALUES ({','.join('?' * columns)})"
+
+
+def _digest(row: Row) -> int:
+    return xxhash.xxh3_64_intdigest(msgpack.packb(row)) or 1
+
+
+def _hash_link(number: int, before: bytes, content: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(before + number.to_bytes(8, "little") + content)
+
+
+def _list_tables(db: sqlite3.Connection) -> list[str]:
+    """All tables but the chain, in the order of their names."""
+    query = f"SELECT name FROM {SCHEMA} WHERE type = 'table' AND name NOT IN (?, 'sqlite_sequence') ORDER BY name"
+    return [name for (name,) in db.execute(query, (CHAIN,))]
+
+
+def _digest_schema(db: sqlite3.Connection) -> int:
+    """Of tables and indexes as they are spelled; pages and places in the list are SQLite's own business."""
+    return _digest(tuple(db.execute(f"SELECT type, name, tbl_name, sql FROM {SCHEMA} ORDER BY name")))
+
+
+# ---- verifying ------------------------------------------------------------------------------------------------------
+
+
+class _Damaged(Exception):
+    """What is wrong, without saying where the file lies."""
+
+
+class _Claims:
+    """What the chain says of one table: keys and digests in the order of writing; the newest of a key holds."""
+
+    def __init__(self) -> None:
+        self.keys, self.digests = array("q"), array("Q")
+
+    def settle(self) -> None:
+        """Leave one claim for each row that is to be there, by key."""
+        keys, digests = self.keys, self.digests
+        if any(map(ge, keys, islice(keys, 1, None))) or DELETED in digests:
+            newest = sorted(pair for pair in dict(zip(keys, digests, strict=True)).items() if pair[1] != DELETED)
+            self.keys, self.digests = array("q", (k for k, _ in newest)), array("Q", (d for _, d in newest))
+
+
+def require_no_chain(db: sqlite3.Connection, where: str, format_: int) -> None:
+    """Raise CorruptLedger if a ledger says that it is of a format that had no chain, and has one."""
+    if db.execute(f"SELECT 1 FROM {SCHEMA} WHERE name = ?", (CHAIN,)).fetchone():
+        raise CorruptLedger(f"{where}: its head says format {format_}, its tables are of a later one; {ADVICE}")
+
+
+def verify_pages(db: sqlite3.Connection, where: str) -> None:
+    """Raise CorruptLedger unless SQLite finds the file's pages and indexes sound."""
+    _verify(_check_pages, db, where)
+
+
+def verify_chain(db: sqlite3.Connection, where: str) -> None:
+    """Raise CorruptLedger unless every row is as the transaction left it that wrote it last, and none is missing."""
+    _verify(_check_chain, db, where)
+
+
+def _verify(check: Callable[[sqlite3.Connection], None], db: sqlite3.Connection, where: str) -> None:
+    db.execute("BEGIN")
+    try:
+        check(db)
+    except _Damaged as damage:
+        problem = str(damage)
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        problem = f"SQLite cannot read all of it: {error}"
+    else:
+        return
+    finally:
+        _end_reading(db)
+    raise CorruptLedger(f"{where}: {problem}; {ADVICE}")
+
+
+def _end_reading(db: sqlite3.Connection) -> None:
+    if db.in_transaction:
+        db.execute("ROLLBACK")  # nothing was written
+
+
+def _check_pages(db: sqlite3.Connection) -> None:
+    lines = [str(line) for (line,) in db.execute(f"PRAGMA integrity_check({MOST_LINES})")]
+    if lines != ["ok"]:
+        raise _Damaged(f"pages or indexes are unsound: {'; '.join(lines)}")
+
+
+def _check_chain(db: sqlite3.Connection) -> None:
+    claims = _read_claims(db)
+    schema = claims.pop(SCHEMA, _Claims())
+    if list(schema.digests)[-1:] != [_digest_schema(db)]:
+        raise _Damaged("its tables are not those that its first transaction made")
+    for table in _list_tables(db):
+        _check_table(db, table, claims.pop(table, _Claims()))
+    if claims:
+        raise _Damaged(f"table {min(claims)} is gone")
+
+
+def _read_claims(db: sqlite3.Connection) -> dict[str, _Claims]:
+    """Walk the chain from its first link."""
+    claims: defaultdict[str, _Claims] = defaultdict(_Claims)
+    before = FIRST
+    links = db.execute(f"SELECT number, rows, hash FROM {CHAIN} ORDER BY number")
+    for expected, (number, content, told) in enumerate(links, 1):
+        if number != expected:
+            raise _Damaged(f"transaction {expected} is gone from the chain")
+        if not isinstance(content, bytes) or _hash_link(number, before, content) != told:
+            raise _Damaged(f"row {number} of table {CHAIN}, of transaction {number}, is not what was written")
+        for table, keys, digests in msgpack.unpackb(content):
+            claims[table].keys.extend(keys)
+            claims[table].digests.extend(digests)
+        before = told
+    return claims
+
+
+def _check_table(db: sqlite3.Connection, table: str, claims: _Claims) -> None:
+    found = _Claims()
+    try:
+        for keys, digests in _read_rows(db, table):
+            found.keys.extend(keys)
+            found.digests.extend(digests)
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
+        raise _Damaged(_describe_unreadable(db, table)) from None
+    claims.settle()
+    if (found.keys, found.digests) != (claims.keys, claims.digests):
+        raise _Damaged(_describe_difference(db, table, claims, found))
+
+
+def _read_rows(db: sqlite3.Connection, table: str) -> Iterator[tuple[list[int], list[int]]]:
+    """Keys and digests of some rows after another, by key."""
+    rows = db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid")
+    pack, digest = msgpack.Packer().pack, xxhash.xxh3_64_intdigest
+    while some := rows.fetchmany(ROWS_READ):
+        yield [row[0] for row in some], [digest(pack(row)) or 1 for row in some]
+
+
+def _describe_difference(db: sqlite3.Connection, table: str, claims: _Claims, found: _Claims) -> str:
+    """The first row that differs, and the transaction that wrote it."""
+    meant, there = (dict(zip(c.keys, c.digests, strict=True)) for c in (claims, found))
+    key = min(k for k in meant.keys() | there.keys() if meant.get(k) != there.get(k))
+    if key not in meant:
+        return f"row {key} of table {table} was written by no transaction"
+    what = "is not what was written" if key in there else "is gone"
+    return f"row {key} of table {table}, of transaction {_find_writer(db, table, key)}, {what}"
+
+
+def _describe_unreadable(db: sqlite3.Connection, table: str) -> str:
+    """The row whose text is no text any more."""
+    db.text_factory = bytes
+    try:
+        for row in db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid"):
+            for value in row:
+                try:
+                    value.decode() if isinstance(value, bytes) else None
+                except UnicodeDecodeError as error:
+                    writer = _find_writer(db, table, row[0])
+                    return f"row {row[0]} of table {table}, of transaction {writer}, is not what was written: {error}"
+    finally:
+        db.text_factory = str
+    return f"table {table} cannot be read"
+
+
+def _find_writer(db: sqlite3.Connection, table: str, key: int) -> int:
+    """The last transaction that wrote this row; the chain has been walked before."""
+    query = f"SELECT number, rows FROM {CHAIN} ORDER BY number DESC"
+    return next(
+        (
+            number
+            for number, content in db.execute(query)
+            if any(name == table and key in keys for name, keys, _ in msgpack.unpackb(content))
+        ),
+        0,
+    )

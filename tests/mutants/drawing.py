@@ -1,0 +1,142 @@
+"""Mutants drawn at random: one line of the package each, and the tests that should find it, the nearest first.
+
+A table of mutants that people wrote measures the lines that they thought of. These are drawn by a seed from all that
+runs in production: a call whose value nobody takes is left out, a comparison or `and`/`or` is turned, `min` becomes
+`max`. What only tells people something (logs, notes, sentences of errors) is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.mutants.mutant import Mutant
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
+TELLS = frozenset(  # calls for people, who are no test
+    (
+        *("debug", "info", "warning", "error", "exception", "log", "print", "warn"),
+        *("emit_note", "record_mark", "remark", "append_line", "write_line"),
+    )
+)
+TURNED: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+WORDS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+WIDE = {  # room: what else drives its lines, where the tests of its own name find nothing
+    "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
+    "master": "tests/unit/master tests/unit/test_recover.py tests/transcripts tests/integration/test_control.py "
+    "tests/simulation/test_seeds.py",
+    "slave": "tests/unit/slave tests/integration/test_flow.py tests/simulation/test_seeds.py",
+    "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
+    "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
+    "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_curve.py "
+    "tests/integration/test_mutual_tls.py tests/integration/test_control.py tests/integration/test_call_gate.py",
+    "client": "tests/unit/client tests/integration/test_client_agent.py tests/integration/test_client_ranks.py "
+    "tests/integration/test_lazy_install.py tests/integration/test_adapters.py",
+    "data": "tests/unit/data tests/integration/test_ranges.py",
+    "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
+    "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
+    "commands": "tests/unit/commands tests/unit/test_cli.py tests/unit/test_recover.py "
+    "tests/integration/test_operator.py",
+    "http": "tests/unit/http tests/integration/test_http_port.py",
+    "telemetry": "tests/unit/telemetry tests/unit/http",
+}
+ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # of files that lie in no room
+
+
+def draw_mutants(count: int, seed: int) -> list[Mutant]:
+    """Draw `count` mutants of different lines; the same ones for the same seed and tree."""
+    places = [place for path in _files() for place in _places_of(path)]
+    drawn = random.Random(seed).sample(places, count)
+    return [_mutant(path, node, new) for path, node, new in drawn]
+
+
+def widened(mutant: Mutant) -> Mutant:
+    """The same mutant, with all tests that drive its room."""
+    room = Path(mutant.where).parts[1]
+    return Mutant(mutant.name, mutant.where, mutant.old, mutant.new, WIDE.get(room, ELSEWHERE))
+
+
+def _files() -> list[Path]:
+    files = sorted((ROOT / "dips").rglob("*.py"))
+    return [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
+
+
+Place = tuple[Path, ast.AST, str]  # a node, and the text that takes its place
+
+
+def _places_of(path: Path) -> Iterator[Place]:
+    tree = ast.parse(path.read_text())
+    told = {id(node) for part in _told(tree) for node in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) not in told and (new := _turned(node)):
+            yield path, node, new
+
+
+def _told(tree: ast.AST) -> Iterator[ast.AST]:
+    """What tells people something, and asserts: no test can or must see it."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise() | ast.Assert() | ast.JoinedStr():
+                yield node
+            case ast.Call(func=function) if _name(function) in TELLS:
+                yield node
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield node
+            case ast.FunctionDef(name=name) if name.startswith(("explain_", "describe_", "__repr__")):
+                yield node
+
+
+def _name(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def _turned(node: ast.AST) -> str:
+    """The text that takes a node's place; empty if this one is not turned."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
+        return "" if isinstance(node.value, ast.Call) and _name(node.value.func) in TELLS else "pass"
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+        return f"({left} {TURNED[type(node.ops[0])]} {right})"
+    if isinstance(node, ast.BoolOp):
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        return "(" + word.join(f"({ast.unparse(value)})" for value in node.values) + ")"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in WORDS:
+        return WORDS[node.func.id] + ast.unparse(node)[len(node.func.id) :]
+    return ""
+
+
+def _mutant(path: Path, node: ast.AST, new: str) -> Mutant:
+    """The lines of a node, grown until they stand once in the file, and the same lines with the node turned."""
+    lines = path.read_text().splitlines(keepends=True)
+    assert isinstance(node, ast.stmt | ast.expr) and node.end_lineno and node.end_col_offset is not None
+    first, last = node.lineno - 1, node.end_lineno - 1
+    start = len(lines[first].encode()[: node.col_offset].decode())
+    end = len(lines[last].encode()[: node.end_col_offset].decode())
+    head, tail = lines[first][:start], lines[last][end:]
+    before, after, text = "", "", "".join(lines)
+    old = "".join(lines[first : last + 1])
+    while text.count(before + old + after) > 1:
+        first, last = max(0, first - 1), min(len(lines) - 1, last + 1)
+        before, after = "".join(lines[first : node.lineno - 1]), "".join(lines[node.end_lineno : last + 1])
+    where = path.relative_to(ROOT).as_posix()
+    name = f"{where}:{node.lineno}: {ast.unparse(node).splitlines()[0][:60]} → {new[:60]}"
+    return Mutant(name, where, before + old + after, before + head + new + tail + after, _nearest(path))
+
+
+def _nearest(path: Path) -> str:
+    """Tests of the module's own name; else those of its room."""
+    room = path.relative_to(ROOT / "dips").parent
+    tests = ROOT / "tests" / "unit" / room
+    while not tests.is_dir():
+        tests = tests.parent
+    stem = path.stem.removesuffix("s")
+    found = sorted(
+        t for t in tests.rglob("test_*.py") if stem in t.stem or f"{'.'.join(room.parts)}.{path.stem}" in t.read_text()
+    )
+    return " ".join(str(t.relative_to(ROOT)) for t in found) or WIDE.get(room.parts[0] if room.parts else "", ELSEWHERE)

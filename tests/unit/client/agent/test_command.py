@@ -1,0 +1,53 @@
+"""The training command's end when its agent is told to end: it has `end_grace_s` to save what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.client.agent.command import CommandRunner
+from dips.client.agent.signals import AgentSignals
+from dips.client.agent.trainer import TrainerProcess
+from dips.config import ClusterFile, Shared
+
+SAVES = """
+import pathlib, signal, sys, time
+begun, saved, seconds = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), float(sys.argv[3])
+def save(*_):
+    time.sleep(seconds)
+    saved.touch()
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, save)
+begun.touch()
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "grace_s", "code"), [(0.2, 60.0, 0), (60.0, 0.2, 137)])
+def test_a_trainer_has_its_grace_to_save(tmp_path: Path, seconds: float, grace_s: float, code: int) -> None:
+    """SIGTERM first; killed only after the cluster file's time."""
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+
+    async def end() -> int:
+        words = [sys.executable, "-c", SAVES, str(begun), str(saved), str(seconds)]
+        process = await TrainerProcess.start(words, {})
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+        signals = AgentSignals()
+        signals.terminated.set()
+        unused: Any = None
+        return await CommandRunner(unused, unused, signals, unused, grace_s)._wait_or_end(process)
+
+    assert asyncio.run(end()) == code
+    assert saved.exists() == (code == 0)
+
+
+def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
+    """Minutes: who ends the agent sooner says so itself."""
+    made = ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", insecure=True)
+    assert made.end_grace_s >= 120

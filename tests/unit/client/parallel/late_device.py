@@ -1,0 +1,259 @@
+"""An accelerator that is as late as its streams permit, emulated on the host: what does not wait sees stale bytes.
+
+A `LateDevice` holds back whatever touches the memory of its model: copies, sums, what a collective of the device
+brings. Each such call is queued on the stream that is current, as CUDA and its relatives do, and is done no sooner than
+something waits for that stream: `synchronize`, an event, a number that is read, a copy that blocks. Host memory is read
+and written at once, by torch and by numpy. So a reader of host memory that waited for nothing, or for the other stream,
+finds what lay there before; on a real device it does so now and then, here each time.
+
+`ThreadRanks` are the ranks of a job as threads of one process, so a job of four costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dips.client.parallel.devices import Device, map_pages
+
+ON_DEVICE = torch.device("cpu", 0)  # what torch makes here belongs to the emulated device
+TIMEOUT_S = 20.0
+DONE_LATER = frozenset({"copy_", "add_", "sub_", "mul_", "fill_", "zero_"})  # nobody looks at what they return
+
+
+class LateStream:
+    """What was enqueued and is not done."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self.added = self._done = 0
+
+    def add(self, call: Callable[[], object]) -> None:
+        self._waiting.append(call)
+        self.added += 1
+
+    def run(self, upto: int | None = None) -> None:
+        """Do it, as far as that had been enqueued when `added` was `upto`."""
+        end = self.added if upto is None else upto
+        while self._done < end:
+            call = self._waiting.popleft()
+            self._done += 1
+            call()
+
+    def wait_for(self, other: LateStream) -> None:
+        """Have what is enqueued from now on run after what `other` has been given so far."""
+        upto = other.added
+        self.add(lambda: other.run(upto))
+
+
+class LateEvent:
+    """A place in a stream."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self._stream, self._upto = stream, stream.added
+
+    def synchronize(self) -> None:
+        self._stream.run(self._upto)
+
+
+class LateDevice(Device):
+    """One rank's device: two streams, and the memory of what was placed on it. Enter it in the rank's thread."""
+
+    accelerated = True
+    block_items = 40  # several blocks of most tensors
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(ON_DEVICE)
+        self._training, self._copies = LateStream(), LateStream()
+        self.current = self._training
+        self._placed: dict[int, torch.UntypedStorage] = {}
+        self._mode = _Late(self)
+        for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
+            self.place(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+
+    def __enter__(self) -> LateDevice:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its memory is the device's from now on."""
+        storage = tensor.detach().untyped_storage()
+        self._placed[storage.data_ptr()] = storage
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+        return tensor.untyped_storage().data_ptr() in self._placed
+
+    def finish(self) -> None:
+        """Wait for the whole device, as a test does before it looks at a model."""
+        self._training.run()
+        self._copies.run()
+
+    # ---- what Accelerator does by torch's streams --------------------------------------------------------------------
+
+    def allocate_host(self, numel: int) -> torch.Tensor:
+        return torch.from_numpy(map_pages(numel))
+
+    def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
+        return True
+
+    @contextmanager
+    def ordered_copies(self) -> Iterator[None]:
+        try:
+            with self.background_copies():
+                yield
+        finally:
+            self.current.wait_for(self._copies)
+
+    @contextmanager
+    def background_copies(self) -> Iterator[None]:
+        training = self.current
+        self._copies.wait_for(training)
+        self.current = self._copies
+        try:
+            yield
+        finally:
+            self.current = training
+
+    def record_event(self) -> Any:
+        return LateEvent(self._copies)
+
+    def wait_for_event(self, event: Any, *, all_streams: bool) -> None:
+        if all_streams:
+            event.synchronize()
+        else:
+            self.current.add(event.synchronize)
+
+    def synchronize(self) -> None:
+        self._copies.run()
+
+
+class _Late(TorchDispatchMode):
+    """Puts off calls of torch that touch a device's memory."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device, options = self._device, kwargs or {}
+        tensors = [a for a in torch.utils._pytree.tree_leaves((args, options)) if isinstance(a, torch.Tensor)]
+        here = [device.holds(tensor) for tensor in tensors]
+        if func.is_view or not any(here):
+            made = func(*args, **options)
+            return device.place(made) if options.get("device") == ON_DEVICE else made
+        name = func.overloadpacket.__name__
+        blocks = name == "copy_" and not all(here) and not (args[2] if len(args) > 2 else options.get("non_blocking"))
+        if name in DONE_LATER and here[0] | (name == "copy_") and not blocks:
+            device.current.add(lambda: _call_now(func, *args, **options))
+            return args[0]
+        device.current.run()  # a number, or a new tensor, is wanted; a copy blocks
+        made = func(*args, **options)
+        on_host = options.get("device") == torch.device("cpu")  # a copy to the host: it blocks
+        return device.place(made) if isinstance(made, torch.Tensor) and not on_host else made
+
+
+def _call_now(func: Any, *args: Any, **options: Any) -> None:
+    with _disable_current_modes():
+        func(*args, **options)
+
+
+class ThreadRanks:
+    """One rank of a job whose ranks are threads: what `JobCollectives` does."""
+
+    def __init__(self, rank: int, meeting: Meeting, device: LateDevice | None = None) -> None:
+        """`device`: the ranks' process group has a backend for it, as nccl is for CUDA; None: gloo alone."""
+        self.rank, self.world_size, self._meeting, self._device = rank, meeting.ranks, meeting, device
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return self._meeting.exchange(self.rank, message)
+
+    def all_min(self, numbers: Sequence[int]) -> list[int]:
+        return [min(column) for column in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
+
+    def all_sum(self, numbers: Sequence[int]) -> list[int]:
+        return [sum(column) for column in zip(*self._meeting.exchange(self.rank, list(numbers)), strict=True)]
+
+    def number_ranks(self, included: bool) -> tuple[int, int]:
+        present = self.all_sum([int(included and r == self.rank) for r in range(self.world_size)])
+        return sum(present[: self.rank]), sum(present)
+
+    def can_exchange(self, device: torch.device) -> bool:
+        return self._device is not None and device == ON_DEVICE
+
+    def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        """On a device: what is sent is what the current stream has made of it, what is received arrives late."""
+        if self._device is not None:
+            self._device.current.run()
+        with _disable_current_modes():
+            copies = {peer: tensor.clone() for peer, tensor in sends.items()}
+        for peer, tensor in copies.items():
+            self._meeting.send(self.rank, peer, tensor)
+        for peer, tensor in sorted(receives.items()):
+            tensor.copy_(self._meeting.receive(peer, self.rank), non_blocking=True)
+
+
+class Meeting:
+    """Where the threads of a job meet. A rank that fails breaks it, so that none waits for ever."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._barrier = threading.Barrier(ranks, timeout=TIMEOUT_S)
+        self._told: list[Any] = [None] * ranks
+        self._mail: dict[tuple[int, int], deque[torch.Tensor]] = {}
+        self._arrived = threading.Condition()
+
+    def exchange(self, rank: int, told: Any) -> list[Any]:
+        self._told[rank] = told
+        self._barrier.wait()
+        heard = list(self._told)
+        self._barrier.wait()
+        return heard
+
+    def send(self, source: int, target: int, tensor: torch.Tensor) -> None:
+        with self._arrived:
+            self._mail.setdefault((source, target), deque()).append(tensor)
+            self._arrived.notify_all()
+
+    def receive(self, source: int, target: int) -> torch.Tensor:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: self._mail.get((source, target)) or self._barrier.broken, TIMEOUT_S)
+            return self._mail[source, target].popleft()
+
+    def abort(self) -> None:
+        self._barrier.abort()
+        with self._arrived:
+            self._arrived.notify_all()
+
+
+def run_ranks(ranks: int, play: Callable[[int, Meeting], Any]) -> list[Any]:
+    """What each rank's thread returned; the error of the first that failed."""
+    meeting, found, errors = Meeting(ranks), [None] * ranks, []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = play(rank, meeting)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return found

@@ -1,0 +1,194 @@
+"""On a device whose copies are as late as its streams permit every rank installs, merges and pushes what it should."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, host, lay_out, layout
+from dips.client.parallel.rect import box_rects
+from dips.client.parallel.seam import HeldParameter, pair_blocks
+from dips.client.parallel.tensors import TorchAdapter
+from dips.transport.shares import Piece
+from dips.wire.chunks import Range
+from tests.unit.client.parallel.late_device import ON_DEVICE, LateDevice, Meeting, ThreadRanks, run_ranks
+
+RANKS, WIDTH = 4, 16
+ON_HOST = torch.device("cpu")
+PATTERN = torch.arange(WIDTH * WIDTH) % 7.0  # of each weight: so that no element is right in its neighbour's place
+KINDS = {"whole": HostMemory, "lazy": LazyMemory, "streaming": StreamedMemory}
+
+
+class ColumnShards(TorchAdapter):
+    """As tensor parallelism by columns: each rank holds some of each row, so no rank holds a run of a weight."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__([model], staged=False)
+        self._rank = rank
+
+    def held_parameters(self) -> list[HeldParameter]:
+        held = []
+        for name, parameter in self._trainable_parameters():
+            rows, cols = parameter.shape
+            made = pair_blocks(
+                name, parameter.detach(), box_rects((rows, cols * RANKS), (0, cols * self._rank), (rows, cols))
+            )
+            held.append(HeldParameter(name, (rows, cols * RANKS), made, made))
+        return held
+
+
+class LateRank:
+    """One rank: its model on a late device, its host memory, and what each layer of the model should be."""
+
+    def __init__(
+        self, rank: int, meeting: Meeting, layout_kind: str, kind: str, dtype: torch.dtype, group: torch.device
+    ) -> None:
+        columns = layout_kind == "columns"
+        cols = WIDTH // RANKS if columns else WIDTH
+        self._pattern = PATTERN.view(WIDTH, WIDTH)[:, rank * cols if columns else 0 :][:, :cols]
+        self.model = nn.Sequential(*[nn.Linear(cols, WIDTH, bias=False, dtype=dtype) for _ in range(2)])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(1.0 + self._pattern)
+        self.device = LateDevice(self.model)
+        self.ranks: Any = ThreadRanks(rank, meeting, self.device if group == ON_DEVICE else None)
+        here = LateRank.of_thread
+        here.device, here.rank, here.columns = self.device, rank, columns
+        here.host = f"host{rank // 2}" if layout_kind == "two hosts" else "host"
+        laid = lay_out(self.model, self.ranks, spread_items=8)
+        self.memory = KINDS[kind](laid.adapter, laid.held, laid.plan, self.ranks)
+
+    of_thread = threading.local()
+
+    @torch.no_grad()
+    def train(self, delta: float) -> None:
+        for parameter in self.model.parameters():
+            parameter.add_(delta)
+
+    def freeze(self) -> list[float]:
+        """Push; return the smallest and largest element that would travel."""
+        self._end_install()
+        self.memory.gather_pieces()
+        pieces, encode = self.memory.pieces, self.memory.encode_chunk
+        if encode is None:
+            found = _extremes([piece.array - _pattern_of(piece) for piece in pieces])
+            self.memory.keep_pushed_shard()
+            return found
+        self.device.finish()  # a chunk that is read from the model waits for it: `to("cpu")`
+        chunks = [(p, np.frombuffer(encode(Range(*p.range), memoryview(b"")), np.float32)) for p in pieces]
+        return _extremes([elements - _pattern_of(piece) for piece, elements in chunks])
+
+    def _end_install(self) -> None:
+        """Afterwards no rank reads the host memory any more."""
+        self.memory.finish_install()
+        self.ranks.all_min([0])
+
+    def pull(self, value: float, merge: bool = False) -> None:
+        """As `ShardTransfer` does: bytes arrive, all ranks know it, shards are made of them, then the model."""
+        if isinstance(self.memory, StreamedMemory):
+            for layer in self.memory.layers:
+                for piece in self.memory.pieces_of_layer(layer):
+                    piece.array[:] = value + _pattern_of(piece)
+                self.ranks.all_min([0])
+                self.memory.install_layer(layer)
+            return
+        self._end_install()
+        for piece in self.memory.pieces:
+            piece.array[:] = value + _pattern_of(piece)
+        self.ranks.all_min([0])
+        if merge:
+            self.memory.subtract_in_place()
+        self.memory.scatter_pieces()
+        if merge:
+            assert self.memory.merge_shard()
+        else:
+            self.memory.install_shard()
+
+    @torch.no_grad()
+    def values(self) -> list[float]:
+        """The smallest and the largest element that a forward computes with, on the training's stream."""
+        one = torch.eye(self.model[0].in_features, dtype=self.model[0].weight.dtype)
+        return _extremes([(layer(one).t().float() - self._pattern).numpy() for layer in self.model])
+
+
+def _pattern_of(piece: Piece) -> Any:
+    return PATTERN[piece.offset : piece.offset + piece.length].numpy()
+
+
+def _extremes(arrays: list[Any]) -> list[float]:
+    return sorted({float(extreme) for array in arrays for extreme in (array.min(), array.max())}) if arrays else []
+
+
+@pytest.fixture(autouse=True)
+def late_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host, the device and the layout of the thread that asks."""
+    here = LateRank.of_thread
+    monkeypatch.setattr(layout.socket, "gethostname", lambda: here.host)
+    monkeypatch.setattr(host, "find_device", lambda views: here.device)
+    plain = layout.choose_adapter
+    monkeypatch.setattr(
+        layout, "choose_adapter", lambda m, *a: ColumnShards(m, here.rank) if here.columns else plain(m, *a)
+    )
+
+
+def play(layout_kind: str, kind: str, merge: bool, dtype: torch.dtype, group: torch.device) -> list[list[list[float]]]:
+    """On each rank: what two pushes froze, and the model after the first pull and after the second."""
+
+    def life(number: int, meeting: Meeting) -> list[list[float]]:
+        rank = LateRank(number, meeting, layout_kind, kind, dtype, group)
+        with rank.device, torch.no_grad():
+            rank.train(1.0)
+            found = [rank.freeze()]
+            rank.train(0.5 if merge else 0.0)
+            rank.pull(9.0, merge)
+            found.append(rank.values())
+            rank.train(2.0)
+            found.append(rank.freeze())
+            rank.pull(5.0, merge)
+            found.append(rank.values())
+        return found
+
+    return run_ranks(RANKS, life)
+
+
+CASES = [
+    (layout_kind, kind, merge)
+    for layout_kind, kinds in (("two hosts", KINDS), ("one host", KINDS), ("columns", ("whole", "streaming")))
+    for kind in kinds
+    for merge in ((False, True) if kind != "streaming" else (False,))
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group"), [(torch.float32, ON_DEVICE), (torch.bfloat16, ON_DEVICE), (torch.bfloat16, ON_HOST)], ids=str
+)
+@pytest.mark.parametrize(("layout_kind", "kind", "merge"), CASES)
+def test_what_is_late_is_waited_for(
+    layout_kind: str, kind: str, merge: bool, dtype: torch.dtype, group: torch.device
+) -> None:
+    """Frozen 2, pulled 9, trained to 11, frozen, pulled 5, on every rank; with merges also what was trained beside."""
+    beside = 0.5 if merge else 0.0
+    found = play(layout_kind, kind, merge, dtype, group)
+    assert found == [[[2.0], [9.0 + beside], [11.0 + beside], [5.0]]] * RANKS
+
+
+@pytest.mark.parametrize("group", [ON_DEVICE, ON_HOST], ids=str)
+@pytest.mark.parametrize("kind", ["whole", "streaming"])
+def test_what_16_bits_rounded_away_goes_with_what_is_sent(kind: str, group: torch.device) -> None:
+    """A pull of what bf16 does not hold, then a push without training: bit for bit what was pulled, on every rank."""
+    pulled = 9.0 + 2.0**-9
+
+    def life(number: int, meeting: Meeting) -> list[float]:
+        rank = LateRank(number, meeting, "columns", kind, torch.bfloat16, group)
+        with rank.device:
+            rank.freeze()
+            rank.pull(pulled)
+            assert rank.values() != [pulled]
+            return rank.freeze()
+
+    assert run_ranks(RANKS, life) == [[pulled]] * RANKS

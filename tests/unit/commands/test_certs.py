@@ -1,0 +1,99 @@
+"""`dips certs`: who signs says whom he signs for, and can look before he does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dips import cli
+from dips.errors import DipsError, treatment_of
+from dips.identity.certificates import identity_of
+from dips.identity.names import PeerRole
+from dips.identity.pem_files import parse_certificate, parse_revocations, read_pem
+from tests.enrolled import Enrolled
+
+RUN = "two-hosts"
+
+
+def type_certs(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(cli.cli, ["certs", *map(str, words)])
+    error = done.exception
+    got = treatment_of(error).exit_code if isinstance(error, DipsError) else done.exit_code
+    assert got == code, done.output + repr(error)
+    return done.output + (str(error) if isinstance(error, DipsError) else "")
+
+
+@pytest.fixture(name="ca")
+def authority(tmp_path: Path) -> Path:
+    type_certs("init", tmp_path / "ca", "--run", RUN)
+    return tmp_path / "ca"
+
+
+def ask(directory: Path, label: str, file: str) -> Path:
+    """A request of `label`, sent under the name `file`."""
+    name, _, role = label.partition(".")
+    type_certs("request", name, "--role", role, "--run", RUN, "--out", directory / "own")
+    request = directory / file
+    (directory / "own" / f"{label}.csr").rename(request)
+    return request
+
+
+@pytest.mark.parametrize("label", ["operator.operator", "master.master", "slave-0.slave", "oslo.cluster"])
+def test_a_request_for_another_name_or_role_is_refused(ca: Path, tmp_path: Path, label: str) -> None:
+    """It came in a cluster's file; its name and role are not what the authority says."""
+    request = ask(tmp_path, label, "berlin.cluster.csr")
+    said = type_certs("issue", ca, request, "--as", "berlin.cluster", code=77)
+    assert "expected a request of berlin.cluster" in said and label in said
+    assert not request.with_suffix(".crt").exists()
+    assert "serial" not in (ca / "issued.jsonl").read_text(), "nothing was signed"
+
+
+def test_nothing_is_signed_for_a_name_that_nobody_said(ca: Path, tmp_path: Path) -> None:
+    request = ask(tmp_path, "berlin.cluster", "berlin.cluster.csr")
+    assert CliRunner().invoke(cli.cli, ["certs", "issue", str(ca), str(request)]).exit_code == 2
+    assert not request.with_suffix(".crt").exists()
+
+
+def test_one_request_a_call(ca: Path, tmp_path: Path) -> None:
+    """A glob would sign what nobody has looked at."""
+    requests = [str(ask(tmp_path, "berlin.cluster", "a.csr")), str(tmp_path / "b.csr")]
+    assert CliRunner().invoke(cli.cli, ["certs", "issue", str(ca), *requests, "--as", "berlin.cluster"]).exit_code == 2
+
+
+def test_signed_as_said(ca: Path, tmp_path: Path) -> None:
+    request = ask(tmp_path, "operator.operator", "from-the-mail.csr")
+    assert "operator 'operator'" in type_certs("issue", ca, request, "--as", "operator.operator")
+    signed = tmp_path / "from-the-mail.crt"
+    assert identity_of(parse_certificate(read_pem(signed, "it"), signed, "it")).role is PeerRole.OPERATOR
+
+
+def test_a_request_is_shown_with_its_role(ca: Path, tmp_path: Path) -> None:
+    """What is in the file, not what the file is called; and the key, which its owner can read out."""
+    request = ask(tmp_path, "operator.operator", "berlin.cluster.csr")
+    said = type_certs("show", request)
+    assert "operator 'operator' of run 'two-hosts'" in said and "--as operator.operator" in said
+    (row,) = map(json.loads, type_certs("show", "--json", request).splitlines())
+    assert row["state"] == "request" and row["who"] == "operator 'operator' of run 'two-hosts'" and row["key"] in said
+
+
+def test_a_request_that_its_key_has_not_signed(ca: Path, tmp_path: Path) -> None:
+    request = ask(tmp_path, "berlin.cluster", "berlin.cluster.csr")
+    lines = request.read_bytes().split(b"\n")
+    flipped = bytearray(lines[-3])
+    flipped[-9] = ord("A") if flipped[-9] != ord("A") else ord("B")
+    request.write_bytes(b"\n".join([*lines[:-3], bytes(flipped), *lines[-2:]]))
+    assert "not signed by the P-256 key that it names" in type_certs("show", request, code=1)
+
+
+def test_two_revocations_stay_two(tmp_path: Path) -> None:
+    """The list is of all that was ever revoked: a second one does not make the first valid again."""
+    enrolled = Enrolled(tmp_path)
+    for name in ("berlin", "oslo"):
+        enrolled.enroll(name, PeerRole.CLUSTER)
+    rows = [row for name in ("berlin", "oslo") for row in enrolled.authority.revoke(f"{name}.cluster")]
+    path = tmp_path / "ca" / "crl.pem"
+    (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
+    assert {row.serial_number for row in revoked} == {row.serial for row in rows} and len(rows) == 2

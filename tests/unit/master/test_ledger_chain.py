@@ -1,0 +1,210 @@
+"""The ledger's chain: one flipped bit in a closed ledger is harmless or refused, and named by table and row."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from dips.errors import CorruptLedger, DipsError, treatment_of
+from dips.ids import GENESIS, PushId, VersionId
+from dips.master.ledger import Ledger
+from dips.outer_step import nesterov_step
+from dips.protocol.enums import OutcomeKind, Role, RoundResult
+from dips.protocol.options import Targets
+from dips.protocol.records import (
+    FoldRow,
+    IncarnationGiven,
+    OutcomeRow,
+    PenaltyRow,
+    RoundEnded,
+    RoundReserved,
+    RunExtended,
+    RunFinished,
+    RunRow,
+    ScoreHistory,
+    VersionCommitted,
+    VersionResult,
+)
+from tests.golden import ledger as golden
+from tests.golden.files import DATA
+
+ROW = RunRow("r", "d1" * 16, "{}", (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0))
+VERSIONS = 12
+FLIPS = 400
+
+
+def committed(n: int) -> VersionCommitted:
+    version, parent = VersionId(n, n), VersionId(n - 1, n - 1) if n > 1 else GENESIS
+    pushes = [PushId(cluster, 1, n) for cluster in ("a", "b")]
+    return VersionCommitted(
+        version, parent, True,
+        tuple(FoldRow(p, parent, 1000 + n, 64, 1.0, 1.25 + n / 50, 0.5, 2.5 - n / 50, (n,)) for p in pushes),
+        tuple(OutcomeRow(p, OutcomeKind.ACCEPTED, "", 1000 + n, 64, 1.25, 0.5, (n,)) for p in pushes),
+        nesterov_step(0.5, 0.7, 0.8), 3.0, False, (("s0", f"{n:032x}"), ("s1", f"{n + 7:032x}")),
+        tuple(PenaltyRow(p.cluster, n, 1.5 + n / 100, 0.25, 1.25, 9, 0, False, n) for p in pushes),
+        ScoreHistory((0.5,) * n, (3.0,) * n), 12.5,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ledger of a run that was closed, with rows that were rewritten and deleted."""
+    path = tmp_path_factory.mktemp("closed") / "ledger.sqlite"
+    with closing(Ledger.create(path, ROW)) as ledger:
+        ledger.start_term()
+        ledger.write_records([IncarnationGiven(Role.CLUSTER, name, 1, f"n-{name}") for name in ("a", "b")])
+        for n in range(1, VERSIONS + 1):
+            ledger.write_records([RoundReserved(n, float(n))])
+            ledger.write_records([committed(n)])
+        head = VersionId(VERSIONS, VERSIONS)
+        ledger.write_records([RunFinished(head, "far enough", 1.0)])
+        ledger.write_records([RunExtended(Targets(versions=99), head, 2.0)])
+        for number in (0.25, 0.5):
+            ledger.write_records([VersionResult(head, True, "", (("loss", number),), 1.0)])
+    return path
+
+
+@pytest.fixture
+def path(closed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(closed, tmp_path / "ledger.sqlite"))
+
+
+def read_all(path: Path, *, readonly: bool = True) -> str:
+    with closing(Ledger.open(path, readonly=readonly)) as ledger:
+        digests = sorted(ledger.read_digests().items())
+        return repr((ledger.read_state(), ledger.read_history(1000), digests, ledger.read_tokens()))
+
+
+def change(path: Path, statement: str) -> None:
+    """What no Di-PS wrote; SQLite keeps its own books right, so that the chain alone can tell."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(statement)
+        db.commit()
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CorruptLedger) as raised:
+        read_all(path)
+    return str(raised.value)
+
+
+def test_no_flipped_bit_is_read_as_another_history(closed: Path, tmp_path: Path) -> None:
+    """Of some hundred bits anywhere in the file each is refused by our own error, or changes nothing that is read."""
+    good, size, rng = read_all(closed), closed.stat().st_size, Random(7)
+    seen = Counter[str]()
+    for _ in range(FLIPS):
+        at, bit = rng.randrange(size), rng.randrange(8)
+        flipped = bytearray(closed.read_bytes())
+        flipped[at] ^= 1 << bit
+        copy = tmp_path / "copy.sqlite"
+        copy.write_bytes(flipped)
+        try:
+            assert read_all(copy) == good, f"byte {at} bit {bit}: silently another history"
+            seen["harmless"] += 1
+        except DipsError as error:
+            seen[type(error).__name__] += 1
+    assert seen["harmless"] > FLIPS / 2 and seen["CorruptLedger"] > FLIPS / 10, seen
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_what_is_wrong_is_named_with_what_to_do(path: Path, readonly: bool) -> None:
+    """Table, row, the transaction that wrote it; where another copy may be. Master and readers refuse alike."""
+    change(path, "UPDATE versions SET scale = 3.7e-155 WHERE round = 5")
+    with pytest.raises(
+        CorruptLedger, match=r"row 5 of table versions, of transaction 13, is not what was written"
+    ) as e:
+        read_all(path, readonly=readonly)
+    assert str(path) in str(e.value) and treatment_of(e.value).exit_code == 65
+    for remedy in ("master.mirror", "dips-master recover", "dips recover"):
+        assert remedy in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE score_history SET scores = '[]'", "row 1 of table score_history, of transaction 27, is not what"),
+        ("UPDATE version_results SET ok = 0", "row 12 of table version_results, of transaction 31, is not what"),
+        ("DELETE FROM digests WHERE round = 3 AND slave = 's1'", "row 6 of table digests, of transaction 9, is gone"),
+        ("INSERT INTO terms VALUES (2, NULL)", "row 2 of table terms was written by no transaction"),
+        ("INSERT INTO finished VALUES (1, 12, 12, 'x', 0, 0)", "row 1 of table finished was written by no transaction"),
+        ("UPDATE folds SET cluster = x'ff' || cluster WHERE rowid = 4", "row 4 of table folds"),
+        ("UPDATE folds SET cluster = CAST(x'ff' AS TEXT) WHERE rowid = 4", "row 4 of table folds, of transaction 7"),
+        ("UPDATE chain SET rows = x'90' WHERE number = 9", "row 9 of table chain, of transaction 9, is not what"),
+        ("DELETE FROM chain WHERE number = 9", "transaction 9 is gone from the chain"),
+        ("DELETE FROM chain WHERE number = 31", "row 12 of table version_results"),
+        ("DROP TABLE retired", "its tables are not those"),
+        ("CREATE TABLE more (a)", "its tables are not those"),
+        ("PRAGMA user_version = 8", "its head says format 8, its tables are of a later one"),
+    ],
+)
+def test_whatever_is_changed_added_or_taken_away(path: Path, statement: str, words: str) -> None:
+    """Rows that are rewritten or deleted in the life of a run, too, the chain itself, and the list of tables."""
+    change(path, statement)
+    assert words in refused(path)
+
+
+def test_pages_that_cannot_be_read_are_named(path: Path) -> None:
+    """SQLite says which; indexes are looked at, too, since states are read by them."""
+    with closing(sqlite3.connect(path)) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'outcomes_by_cluster'").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"a", (root - 1) * size + size // 2)
+    content[at] = ord("c")
+    path.write_bytes(content)
+    assert "pages or indexes are unsound: row" in refused(path)
+    content[(root - 1) * size] ^= 0xFF
+    path.write_bytes(content)
+    assert "pages or indexes are unsound" in refused(path) or "SQLite cannot read all of it" in refused(path)
+
+
+def test_who_reads_a_name_only_need_not_verify(path: Path) -> None:
+    """Completion of a shell, and the term that is held against the mirror's."""
+    change(path, "UPDATE versions SET scale = 3.7e-155 WHERE round = 5")
+    with closing(Ledger.open(path, readonly=True, verified=False)) as ledger:
+        assert ledger.read_term() == 1
+
+
+def test_a_copy_has_the_chain(path: Path, tmp_path: Path) -> None:
+    """Of a backup as the guide takes it, and of what the mirror gets."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("VACUUM INTO ?", (str(tmp_path / "backup.sqlite"),))
+    with closing(Ledger.open(path)) as ledger:
+        (tmp_path / "base.sqlite").write_bytes(ledger.serialize())
+    assert read_all(tmp_path / "backup.sqlite") == read_all(tmp_path / "base.sqlite") == read_all(path)
+
+
+def test_a_transaction_that_is_torn_leaves_no_link(path: Path) -> None:
+    """What was rolled back is in neither table nor chain."""
+    with closing(Ledger.open(path)) as ledger:
+        with pytest.raises(sqlite3.IntegrityError):
+            ledger.write_records([RoundReserved(99, 0.0), RoundReserved(1, 0.0)])
+        ledger.write_records([])
+        ledger.write_records([RoundReserved(99, 0.0), RoundEnded(99, RoundResult.SKIPPED, "x", (), (), float("nan"))])
+    read_all(path)
+
+
+def test_a_ledger_without_a_chain_gets_one(tmp_path: Path) -> None:
+    """Of format 8: its first link takes up every row; a bit that is flipped afterwards is found."""
+    old = tmp_path / "old.sqlite"
+    golden.restore((DATA / golden.OLD_FILE).read_text(), old)
+    before = read_all(old)
+    Ledger.open(old).close()
+    assert read_all(old) == before
+    change(old, "UPDATE versions SET tokens = tokens + 1 WHERE round = 2")
+    assert "row 2 of table versions, of transaction 1, is not what was written" in refused(old)
+
+
+@pytest.mark.parametrize("harm", [lambda raw: raw[:8192], lambda raw: raw[:-4096], lambda raw: raw[:100]])
+def test_a_ledger_that_was_cut_short(path: Path, harm: Callable[[bytes], bytes]) -> None:
+    """A copy that was broken off."""
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(DipsError):
+        read_all(path)

@@ -1,0 +1,163 @@
+"""What the slaves' mirrors hold stays on every disk, also while nobody knows what they hold
+(docs/protocol.md#mirrors: "the newest mirrored one stays on every disk")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dips.dataclass import replace
+from dips.ids import VersionId
+from dips.protocol import events as ev
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.effects import Hold, LoadVersion, RegisterLater, Reply, Retire
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
+from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
+
+AWAY = "No route to host"
+
+
+def told(run: ScriptedRun, *held: VersionId, reason: str = "", unknown: bool = False) -> None:
+    """A heartbeat of the present process of the slave says this of its mirror."""
+    run.step(ev.MirrorReported("s", run.view["slaves"]["s"]["sinc"], ev.MirrorReport(held, reason, unknown)))
+
+
+def make_version(run: ScriptedRun) -> VersionId:
+    """A push of each cluster, and the version that they make."""
+    pushes = [run.open_push(name) for name in ("a", "b")]
+    for push in pushes:
+        run.step(ev.PushStaged("s", run.view["slaves"]["s"]["sinc"], push, 4))
+        run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5))
+    run.wait(20)
+    for push in pushes:
+        run.outcome(push)
+    return run.head
+
+
+def register_again(run: ScriptedRun, disk: tuple[VersionId, ...], report: ev.MirrorReport) -> None:
+    """Another process of the slave loads the head from its disk, and serves it."""
+    for memory in (None, run.head):
+        run.ask(
+            ev.SlaveRegistered(
+                0, "s", "n2", "r", "s:1", ("s:2",), 1, memory, None, disk, 4, "", mirror=report, rival_heard_s=1e9
+            )
+        )
+
+
+def retired(run: ScriptedRun) -> set[VersionId]:
+    return {version for order in run.all_of(Retire) for version in order.versions}
+
+
+def two_versions() -> tuple[ScriptedRun, VersionId]:
+    """A run whose mirror holds its second version."""
+    run = ScriptedRun()
+    run.train("a", "b")
+    told(run)
+    make_version(run)
+    held = make_version(run)
+    told(run, held)
+    return run, held
+
+
+def test_a_process_that_cannot_list_its_mirror_leaves_the_last_word() -> None:
+    """Its slave starts again while the mirror is away: the version that lies there stays, until it has been listed."""
+    run, held = two_versions()
+    told(run, held, reason=AWAY)
+    head = make_version(run)
+    register_again(run, (held, head), ev.MirrorReport((), AWAY, unknown=True))
+    newer = [make_version(run) for _ in range(4)]
+    assert held not in retired(run) and newer[0] in retired(run)
+    assert run.view["slaves"]["s"]["mirror"]["version"] == str(held)
+    told(run)
+    make_version(run)
+    assert held in retired(run), "it was listed: nothing lies there"
+
+
+def two_slaves(mirrors: dict[str, ev.MirrorReport]) -> tuple[Callable[[str, Any, tuple[VersionId, ...]], Any], Any]:
+    """A run whose head is v7, with v2, v6 and v7 on offer: how a slave registers, and what status says."""
+    layers = Manifest(tuple(Layer(n, (Parameter(n + ".w", (9,)),)) for n in ("x", "y")))
+    placed = (("a", (0,)), ("b", (1,)))
+    row = RunRow("r", "c", layers.to_json(), placed, ("0" * 32,) * 2, (1.0,) * 2)
+    rows = tuple(VersionRow(version(n), version(max(n - 1, 0)), True, 0, 0 < n < 6 and n != 2) for n in range(8))
+    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    master = Coordinator(state, layers, replace(OPTIONS, most_rollback=100), 0.0)
+
+    def register(name: str, memory: VersionId | None, disk: tuple[VersionId, ...]) -> Any:
+        event = ev.SlaveRegistered(
+            1, name, "n", "r", "h:1", ("h:2",), 1, memory, None, disk, 2, "", rival_heard_s=1e9, mirror=mirrors[name]
+        )
+        (reply,) = [effect for effect in master.step(event, 20.0) if isinstance(effect, Reply)]
+        return reply.result.order
+
+    return register, lambda: master.build_view(20.0)
+
+
+def test_who_lacks_a_version_that_all_others_have_is_asked_to_bring_it_back() -> None:
+    """b lost its disk, its mirror holds v2; v2 has rotted on a's disk below v7, and lies in its mirror: no operator."""
+    v2, v6, v7 = version(2), version(6), version(7)
+    mirrors = {"a": ev.MirrorReport((v2, v6)), "b": ev.MirrorReport((v2,))}
+    register, view = two_slaves(mirrors)
+    assert isinstance(register("a", v7, (v6, v7)), Hold)
+    assert isinstance(register("b", None, (v2,)), RegisterLater)
+    assert view()["slaves"]["a"]["state"] == "restoring", "it is told to register, by its next heartbeat"
+    asked = register("a", v7, (v6, v7))
+    assert isinstance(asked, RegisterLater) and asked.look_for == (v2,)
+    assert "v2@r2 is brought back from mirrors" in asked.reason
+    assert register("b", None, (v2,)).look_for == (), "it has it"
+    assert register("a", v7, (v2, v6, v7)) == LoadVersion(v2)
+    assert view()["head"] == "v2@r2"
+
+
+def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
+    """All offer v2, b has v6 in a mirror that works: that is looked for first; one that fails is not waited for."""
+    v2, v6, v7 = version(2), version(6), version(7)
+    register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v6,))})
+    register("a", v7, (v2, v6, v7))
+    asked = register("b", None, (v2,))
+    assert asked.look_for == (v6,) and "no version after v2@r2 is offered by every slave" in asked.reason
+    register("a", v7, (v2, v6, v7))
+    assert register("b", None, (v2, v6)) == LoadVersion(v6)
+    register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v6,), AWAY)})
+    register("a", v7, (v2, v6, v7))
+    assert register("b", None, (v2,)) == LoadVersion(v2)
+    assert view()["head"] == "v2@r2"
+
+
+def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
+    """Then a person is, and a disk that is put back is looked at within a second, also of one that was serving."""
+    v2, v7 = version(2), version(7)
+    register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v2,))})
+    assert isinstance(register("a", v7, (v7,)), Hold)
+    assert register("b", None, (v2,)).look_for == ()
+    assert view()["slaves"]["a"]["state"] == "restoring"
+    again = register("a", v7, (v7,))
+    assert (again.look_for, again.retry_after_s) == ((), 1.0)
+    assert again.reason.endswith("a: v7@r7; b: v2@r2; restore a snapshot directory")
+    assert register("b", None, (v2, v7)) == LoadVersion(v7)
+    assert isinstance(register("a", v7, (v7,)), Hold)
+
+
+def version(number: int) -> VersionId:
+    return VersionId(number, number)
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+def test_a_new_master_keeps_whatever_an_unknown_mirror_may_hold(unknown: bool) -> None:
+    """It has no word of its own: all that the ledger has not retired stays, since the former master kept v2 for it."""
+    rows = tuple(VersionRow(version(n), version(max(n - 1, 0)), True, 0, 0 < n < 6 and n != 2) for n in range(8))
+    row = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
+    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    run = ScriptedRun()
+    run.machine = Coordinator(state, MANIFEST, OPTIONS, 0.0)
+    register_again(run, (version(2), version(6), version(7)), ev.MirrorReport((), AWAY, unknown))
+    run.train("a", "b")
+    for _ in range(4):
+        make_version(run)
+    kept = {version(2), version(6), version(7)}
+    assert retired(run) & kept == (set() if unknown else kept)
+    told(run, version(6))
+    make_version(run)
+    assert retired(run) & kept == (kept - {version(6)} if unknown else kept)

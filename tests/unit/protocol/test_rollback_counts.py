@@ -1,0 +1,179 @@
+"""After any rollback the master's memory is what the next master reads in the ledger: tokens, ranges, versions, shares.
+
+Mirrors lag, versions are archived, disks fail, and the lineage in memory is short, so rollbacks pass over versions that
+are retired. Guards docs/architecture.md#invariant-9 and #invariant-10.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from dips.errors import FailedDisk
+from dips.ids import GENESIS, VersionId
+from dips.master.ledger import MEMORY, Ledger
+from dips.protocol import events as ev
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.effects import Effect, Persist
+from dips.protocol.enums import RequeuePolicy
+from dips.protocol.lineage import oldest_offered
+from dips.protocol.options import DataOptions, Options
+from dips.protocol.records import Record, RunRow
+from dips.protocol.run_state import RunState
+from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
+
+ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
+SHORT = replace(OPTIONS, data=DataOptions(ranges=200), requeue=RequeuePolicy.UNDONE, lineage_kept=3, most_rollback=100)
+
+
+class StoredRun(ScriptedRun):
+    """A scripted run with a ledger, a mirror, and a disk that may be full and holds what the master left on it."""
+
+    def __init__(self, options: Options = SHORT) -> None:
+        self.ledger, self.full, self.leases, self.processes, self.held_by_mirror = (
+            Ledger.create(MEMORY, ROW), False, 0, 0, ev.MirrorReport(()),
+        )  # fmt: skip
+        self.ledger.start_term()
+        self.options = options
+        super().__init__(options)
+
+    def step(self, event: Any) -> list[Effect]:
+        effects = super().step(event)
+        if records := [e for e in effects if isinstance(e, get_args(Record))]:
+            self.ledger.write_records(records)
+        return effects
+
+    def answer(self) -> None:
+        while self.orders:
+            order = self.orders.popleft()
+            name = (order.slave, order.sinc, order.number)
+            if self.full and isinstance(order.body, Persist):
+                self._decide(ev.OrderFailed(*name, FailedDisk, "full"))
+            else:
+                self._decide(ev.OrderAnswered(*name, self._answer(order.body)))
+
+    @property
+    def state(self) -> RunState:
+        state = self.machine.capture_state()
+        assert isinstance(state, RunState)
+        return state
+
+    def make_version(self, *clusters: str, finite: bool = True) -> None:
+        """One round: each pushes two ranges of data."""
+        self.leases, self.finite = self.leases + 1, finite
+        pushes = []
+        for cluster in clusters:
+            asked = ev.RangesRequested(0, cluster, self.inc(cluster), self.leases, 2)
+            pushes.append(self.push(cluster, ranges=self.ask(asked).ranges))
+        self.wait(20.0)
+        for push in pushes:
+            self.outcome(push)
+
+    def report_mirror(self, *held: VersionId, why: str = "") -> None:
+        self.held_by_mirror = ev.MirrorReport(held, why)
+        self.step(ev.MirrorReported("s", self.view["slaves"]["s"]["sinc"], self.held_by_mirror))
+
+    def offer(self, *offered: VersionId) -> None:
+        """Its slave is another process, which has these on its disk; it registers until it serves the head."""
+        self.processes, memory = self.processes + 1, None
+        for _ in range(3):
+            asked = ev.SlaveRegistered(
+                0, "s", f"n{self.processes}", "r", "s:1", ("s:2",), 0, memory, None, offered, 4, "",
+                mirror=self.held_by_mirror, rival_heard_s=1e9,
+            )  # fmt: skip
+            order = self.ask(asked).order
+            memory = getattr(order, "version", memory)
+
+    def on_offer(self) -> list[VersionId]:
+        """What its disk has."""
+        return [v.version for v in self.state.versions.values() if not v.retired and v.version != GENESIS]
+
+
+def describe(run: RunState) -> dict[str, Any]:
+    """All that a rollback changes; of versions those that another rollback could undo."""
+    oldest = oldest_offered(run.versions.values())
+    newer = [v for v in run.versions.values() if v.version.version > oldest.version]
+    return {
+        "oldest": oldest,
+        "head": run.head,
+        "tokens": run.tokens_accepted,
+        "clusters": {c.name: (c.counts, c.tokens, c.settled) for c in run.clusters.values()},
+        "settled": run.ranges.settled,
+        "undone ranges": run.ranges.undone,
+        "free": run.ranges.free,
+        "leased": {c.name: run.ranges.held_by(c.name, c.inc) for c in run.clusters.values()},
+        "versions": newer,
+        "undone": sorted(run.undone),
+        "finished": run.finished,
+    }
+
+
+def read_again(run: StoredRun) -> RunState:
+    """The next master of the same ledger."""
+    state = Coordinator(run.ledger.read_state(), MANIFEST, run.options, run.now).capture_state()
+    assert isinstance(state, RunState)
+    return state
+
+
+@pytest.mark.parametrize("lineage_kept", [3, 1000])
+def test_a_mirror_that_lagged_over_retired_versions(lineage_kept: int) -> None:
+    """v3 to v5 are retired while the mirror holds v2; a lost disk takes the run back there, and all is undone."""
+    run = StoredRun(replace(SHORT, lineage_kept=lineage_kept))
+    run.train("a")
+    run.report_mirror()
+    for _ in range(2):
+        run.make_version("a")
+    mirrored = run.head
+    run.report_mirror(mirrored)
+    run.report_mirror(mirrored, why="No route to host")
+    for _ in range(5):
+        run.make_version("a")
+    assert [v.version for v in run.state.versions.values() if v.retired and v.version.version > 2]
+    run.offer(mirrored)
+    assert run.head == mirrored
+    assert run.view["progress"]["tokens"] == run.view["clusters"]["a"]["tokens_accepted"] == 200
+    assert run.view["clusters"]["a"]["tokens_undone"] == 500
+    assert run.view["ranges"]["settled"] == 4 and run.view["ranges"]["free"] == 196
+    assert describe(run.state) == describe(read_again(run))
+
+
+def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
+    """Retired, and never durable: the initial model is on offer, so they are undone like all others."""
+    run = StoredRun(replace(SHORT, lineage_kept=3))
+    run.train("a")
+    run.full = True
+    for _ in range(8):
+        run.make_version("a")
+    assert run.head.version > 4 and all(v.retired for v in list(run.state.versions.values())[1:-2])
+    run.offer()
+    assert run.head == GENESIS and run.view["progress"]["tokens"] == 0
+    assert describe(run.state) == describe(read_again(run))
+
+
+@pytest.mark.parametrize("requeue", RequeuePolicy)
+@pytest.mark.parametrize("seed", range(30))
+def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: RequeuePolicy) -> None:
+    draw = random.Random(seed)
+    archive = draw.choice([0, 0, 2, 3])
+    run = StoredRun(replace(SHORT, requeue=requeue, keep_every=archive, keep_most=archive and 2))
+    run.train("a", "b")
+    undone = 0
+    for _ in range(40):
+        match draw.randrange(10):
+            case 0:
+                run.report_mirror(
+                    *draw.sample(run.on_offer(), k=min(1, len(run.on_offer()))), why=draw.choice(["", "away"])
+                )
+            case 1:
+                run.full = not run.full
+            case 2:
+                offered = run.on_offer()
+                run.offer(*offered[: draw.randrange(len(offered) + 1)])
+                undone = len(run.state.undone)
+            case _:
+                run.make_version(*draw.choice([("a",), ("b",), ("a", "b")]), finite=draw.random() > 0.1)
+        assert describe(run.state) == describe(read_again(run)), f"seed {seed}"
+    assert undone or seed != 0, "rollbacks are drawn"

@@ -1,0 +1,87 @@
+"""Streams of calls that end in the middle: what waits is sent again, and nothing is left unheard."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+from grpc import ChannelConnectivity, StatusCode, aio
+
+from dips.errors import RemoteProtocolError, UnavailableSlave
+from dips.transport.endpoints import slave_peer
+from dips.transport.ordered_calls import OrderedCalls
+from dips.wire.generated.slave_pb2 import Answer, Done, Order, OrderReply
+
+
+class ReadyChannel:
+    """A connection that stands."""
+
+    def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
+        return ChannelConnectivity.READY
+
+
+class ScriptedStream:
+    """Replies to what is written as `replies` says; with `broken` it is over, as a write finds first."""
+
+    def __init__(self, broken: bool = False, place: int = 1) -> None:
+        self._broken, self._place, self._asked = broken, place, asyncio.Event()
+
+    async def write(self, request: Order) -> None:
+        if self._broken:
+            await asyncio.sleep(0)  # the reader has begun
+            raise asyncio.InvalidStateError("the call is over")
+        self._asked.set()
+
+    async def read(self) -> Any:
+        if self._broken:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:  # as grpc.aio does, whose calls end by their own status
+                error = aio.AioRpcError(StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(), "reset")
+                raise error from None
+        await self._asked.wait()
+        self._asked.clear()
+        return OrderReply(place=self._place, answer=Answer(done=Done()))
+
+    async def code(self) -> StatusCode:
+        return StatusCode.UNAVAILABLE if self._broken else StatusCode.OK
+
+    async def details(self) -> str:
+        return "reset"
+
+    async def trailing_metadata(self) -> aio.Metadata:
+        return aio.Metadata()
+
+    def cancel(self) -> None:
+        """It is over anyway."""
+
+
+def calls_on(*streams: ScriptedStream) -> OrderedCalls:
+    channel: Any = ReadyChannel()
+    peer, left = slave_peer("s", "127.0.0.1:1", None), list(streams)
+    return OrderedCalls(channel, lambda: left.pop(0), peer, lambda error: UnavailableSlave(error.details()))
+
+
+async def test_a_stream_that_breaks_is_replaced_without_a_word() -> None:
+    """The call goes out on the next one; no task's exception is left for nobody."""
+    unheard = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+    calls = calls_on(ScriptedStream(broken=True), ScriptedStream())
+    async with asyncio.timeout(20):
+        assert (await calls.ask(Order())).HasField("done")
+    await calls.close()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unheard == []
+
+
+async def test_a_reply_to_nothing_is_the_peers_fault() -> None:
+    """Who waits is told so, and the next call finds a new stream."""
+    calls = calls_on(ScriptedStream(place=7), ScriptedStream())
+    async with asyncio.timeout(20):
+        with pytest.raises(RemoteProtocolError, match="replied to 7, which was not asked"):
+            await calls.ask(Order())
+        assert (await calls.ask(Order())).HasField("done")
+    await calls.close()
