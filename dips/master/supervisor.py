@@ -43,7 +43,7 @@ END_GRACE_S = 30.0  # between SIGTERM and SIGKILL: time to finish a snapshot
 LEAST_MOVED = 1 << 20  # bytes read and written that count as work: what a process logs while it waits is less
 LOG_BYTES = 16 << 20  # of each slave's log, and as much of the one before
 
-LOST, STARTING = SlaveState.LOST.value, SlaveState.STARTING.value
+LOST, AWAITED = SlaveState.LOST.value, SlaveState.AWAITED.value
 
 Seen = Mapping[str, Mapping[str, Any]]  # of each slave: state, sinc (Coordinator.view)
 
@@ -74,7 +74,7 @@ class ProcessWatch:
             lost_s = now - self.lost_since
             return f"lost for {lost_s:.1f} s while its process lives" if lost_s >= self._most_lost_s else ""
         idle_s = now - max(self.begun, worked_at, self.moved[1])
-        if self.adopted and state == STARTING and idle_s >= self.timing.compute_s:
+        if self.adopted and state == AWAITED and idle_s >= self.timing.compute_s:
             return "it did not register with this master, and does no work"
         return ""
 

@@ -37,7 +37,7 @@ class Slave:
     place: int = 0  # among the slaves of the run
     sinc: int = 0
     nonce: str = ""
-    state: SlaveState = SlaveState.STARTING
+    state: SlaveState = SlaveState.AWAITED
     reason: str = "not registered since this master started"
     address: str = ""
     lanes: tuple[str, ...] = ()

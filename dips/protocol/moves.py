@@ -29,7 +29,7 @@ class ClusterState(StrEnum):
 
 
 class SlaveState(StrEnum):
-    STARTING = "starting"
+    AWAITED = "awaited"
     RESTORING = "restoring"
     READY = "ready"
     LOST = "lost"
@@ -56,7 +56,7 @@ CLUSTER_MOVES: Mapping[ClusterState, frozenset[ClusterState]] = {
 
 S = SlaveState
 SLAVE_MOVES: Mapping[SlaveState, frozenset[SlaveState]] = {
-    S.STARTING: frozenset({S.RESTORING, S.READY, S.LOST}),
+    S.AWAITED: frozenset({S.RESTORING, S.READY, S.LOST}),
     S.RESTORING: frozenset({S.READY, S.LOST}),
     S.READY: frozenset({S.LOST, S.DRAINING, S.RESTORING}),
     S.LOST: frozenset({S.READY, S.RESTORING}),

@@ -37,7 +37,7 @@ from dips.protocol.run_state import RunState
 WAITS = "waits for the first model: run `dips seed`"
 SEEDER = "dips.seed"  # in the place of a cluster, in names of its pushes; their incarnation is the master's term
 SEED_RANKS = 1
-AWAY = (SlaveState.STARTING, SlaveState.LOST)
+AWAY = (SlaveState.AWAITED, SlaveState.LOST)
 SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
 
 

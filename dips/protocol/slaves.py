@@ -220,7 +220,7 @@ def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
     """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
     slave.offer = None
     run.roster.follow_offer(slave)
-    if slave.state in (SlaveState.LOST, SlaveState.STARTING):
+    if slave.state in (SlaveState.LOST, SlaveState.AWAITED):
         return
     was_ready = slave.state is SlaveState.READY
     run.set_slave_state(slave, SlaveState.LOST, reason)

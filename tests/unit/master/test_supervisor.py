@@ -46,7 +46,7 @@ async def test_an_adopted_slave_that_loads_for_long_is_not_killed(tmp_path: Path
     section.directory.mkdir()
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(section.lock)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    seen: dict[str, Any] = {"s": {"state": "starting", "sinc": 0}}
+    seen: dict[str, Any] = {"s": {"state": "awaited", "sinc": 0}}
     timing = TimingOptions(heartbeat_s=0.01, compute_s=COMPUTE_S)
     supervisor = Supervisor(
         tmp_path / "dips.yaml", [section], tmp_path, timing, lambda: seen, structlog.get_logger(), unheard
@@ -121,11 +121,11 @@ def test_an_adopted_slave_that_brings_its_snapshot_back_is_not_killed() -> None:
     """
     watch = watched(adopted=True)
     for at in range(1, 100):
-        assert watch.explain_hang("starting", 0, -1e9, at * LEAST_MOVED, 0.9 * COMPUTE_S * at) == ""
+        assert watch.explain_hang("awaited", 0, -1e9, at * LEAST_MOVED, 0.9 * COMPUTE_S * at) == ""
     last = 0.9 * COMPUTE_S * 99
-    assert watch.explain_hang("starting", 0, -1e9, 100 * LEAST_MOVED - 1, last + COMPUTE_S - 0.1) == ""
-    assert "does no work" in watch.explain_hang("starting", 0, -1e9, 100 * LEAST_MOVED - 1, last + COMPUTE_S)
-    assert watched().explain_hang("starting", 0, -1e9, 0, 100 * COMPUTE_S) == ""
+    assert watch.explain_hang("awaited", 0, -1e9, 100 * LEAST_MOVED - 1, last + COMPUTE_S - 0.1) == ""
+    assert "does no work" in watch.explain_hang("awaited", 0, -1e9, 100 * LEAST_MOVED - 1, last + COMPUTE_S)
+    assert watched().explain_hang("awaited", 0, -1e9, 0, 100 * COMPUTE_S) == ""
 
 
 async def test_the_bytes_that_a_process_moves_are_seen(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ STATUS: dict[str, Any] = {
             "bytes_out": 8.9e12,
             "persist_s": 12.34,
         },
-        "ps1": {"state": "starting", "reason": "not registered since this master started", "slots": 4},
+        "ps1": {"state": "awaited", "reason": "not registered since this master started", "slots": 4},
     },
 }
 STATUS_WORDS = (  # also where some columns have no room
@@ -68,7 +68,7 @@ STATUS_WORDS = (  # also where some columns have no room
     ),
     *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "tokyo", "gone"),
     "quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out",
-    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4"),
+    *("parameter-server-frankfurt-0", "awaited", "not registered since this master started", "2/4"),
 )
 
 SCORE = "its score 7.31 is above 3.00 after 40 rounds"

@@ -73,6 +73,19 @@ def test_a_trainer_without_parameters_pulls_until_it_has_them(play: Play) -> Non
     assert isinstance(play.send(want), PullNow)
 
 
+def test_a_slave_that_nobody_started_is_named_in_the_log(play: Play) -> None:
+    """The first pull is refused again and again: one line says what everything waits for."""
+    play.send(play.attach())
+    play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.send(play.attach())
+    play.send(PullWanted(1, next(play.number)))
+    for now in range(20):
+        play.reply(Refused(1.0, "waits for s1 (awaited)"))
+        play.do(play.core.tick(float(now)))
+    waits = [fields["reason"] for kind, fields in play.marks if kind == "waits"]
+    assert waits == ["its pull was refused: waits for s1 (awaited)"]
+
+
 def test_finished_pulls_the_last_version_and_is_over(play: Play) -> None:
     """The run is over: the trainer gets the final model, then Over."""
     play.begin()
