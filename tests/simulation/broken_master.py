@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dips.ids import GENESIS, PushId, VersionId
+from dips.ids import PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import mirrors, pushes, rollback, settlement, slaves, stepping
+from dips.protocol import lineage, mirrors, pushes, rollback, settlement, slaves, stepping
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.effects import Outcome, Result
-from dips.protocol.entities import Cluster, Fanout, Pull, Round, Slave
+from dips.protocol.entities import Cluster, Fanout, Pull, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind
 from dips.protocol.events import OrderAnswered, SlaveRegistered
 from dips.protocol.intervals import Intervals
-from dips.protocol.records import LedgerState, Record
+from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.run_state import RunState
 from dips.protocol.transfer_book import TransferBook
 from dips.sim.master import MasterProcess
@@ -115,16 +115,18 @@ def tell_gated_as_accepted() -> list[Patch]:
 
 
 def believe_fresh_slaves() -> list[Patch]:
-    honest_offered, honest_offers = rollback.offered_versions, rollback._can_offer
+    honest_offered = rollback.offered_versions
 
     def offered(event: SlaveRegistered) -> frozenset[VersionId]:
         """A process that has just started offers nothing, whatever lies on its disk."""
         return honest_offered(event) if event.memory is not None else frozenset()
 
-    def offers(run: RunState, slave: Slave, version: VersionId) -> bool:
-        return version == GENESIS or honest_offers(run, slave, version)
+    def offers(_: Iterable[VersionRow]) -> bool:
+        """Whatever became of the versions after it; `lineage` keeps their tokens and ranges by the same rule."""
+        return True
 
-    return [(rollback, "offered_versions", offered), (rollback, "_can_offer", offers)]
+    places = (lineage, rollback)
+    return [(rollback, "offered_versions", offered), *((place, "offers_genesis", offers) for place in places)]
 
 
 def lease_twice() -> list[Patch]:

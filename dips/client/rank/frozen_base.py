@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dips.client.parallel.tensors import plain_name
+from dips.client.parallel.torch_types import is_dtensor
 from dips.client.rank.collectives import JobCollectives
 
 COMPARED = (torch.float32, torch.bfloat16)  # of a base in bf16 both hold the same
@@ -38,7 +38,7 @@ def digest_frozen(parts: Sequence[nn.Module], collectives: JobCollectives) -> st
 
 def _first_element(parameter: torch.Tensor) -> torch.Tensor | None:
     """None if it does not lie here, or is no number."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         if any(parameter.device_mesh.get_coordinate() or [1]):
             return None
         parameter = parameter.to_local()

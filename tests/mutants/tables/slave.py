@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "a copy of other layers is a copy",
         ROOM,
-        "if layers is None or held == sorted(layers):",
-        "if layers is None or layers is not None:",
+        "if layers is not None and held != sorted(layers):",
+        "if False:",
         MIRROR,
     ),
     Mutant(
@@ -207,11 +207,13 @@ MUTANTS = (
     Mutant(
         "an empty disk registers while its mirror fails",
         ROOM,
-        "        if work.on_disk:",
+        "        if work.on_disk or work.look_for:",
         "        if True:",
         "tests/unit/slave/test_registration.py",
     ),
-    Mutant("a mirror beats a newer disk", ROOM, "if version.round <= newest:", "if False:", MIRROR),
+    Mutant(
+        "a mirror beats a newer disk", ROOM, "(version.round < newest and version not in look_for)", "False", MIRROR
+    ),
     # ---- what is believed
     Mutant(
         "the digest of θ is not checked at Load",
