@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import ConfigError, DifferentModel, UnavailableMaster, advice_for, treatment_of
+from dips.telemetry.exits import run_command
 
 CORRECT = treatment_of(ConfigError()).advice
 
@@ -32,3 +33,18 @@ def test_other_errors_advise_by_their_class() -> None:
     assert treatment_of(DifferentModel()).exit_code == 78
     assert advice_for(DifferentModel("a.w: expected shape (4,), got (5,)")) == treatment_of(DifferentModel()).advice
     assert advice_for(UnavailableMaster("x: y")) == treatment_of(UnavailableMaster()).advice
+
+
+def test_a_command_that_fails_says_why_and_exits_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that does not is over when it returns."""
+    called = list[str]()
+    run_command(lambda: called.append("command"))
+    assert called == ["command"]
+
+    def fail() -> None:
+        raise DifferentModel("a.w: expected shape (4,), got (5,)\x1b[2J")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    assert ended.value.code == 78
+    assert capsys.readouterr().err.startswith("error: a.w: expected shape (4,), got (5,)\\x1b[2J\n")
