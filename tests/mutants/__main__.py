@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from tests.mutants.drawing import draw_mutants, widened
 from tests.mutants.mutant import Mutant
-from tests.mutants.runner import GOOD, WIDE_TIMEOUT_S, MutantResult, MutantVerdict, check_clean, run
+from tests.mutants.runner import GOOD, TIMEOUT_S, WIDE_TIMEOUT_S, MutantResult, MutantVerdict, check_clean, run
 from tests.mutants.tables import MUTANTS
 
 
@@ -39,7 +39,8 @@ def main() -> int:
         return 0
     began, verdicts = time.monotonic(), Counter[MutantVerdict]()
     rooms = defaultdict[str, Counter[MutantVerdict]](Counter)
-    if failed := check_clean(mutants, chosen.jobs):
+    timeout_s = WIDE_TIMEOUT_S if drawn else TIMEOUT_S  # a file without tests of its own meets all of its room at once
+    if failed := check_clean(mutants, chosen.jobs, timeout_s):
         print("\n\n".join(["these tests fail on the tree as it is:", *failed]))
         return 1
     print(f"every selection passes on the tree as it is ({time.monotonic() - began:.0f} s)", flush=True)
@@ -60,7 +61,7 @@ def main() -> int:
 def _run_drawn(mutants: list[Mutant], jobs: int) -> Iterator[MutantResult]:
     """The nearest tests first; what they do not find meets all tests of its room."""
     left = list[Mutant]()
-    for result in run(mutants, jobs):
+    for result in run(mutants, jobs, WIDE_TIMEOUT_S):
         if result.verdict is MutantVerdict.SURVIVED and widened(result.mutant).tests != result.mutant.tests:
             left.append(widened(result.mutant))
         else:
