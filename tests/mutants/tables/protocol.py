@@ -399,9 +399,7 @@ MUTANTS = (
     Mutant("foreign is good enough of suspects", ROOM, "SHARE_OF_USUAL * push.usual) if", "0.0) if", GATES),
     Mutant("who does not train is trusted", ROOM, "    if verdict.is_unmoved:\n", "    if False:\n", GATES),
     Mutant("a norm of 0 warms up", ROOM, "if verdict.is_unmoved or (", "if (", GATES),
-    Mutant(
-        "who was better must stay so", ROOM, "excess <= max(0.0, usual) + MARGIN", "excess <= usual + MARGIN", GATES
-    ),
+    Mutant("who was better must stay so", ROOM, "(1.0 + max(0.0, usual)) * (1.0 +", "(1.0 + usual) * (1.0 +", GATES),
     Mutant("a cosine without lengths", ROOM, "return self.dot / lengths if", "return self.dot if", GATES),
     Mutant("who waits is measured in any order", ROOM, "push = min(r.held, key=", "push = max(r.held, key=", GATES),
     Mutant("who waits keeps its slot", ROOM, "free <= 0 and run.slot_queue", "False and run.slot_queue", GATES),
@@ -409,9 +407,38 @@ MUTANTS = (
     Mutant("suspects are measured like others", ROOM, "if is_suspect(row):", "if False:", GATES),
     Mutant("who was gated accuses the others", ROOM, "        if settled.verdict.accepted:", "        if True:", GATES),
     Mutant("two losses are enough to gate", ROOM, "if len(others) < LEAST_OTHERS:", "if False:", GATES),
-    Mutant("a loss has no usual distance", ROOM, "<= max(0.0, usual) + MARGIN", "<= MARGIN", GATES),
-    Mutant("losses of joiners count", ROOM, " and not is_joiner(row, past.options)\n    ]", "\n    ]", GATES),
-    Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=loss)", "pass", GATES),
+    Mutant("a loss has no usual distance", ROOM, "return (1.0 + max(0.0, usual)) * (", "return (", GATES),
+    Mutant(
+        "losses of joiners count",
+        ROOM,
+        "if row.loss is not None and not is_joiner(row, past.options)]",
+        "if row.loss is not None]",
+        GATES,
+    ),
+    Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=bound_loss(loss))", "pass", GATES),
+    Mutant("a gated loss teaches", ROOM, "if not verdict.accepted or excess is None:", "if excess is None:", GATES),
+    Mutant(
+        "what is usual is not learned",
+        ROOM,
+        "row.loss_shift if row.losses >= LEARNED else",
+        "row.loss_shift if True else",
+        GATES,
+    ),
+    Mutant(
+        "nothing is learned in the first warm-up",
+        ROOM,
+        "return known if len(known) >= LEAST_OTHERS else [",
+        "return known if True else [",
+        GATES,
+    ),
+    Mutant("one rise of a loss is enough", ROOM, "    if not past.row.loss_rises:", "    if False:", GATES),
+    Mutant(
+        "whom another gate keeps out has risen", ROOM, "if verdict.accepted or verdict.gate is", "if True or", GATES
+    ),
+    Mutant("other data is out of line", ROOM, "    if is_unlike(push):\n", "    if False:\n", GATES),
+    Mutant("who turns must stay opposite", ROOM, "push.own - TURNED)", "push.own - 3 * TURNED)", GATES),
+    Mutant("one turn is enough", ROOM, "if is_unlike(push) and not suspect:", "if False:", GATES),
+    Mutant("joiners are held to the others' cosines", ROOM, "        return LEAST_LEARNING", "        pass", GATES),
     Mutant("digests pile up", ROOM, "*made)[-DIGESTS_KEPT:]", "*made)", GATES),
     Mutant(
         "a late push is held to its whole length", ROOM, "for norm in (g, push.own_norm)", "for norm in (g, g)", GATES

@@ -417,6 +417,7 @@ def test_a_joiner_learns_what_is_usual_for_it() -> None:
     row = story.penalty.penalty_row("x")
     assert row.loss_shift == pytest.approx(0.3) and Difference.LOSS in story.penalty.find_differences("x")
     assert [story.round("y", loss=5.0).accepted for _ in range(5)] == [True] + 4 * [False]
+    assert all(story.round("z", loss=loss).accepted for loss in (2.0, *9 * [3.4])), "ten make it, not the first"
 
 
 def test_who_was_kept_out_by_another_gate_has_not_risen() -> None:
