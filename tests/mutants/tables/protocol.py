@@ -418,6 +418,16 @@ MUTANTS = (
     Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=bound_loss(loss))", "pass", GATES),
     Mutant("a gated loss teaches", ROOM, "if not verdict.accepted or excess is None:", "if excess is None:", GATES),
     Mutant(
+        "who always was unlike is not shown",
+        ROOM,
+        "for by, said in run.penalty.find",
+        "for by, said in {} and run.penalty.find",
+        GATES,
+    ),
+    Mutant(
+        "who has no like is shown as unlike", ROOM, "if usual >= LEAST_USUAL and row.cosine <", "if row.cosine <", GATES
+    ),
+    Mutant(
         "what is usual is not learned",
         ROOM,
         "row.loss_shift if row.losses >= LEARNED else",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import isfinite, nan, sqrt
 from statistics import median
 
@@ -312,6 +313,13 @@ def test_data_of_another_kind_gates_nobody_and_is_flagged() -> None:
     found = {c: story.penalty.find_differences(c) for c in "abcd"}
     assert [list(found[c]) for c in "abcd"] == [[], [], [], [Difference.DIRECTION]]
     assert "data of another kind" in found["d"][Difference.DIRECTION]
+
+
+def test_where_nobody_is_alike_nobody_is_unlike() -> None:
+    """Four kinds of data: what the others share is within the noise, so it says nothing of the one that has less."""
+    story = GateStory("direction", cosine=0.08, cosines=40)
+    story.penalty._rows["d"] = replace(story.penalty.penalty_row("d"), cosine=0.02)
+    assert not story.penalty.find_differences("d")
 
 
 def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
