@@ -447,6 +447,13 @@ MUTANTS = (
     ),
     Mutant("other data is out of line", ROOM, "    if is_unlike(push):\n", "    if False:\n", GATES),
     Mutant("who turns must stay opposite", ROOM, "push.own - TURNED)", "push.own - 3 * TURNED)", GATES),
+    Mutant(
+        "who is flagged makes it usual",
+        ROOM,
+        "or lacks_witnesses(push) or is_against(push):",
+        "or lacks_witnesses(push):",
+        GATES,
+    ),
     Mutant("one turn is enough", ROOM, "if is_unlike(push) and not suspect:", "if False:", GATES),
     Mutant("joiners are held to the others' cosines", ROOM, "        return LEAST_LEARNING", "        pass", GATES),
     Mutant("digests pile up", ROOM, "*made)[-DIGESTS_KEPT:]", "*made)", GATES),

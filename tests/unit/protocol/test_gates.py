@@ -332,6 +332,25 @@ def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
     assert not meet(like, "a", 0.2).accepted, "a suspect that was like the others needs half of what they have"
 
 
+@pytest.mark.parametrize("turned", [-0.37, -0.4, -0.43, -0.6])
+def test_the_push_that_turned_does_not_make_it_usual(turned: float) -> None:
+    """It counts, since one may be bad luck; the next one as bad is held against what was usual before, and gated."""
+    story = GateStory("direction", cosine=0.05, cosines=40)
+    assert meet(story, "a", turned).flags
+    assert [meet(story, "a", turned).accepted for _ in range(6)] == 6 * [False]
+    assert story.penalty.penalty_row("a").cosine == 0.05
+
+
+def test_flags_make_nobody_unlike_the_others() -> None:
+    """Pushes that point away and are not gated, since the others are at odds or outnumbered, are no kind of data."""
+    story = GateStory("direction")
+    for seen in ({"split": True}, {"against": 3}):
+        for _ in range(4):
+            assert story.round("a", **against("a", 3, **seen)).flags
+    assert not story.round("a", **against("a", 3)).accepted
+    assert not story.penalty.find_differences("a")
+
+
 def test_who_joins_is_not_held_to_the_others_cosines() -> None:
     """Five pushes make one usual; what points away in them as far as a turned sign does is gated."""
     story = GateStory("direction", known="abc")
