@@ -15,6 +15,7 @@ OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
 BLIND = "tests/unit/protocol/test_bites_blind.py"
 QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
+STUDY, STUDIES = "dips/study", "tests/unit/study/test_study.py"
 GATES = "tests/unit/protocol/test_gates.py tests/unit/protocol/test_held_pushes.py"
 MOVED = "tests/unit/protocol/test_moved.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
@@ -502,6 +503,19 @@ MUTANTS = (
     Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY
+    ),
+    # ---- studies
+    Mutant("a row with a fault is recommended", STUDY, "== asked and not _faults_of(of)]", "== asked]", STUDIES),
+    Mutant("a row of another question is recommended", STUDY, "if _question_of(of) == asked and", "if", STUDIES),
+    Mutant(
+        "a row that ended early is recommended", STUDY, 'and all(numbers["finished"] for', "and all(True for", STUDIES
+    ),
+    Mutant(
+        "gated pushes of one seed are told",
+        STUDY,
+        "    for numbers in runs:\n        by.update(",
+        "    for numbers in runs[:1]:\n        by.update(",
+        STUDIES,
     ),
     # ---- what is found without a look at everything
     Mutant("a time that was moved counts still", ROOM, "if at.get(name) == when:", "if name in at:", INDEXES),
