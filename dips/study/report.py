@@ -110,8 +110,8 @@ def recommend(result: StudyResult) -> list[str]:
     fair = [row for row, of in ours.items() if _question_of(of) == asked and not _faults_of(of)]
     whole = {row: losses for row in fair if (losses := losses_of(result, row)) and _ended_well(result, row)}
     if not whole:
-        alike = f"with the fleet, task, steps and inner_steps of {study.compare!r}, which others are compared with"
-        return [f"Nothing to recommend: no row of method dips without a fault ended well {alike}."]
+        setting = f"with the fleet, task, steps and inner_steps of {study.compare!r}, which others are compared with"
+        return [f"Nothing to recommend: no row of method dips without a fault ended well {setting}."]
     best = min(whole, key=lambda row: mean(whole[row].values()))
     unit = next(iter(result.runs[best].values()))["unit"]
     seeds = len(whole[best])
