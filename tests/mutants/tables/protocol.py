@@ -171,6 +171,31 @@ MUTANTS = (
     ),
     Mutant("a window slides without end", WINDOW, "min(find_end(run, r), r", "max(find_end(run, r), r", WINDOWS),
     Mutant("a window slides back", WINDOW, "max(r.closes, min(", "max(0.0, min(", WINDOWS),
+    Mutant(
+        "a window slides for a push that stands still",
+        WINDOW,
+        "        if run.clusters[push.id.cluster].moving:\n            ends",
+        "        if True:\n            ends",
+        WINDOWS,
+    ),
+    Mutant(
+        "a window adapts to a push that stands still",
+        WINDOW,
+        "if push.due and run.clusters[push.id.cluster].moving:",
+        "if push.due:",
+        WINDOWS,
+    ),
+    Mutant(
+        "who has too few steps goes to this window",
+        ROOM,
+        "earliest = now + (least - member.since_push) * member.step_s",
+        "earliest = now",
+        PACE,
+    ),
+    Mutant(
+        "a gap is the last one", ROOM, "= max(waiter.gap_s, now - waiter.asked_at)", "= now - waiter.asked_at", QUEUE
+    ),
+    Mutant("the last push is usual", ROOM, "NEWEST_SHARE if self.usual_tokens else 1.0", "1.0", QUEUE),
     Mutant("windows adapt to the last alone", WINDOW, "due - total / count <=", "due - r.opened <=", WINDOWS),
     Mutant("an arrival makes no window longer", ROUND_PY, "window.extend_window(run, r)", "pass", WINDOWS),
     Mutant("a grant makes no window longer", ROOM, "window.extend_open_window(run)", "pass", WINDOWS),
