@@ -22,7 +22,7 @@ from dips.study.runner import StudyResult
 
 FACTORY = "benchmarks.honest_task:build"
 MOST_GATED = 0.02  # of the pushes of the cluster with other data, and of all others, over the seeds that are shown
-CHOSEN, SHOWN = [1, 2, 31, 32, 41, 42, 43, 61], [71, 72, 73]
+CHOSEN, SHOWN = [1, 2, 31, 32, 41, 42, 43, 61, 71, 72, 73], [91, 92, 93]
 STEPS = 3_200  # of all clusters: some 50 pushes of each
 EVERY_GATE = ["dips", "direction", "loss", "replay"]
 FOREIGN = "a"

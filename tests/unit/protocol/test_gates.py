@@ -174,7 +174,7 @@ def test_other_layers_than_before_have_no_score() -> None:
 
 
 def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
-    """Against plain vectors: gated if below −0.1 beside two others at least."""
+    """Against plain vectors: gated if below −0.1 beside two others at least, flagged if 0.4 below its usual 0.5."""
     rng = random.Random(3)
     for _ in range(300):
         d, *others = [[rng.gauss(0.2, 1.0) for _ in range(5)] for _ in range(rng.randint(1, 4))]
@@ -183,8 +183,9 @@ def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
         seen = {"dot": dot, "acc_sq": length**2, "others": len(others), "usual": 0.5}
         said = GateStory("direction").judge("a", sum(x * x for x in d), **seen)
         away = bool(others) and dot < -0.1 * length * sqrt(sum(x * x for x in d))
+        turned = bool(others) and dot < 0.1 * length * sqrt(sum(x * x for x in d))
         assert said.accepted is not (len(others) >= 2 and away)
-        assert bool(said.flags) is (len(others) == 1 and away)
+        assert bool(said.flags) is (turned and (len(others) == 1 or not away))
         if others:
             assert f"cosine {dot / length / sqrt(sum(x * x for x in d)):.2f}" in said.reason
 
@@ -330,6 +331,16 @@ def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
     like = GateStory("direction", cosine=0.5, cosines=40)
     assert like.judge("a", **beside(-0.09)).accepted and not meet(like, "a", -0.11).accepted
     assert not meet(like, "a", 0.2).accepted, "a suspect that was like the others needs half of what they have"
+
+
+def test_who_was_like_the_others_and_turns_is_gated_before_it_is_opposite() -> None:
+    """Pushes turned by 45° towards zeros had −0.04 to −0.10, where 0.64 was usual; followed, that was usual soon."""
+    story = GateStory("direction", cosine=0.64, cosines=40)
+    first = meet(story, "a", -0.04)
+    assert first.accepted and "usually 0.64; gated if its next one is so, too" in first.flags[0]
+    assert [meet(story, "a", cosine).accepted for cosine in (-0.06, 0.08, 0.04, 0.02)] == 4 * [False]
+    assert meet(story, "b", 0.25).accepted, "0.4 below what is usual is not yet foreign"
+    assert not meet(GateStory("direction", cosine=0.64, cosines=40), "a", 0.2, usual=0.3).flags, "all have less"
 
 
 @pytest.mark.parametrize("turned", [-0.37, -0.4, -0.43, -0.6])
