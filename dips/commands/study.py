@@ -113,7 +113,7 @@ def _print_plan(read: Study, store: ResultStore, jobs: int) -> None:
     step_s = measure_step_s(plans[0])
     print(
         f"{read.run_count} runs; an inner step takes {step_s * 1e3:.1f} ms of a core here: "
-        f"about {spell_seconds(steps * step_s / jobs)} with -j {jobs}"
+        f"{spell_seconds(steps * step_s / jobs)} with -j {jobs} at least, up to three times as long for small models"
     )
 
 

@@ -67,6 +67,7 @@ def _cluster_row(name: str, c: Peer, judged: Judgement, last: LastOutcome | None
         "gravity": gravity,
         "why": clean_text(why),
         "note": clean_text(c.get("note") or ""),
+        "flags": [f"flagged, not gated: {clean_text(said)}" for _, said in sorted((c.get("differs") or {}).items())],
         "live": c.get("state") != "gone",
         "base": c.get("base"),
         "staleness": number_of(c.get("staleness")),

@@ -114,9 +114,12 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
 
 
 def move_cosine(row: PenaltyRow, verdict: Verdict) -> PenaltyRow:
-    """Its usual cosine with the sum of others: by what was accepted beside enough witnesses."""
+    """Its usual cosine with the sum of others: by what was accepted beside enough witnesses and did not point away.
+
+    Else who is flagged would make usual what it is flagged for: it would be told as data of another kind, and pass.
+    """
     push = verdict.evidence
-    if not verdict.accepted or push.cosine is None or lacks_witnesses(push):
+    if not verdict.accepted or push.cosine is None or lacks_witnesses(push) or is_against(push):
         return row
     weight = max(COSINE_SHARE, 1.0 / (row.cosines + 1))
     return replace(row, cosine=row.cosine + weight * (push.cosine - row.cosine), cosines=row.cosines + 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from dips.study.execute import Numbers
+from dips.study.faults import Fault
 from dips.study.runner import StudyResult
+from dips.study.settings import Settings
 from dips.study.statistics import Comparison, compare_paired
+from dips.study.study_file import list_tunings
 
 BLIND = 0.1  # of the bad pushes: a gate that stops no more has not seen the fault
 COLUMNS = (
@@ -18,15 +22,20 @@ COLUMNS = (
     "clipped", "gated", "staleness", "cosine", "lasted_s", "of_ideal", "bad", "bad_gated", "healthy", "healthy_gated",
     "recovered_after", "readmitted", "took_s", "unit",
 )  # fmt: skip
-SHOWN: Mapping[str, tuple[str, Callable[[Numbers], str]]] = {
-    "steps": ("of the fastest cluster's optimizer", lambda n: str(n["fastest_steps"])),
-    "1/Σs²": ("effective clusters, by their shares of tokens", lambda n: f"{n['effective_clusters']:.2f}"),
-    "clipped": ("share of rounds", lambda n: f"{n['clipped']:.0%}"),
-    "stale": ("mean staleness of accepted pushes, in versions", lambda n: _number(n["staleness"], ".2f")),
-    "cos": ("mean cosine of an outer gradient to the momentum", lambda n: _number(n["cosine"], ".2f")),
+Runs = Sequence[Numbers]  # of one row, by its seeds
+SHOWN: Mapping[str, tuple[str, Callable[[Runs], str]]] = {
+    "steps": ("of the fastest cluster's optimizer", lambda runs: _mean_of(runs, "fastest_steps", ".0f")),
+    "1/Σs²": (
+        "effective clusters, by their shares of tokens; fewer of them end lower at equal tokens, whatever the method",
+        lambda runs: _mean_of(runs, "effective_clusters", ".2f"),
+    ),
+    "clipped": ("share of rounds", lambda runs: _mean_of(runs, "clipped", ".0%")),
+    "stale": ("mean staleness of accepted pushes, in versions", lambda runs: _mean_of(runs, "staleness", ".2f")),
+    "cos": ("mean cosine of an outer gradient to the momentum", lambda runs: _mean_of(runs, "cosine", ".2f")),
+    "gated": ("healthy pushes that a gate kept out, of all seeds", lambda runs: _spell_gated(runs)),
     "ideal": (
         "tokens a second of virtual time, as a share of what all clusters make alone",
-        lambda n: f"{n['of_ideal']:.2f}",
+        lambda runs: _mean_of(runs, "of_ideal", ".2f"),
     ),
 }
 
@@ -77,8 +86,8 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
         loss += f" ({late} not finished)" if late else ""
         held = compare_row(result, row.name)
         best = " ".join(f"{key} {value}" for key, value in result.best.get(row.name, ()))
-        some = next(iter(runs.values()))
-        lines.append((row.name, best, loss, str(held or ""), *(show(some) for _, show in SHOWN.values())))
+        made = list(runs.values())
+        lines.append((row.name, best, loss, str(held or ""), *(show(made) for _, show in SHOWN.values())))
     return lines
 
 
@@ -90,14 +99,19 @@ def spell_table(lines: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def recommend(result: StudyResult) -> list[str]:
-    """Sentences: which asynchronous row to take, how sure that is, and what cannot be told from it."""
+    """Sentences: which asynchronous row to take, how sure that is, and what cannot be told from it.
+
+    Only rows that differ in method from the one that the study compares with: with another fleet, task, H or number of
+    steps, or with a fault, a loss is of another question, and may be lower for that alone.
+    """
     study = result.study
-    methods = {plan.row: plan.settings.method for plan in study.plan_first()}
-    elsewhere = {row.name for row in study.rows if row.compare is not None}  # its losses are of another setting
-    fair = {row: losses_of(result, row) for row, method in methods.items() if method == "dips" and row not in elsewhere}
-    whole = {row: losses for row, losses in fair.items() if len(losses) == len(result.runs.get(row, ())) and losses}
+    asked = _question_of(_settings_of(result, study.compare))
+    ours = {row.name: of for row in study.rows if (of := _settings_of(result, row.name)).method == "dips"}
+    fair = [row for row, of in ours.items() if _question_of(of) == asked and not _faults_of(of)]
+    whole = {row: losses for row in fair if (losses := losses_of(result, row)) and _ended_well(result, row)}
     if not whole:
-        return ["No row of method dips ended well: nothing to recommend."]
+        setting = f"with the fleet, task, steps and inner_steps of {study.compare!r}, which others are compared with"
+        return [f"Nothing to recommend: no row of method dips without a fault ended well {setting}."]
     best = min(whole, key=lambda row: mean(whole[row].values()))
     unit = next(iter(result.runs[best].values()))["unit"]
     seeds = len(whole[best])
@@ -109,32 +123,90 @@ def recommend(result: StudyResult) -> list[str]:
     alike = [row for row in whole if row != best and _cannot_be_told(compare_paired(whole[row], whole[best]))]
     if alike:
         said.append(f"With these seeds it cannot be told from {', '.join(map(repr, alike))}.")
+    if left := [row for row in ours if row not in fair]:
+        said.append(
+            f"Of another fleet, fault, task, steps or inner_steps, so not compared: {', '.join(map(repr, left))}."
+        )
     if seeds < 3:
         said.append("Fewer than three seeds say little: name more before you rely on this.")
     return said
+
+
+def _settings_of(result: StudyResult, name: str) -> Settings:
+    """At the best of what is tuned; if no run of it ended, at the first."""
+    row = result.study.row(name)
+    return result.study.plan_run(row, row.seeds[0], result.best.get(name) or next(list_tunings(row))).settings
+
+
+def _faults_of(settings: Settings) -> list[Fault]:
+    return [member.fault for member in settings.fleet.members if member.fault is not None]
+
+
+def _question_of(settings: Settings) -> tuple[Any, ...]:
+    """What must be equal in two rows whose losses are to tell which method is better."""
+    return settings.fleet.members, settings.task, settings.steps, settings.fleet.inner_steps
+
+
+def _ended_well(result: StudyResult, row: str) -> bool:
+    """Every seed, with all of its tokens."""
+    runs = result.runs[row]
+    return len(runs) == len(losses_of(result, row)) and all(numbers["finished"] for numbers in runs.values())
 
 
 def _cannot_be_told(held: Comparison | None) -> bool:
     return held is not None and held.seeds > 1 and held.low <= 0 <= held.high
 
 
-def describe_gating(numbers: Numbers) -> str:
-    """What the gates made of a fault: shares of bad and healthy pushes, or that they are blind for it."""
-    if not numbers.get("bad"):
+def describe_gating(runs: Runs, endless: bool = False) -> str:
+    """What the gates made of a fault, over all seeds: shares of bad and healthy pushes, or that they are blind for it.
+
+    endless  the fault lasts to the run's end, so nobody could be accepted again
+    """
+    bad = _sum_of(runs, "bad")
+    if not bad:
         return "no bad push"
-    seen = numbers["bad_gated"] / numbers["bad"]
-    wrong = numbers["healthy_gated"] / max(numbers["healthy"], 1)
-    after = numbers["recovered_after"]
-    back = "never accepted again" if after is None else f"accepted again after {after} pushes"
-    told = "blind" if seen <= BLIND else f"{seen:.0%} of {numbers['bad']} bad pushes gated"
-    return f"{told}; {wrong:.1%} of {numbers['healthy']} healthy ones gated; {back}"
+    seen, wrong = _sum_of(runs, "bad_gated") / bad, _sum_of(runs, "healthy_gated") / max(_sum_of(runs, "healthy"), 1)
+    told = "blind" if seen <= BLIND else f"{seen:.0%} of {bad} bad pushes gated"
+    after = [numbers["recovered_after"] for numbers in runs if numbers.get("bad")]
+    back = "never accepted again" if None in after else f"accepted again after {max(after)} pushes"
+    back = "its fault lasted to the end" if endless else back
+    return f"{told}; {wrong:.1%} of {_sum_of(runs, 'healthy')} healthy ones gated; {back}"
 
 
 def list_gating(result: StudyResult) -> list[str]:
-    """A line for each row with bad data."""
-    runs = {row.name: next(iter(result.runs.get(row.name, {}).values()), None) for row in result.study.rows}
-    return [f"{row}: {describe_gating(numbers)}" for row, numbers in runs.items() if numbers and numbers.get("bad")]
+    """A line for each row with bad data, and one for each cluster of which healthy pushes were gated."""
+    lines = list[str]()
+    for row in result.study.rows:
+        runs = list(result.runs.get(row.name, {}).values())
+        if any(numbers.get("bad") for numbers in runs):
+            endless = any(fault.end >= 1.0 for fault in _faults_of(_settings_of(result, row.name)))
+            lines.append(f"{row.name}: {describe_gating(runs, endless)}")
+        clusters = sorted({cluster for numbers in runs for cluster in numbers.get("gated_by", ())})
+        lines += [f"{row.name}: {_describe_cluster(runs, cluster)}" for cluster in clusters]
+    return lines
 
 
-def _number(value: float | None, spelling: str) -> str:
-    return "" if value is None else format(value, spelling)
+def _describe_cluster(runs: Runs, cluster: str) -> str:
+    """By which gates its healthy pushes were kept out, and what was said of the first."""
+    by = Counter[str]()
+    for numbers in runs:
+        by.update(numbers.get("gated_by", {}).get(cluster, {}))
+    of = sum(numbers.get("healthy_of", {}).get(cluster, 0) for numbers in runs)
+    first = next(n["gated_because"][cluster] for n in runs if cluster in n.get("gated_because", {}))
+    gates = ", ".join(f"{gate} {count}" for gate, count in sorted(by.items()))
+    return f"{by.total()} of {of} healthy pushes of {cluster} gated ({gates}), the first: {first}"
+
+
+def _spell_gated(runs: Runs) -> str:
+    healthy = _sum_of(runs, "healthy")
+    return f"{_sum_of(runs, 'healthy_gated')} of {healthy}" if healthy else ""
+
+
+def _sum_of(runs: Runs, key: str) -> int:
+    return sum(numbers.get(key) or 0 for numbers in runs)
+
+
+def _mean_of(runs: Runs, key: str, spelling: str) -> str:
+    """Of the runs that have such a number."""
+    known = [numbers[key] for numbers in runs if numbers[key] is not None]
+    return format(mean(known), spelling) if known else ""

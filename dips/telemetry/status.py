@@ -188,7 +188,8 @@ def _cluster_row(name: str, c: Mapping[str, Any]) -> ListingRow:
     )
     note = str(c.get("note") or "")
     # How it crashes says more than that its trainer is dead.
-    return ListingRow(cells, ("" if _is_crashing(c) else _state_reason(c), note))
+    flags = [f"flagged, not gated: {said}" for _, said in sorted((c.get("differs") or {}).items())]
+    return ListingRow(cells, ("" if _is_crashing(c) else _state_reason(c), note, *flags))
 
 
 def slaves_listing(status: Status) -> Listing:

@@ -15,8 +15,10 @@ opposite to theirs, only foreign to them: a suspect must have half of the cosine
 A cluster is held against its own past: data of another kind, another language, has little in common with the others',
 and its cosines scatter about 0. What its pushes usually have is learned from the first LEARNED_COSINES, and followed;
 who has far less than the others have among themselves is shown as unlike them (differences.py), and gated only if it
-has turned by TURNED from there twice in a row. Limits: such a cluster may turn its sign unseen, as may who joins with
-it turned; a push that is half honest has enough in common with the others; what turns slowly is followed.
+has turned by TURNED from there twice in a row. So is who was like them, from where a suspect's push is foreign, and at
+once where it is opposite. What is out of line teaches nothing. Limits: a cluster that is unlike the others may turn its
+sign unseen, as may who joins with it turned; a push that is half honest has enough in common with the others; what
+turns slowly is followed.
 
 Alone in its round a push is a whole outer step: a suspect whose last push was gated counts only beside enough
 witnesses, as long as there are enough clusters that could be. What is gated for want of them accuses nobody, so
@@ -30,7 +32,7 @@ from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 LEAST_COSINE = -0.1  # healthy ones were at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
-TURNED = 0.4  # below what is usual for a cluster that always was unlike the others
+TURNED = 0.4  # below what is usual for a cluster: four times what the cosines of healthy ones scatter by about it
 LIKE = 0.7  # of the others' usual cosine: healthy ones of like data have 0.8 and more, harder data 0.6 and less
 LEARNED_COSINES = 5  # that make one usual
 LEAST_LEARNING = -0.3  # until then: another alphabet had −0.24 at least beside clusters that had trained without it
@@ -68,7 +70,7 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
         return Opinion(Finding.FLAGGED, f"{said}, which are at odds themselves")
     if push.against >= push.others:
         return Opinion(Finding.FLAGGED, f"{said}, fewer than the {push.against} that wait and point its way")
-    if is_unlike(push) and not suspect:
+    if not suspect and (is_unlike(push) or cosine >= LEAST_COSINE):
         return Opinion(Finding.FLAGGED, f"{said}, usually {push.own:.2f}; gated if its next one is so, too")
     return Opinion(Finding.GATED, said)
 
@@ -79,12 +81,15 @@ def own_usual(row: PenaltyRow) -> float | None:
 
 
 def least_cosine(push: PushEvidence, suspect: bool) -> float:
-    """Below which a push is out of line: by the others' cosines, unless its cluster always was unlike them."""
+    """Below which a push is out of line: opposite, or turned from what is usual for it, beside others that have not."""
     if push.own is None:
         return LEAST_LEARNING
     if is_unlike(push):
         return min(LEAST_COSINE, push.own - TURNED)
-    return max(0.0, SHARE_OF_USUAL * push.usual) if suspect else LEAST_COSINE
+    foreign = SHARE_OF_USUAL * push.usual
+    if suspect:
+        return max(0.0, foreign)
+    return max(LEAST_COSINE, min(push.own - TURNED, foreign)) if push.usual >= LEAST_USUAL else LEAST_COSINE
 
 
 def is_unlike(push: PushEvidence) -> bool:

@@ -38,13 +38,11 @@ def judge_loss(push: PushEvidence, past: Past) -> Opinion:
     excess = excess_loss(push.loss, others)
     if excess is None:
         return Opinion(Finding.PASSED, "no others' losses to compare its own with")
-    usual, learned = past.row.loss_shift, past.row.losses
+    left = LEARNED - past.row.losses
     said = f"loss {push.loss:.4g} is {100 * excess:+.0f} % of the others' median {median(others):.4g} above it"
-    if learned < LEARNED:
-        said, usual = f"{said}; what is usual is learned, {LEARNED - learned} pushes left", MOST_USUAL
-    else:
-        said = f"{said}, usually {100 * usual:+.0f} %"
-    if excess <= _most_excess(usual):
+    learned = f", usually {100 * past.row.loss_shift:+.0f} %"
+    said += f"; what is usual is learned, {left} pushes left" if left > 0 else learned
+    if excess <= _most_excess(past.row):
         return Opinion(Finding.PASSED, said)
     if len(others) < LEAST_OTHERS:
         return Opinion(Finding.FLAGGED, f"{said}; one other is too few to say who is right")
@@ -55,11 +53,13 @@ def judge_loss(push: PushEvidence, past: Past) -> Opinion:
 
 def has_risen(loss: float, past: Past) -> bool:
     """Whether it is MARGIN above what is usual, by the row as it was before."""
-    excess, row = excess_loss(loss, known_losses(past)), past.row
-    return excess is not None and excess > _most_excess(row.loss_shift if row.losses >= LEARNED else MOST_USUAL)
+    excess = excess_loss(loss, known_losses(past))
+    return excess is not None and excess > _most_excess(past.row)
 
 
-def _most_excess(usual: float) -> float:
+def _most_excess(row: PenaltyRow) -> float:
+    """MARGIN above what is usual, which is anything up to MOST_USUAL while that is learned."""
+    usual = row.loss_shift if row.losses >= LEARNED else MOST_USUAL
     return (1.0 + max(0.0, usual)) * (1.0 + MARGIN) - 1.0
 
 

@@ -33,7 +33,11 @@ def step_sgd(r: StepRound) -> Numbers:
 
 
 def step_share(r: StepRound) -> Numbers:
-    """Nesterov for a part of a cycle: a round of σ adds σ·g, and momentum decays by μ in a whole one."""
+    """A round of σ adds σ·g, and momentum decays by μ in a whole cycle; Nesterov's step where σ is 1.
+
+    Momentum enters each lone round whole, so n of them go farther than one step of Nesterov. What bounds that is the
+    anchor `current`: a late push takes back what others did meanwhile (docs/guides/rules.md#share).
+    """
     decay = r.momentum**r.share
     return (decay, r.share, r.share, decay)
 

@@ -15,6 +15,7 @@ OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
 BLIND = "tests/unit/protocol/test_bites_blind.py"
 QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
+STUDY, STUDIES = "dips/study", "tests/unit/study/test_study.py"
 GATES = "tests/unit/protocol/test_gates.py tests/unit/protocol/test_held_pushes.py"
 MOVED = "tests/unit/protocol/test_moved.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
@@ -170,6 +171,31 @@ MUTANTS = (
     ),
     Mutant("a window slides without end", WINDOW, "min(find_end(run, r), r", "max(find_end(run, r), r", WINDOWS),
     Mutant("a window slides back", WINDOW, "max(r.closes, min(", "max(0.0, min(", WINDOWS),
+    Mutant(
+        "a window slides for a push that stands still",
+        WINDOW,
+        "        if run.clusters[push.id.cluster].moving:\n            ends",
+        "        if True:\n            ends",
+        WINDOWS,
+    ),
+    Mutant(
+        "a window adapts to a push that stands still",
+        WINDOW,
+        "if push.due and run.clusters[push.id.cluster].moving:",
+        "if push.due:",
+        WINDOWS,
+    ),
+    Mutant(
+        "who has too few steps goes to this window",
+        ROOM,
+        "earliest = now + (least - member.since_push) * member.step_s",
+        "earliest = now",
+        PACE,
+    ),
+    Mutant(
+        "a gap is the last one", ROOM, "= max(waiter.gap_s, now - waiter.asked_at)", "= now - waiter.asked_at", QUEUE
+    ),
+    Mutant("the last push is usual", ROOM, "NEWEST_SHARE if self.usual_tokens else 1.0", "1.0", QUEUE),
     Mutant("windows adapt to the last alone", WINDOW, "due - total / count <=", "due - r.opened <=", WINDOWS),
     Mutant("an arrival makes no window longer", ROUND_PY, "window.extend_window(run, r)", "pass", WINDOWS),
     Mutant("a grant makes no window longer", ROOM, "window.extend_open_window(run)", "pass", WINDOWS),
@@ -396,12 +422,10 @@ MUTANTS = (
     Mutant("who was gated counts alone", ROOM, "if convicted and lacks_witnesses(push)", "if False", GATES),
     Mutant("who waits in vain is locked out", ROOM, "KEPT_UNHEARD = 0.75", "KEPT_UNHEARD = 1.0", GATES),
     Mutant("suspects are trusted", ROOM, "c != cluster and not is_suspect(self", "c != cluster and bool(self", GATES),
-    Mutant("foreign is good enough of suspects", ROOM, "SHARE_OF_USUAL * push.usual) if", "0.0) if", GATES),
+    Mutant("foreign is good enough of suspects", ROOM, "foreign = SHARE_OF_USUAL * push.usual", "foreign = 0.0", GATES),
     Mutant("who does not train is trusted", ROOM, "    if verdict.is_unmoved:\n", "    if False:\n", GATES),
     Mutant("a norm of 0 warms up", ROOM, "if verdict.is_unmoved or (", "if (", GATES),
-    Mutant(
-        "who was better must stay so", ROOM, "excess <= max(0.0, usual) + MARGIN", "excess <= usual + MARGIN", GATES
-    ),
+    Mutant("who was better must stay so", ROOM, "(1.0 + max(0.0, usual)) * (1.0 +", "(1.0 + usual) * (1.0 +", GATES),
     Mutant("a cosine without lengths", ROOM, "return self.dot / lengths if", "return self.dot if", GATES),
     Mutant("who waits is measured in any order", ROOM, "push = min(r.held, key=", "push = max(r.held, key=", GATES),
     Mutant("who waits keeps its slot", ROOM, "free <= 0 and run.slot_queue", "False and run.slot_queue", GATES),
@@ -409,9 +433,76 @@ MUTANTS = (
     Mutant("suspects are measured like others", ROOM, "if is_suspect(row):", "if False:", GATES),
     Mutant("who was gated accuses the others", ROOM, "        if settled.verdict.accepted:", "        if True:", GATES),
     Mutant("two losses are enough to gate", ROOM, "if len(others) < LEAST_OTHERS:", "if False:", GATES),
-    Mutant("a loss has no usual distance", ROOM, "<= max(0.0, usual) + MARGIN", "<= MARGIN", GATES),
-    Mutant("losses of joiners count", ROOM, " and not is_joiner(row, past.options)\n    ]", "\n    ]", GATES),
-    Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=loss)", "pass", GATES),
+    Mutant("a loss has no usual distance", ROOM, "return (1.0 + max(0.0, usual)) * (", "return (", GATES),
+    Mutant(
+        "losses of joiners count",
+        ROOM,
+        "if row.loss is not None and not is_joiner(row, past.options)]",
+        "if row.loss is not None]",
+        GATES,
+    ),
+    Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=bound_loss(loss))", "pass", GATES),
+    Mutant("a gated loss teaches", ROOM, "if not verdict.accepted or excess is None:", "if excess is None:", GATES),
+    Mutant(
+        "who always was unlike is not shown",
+        ROOM,
+        "for by, said in run.penalty.find",
+        "for by, said in {} and run.penalty.find",
+        GATES,
+    ),
+    Mutant(
+        "who has no like is shown as unlike", ROOM, "if usual >= LEAST_USUAL and row.cosine <", "if row.cosine <", GATES
+    ),
+    Mutant(
+        "what is usual is not learned",
+        ROOM,
+        "row.loss_shift if row.losses >= LEARNED else",
+        "row.loss_shift if True else",
+        GATES,
+    ),
+    Mutant(
+        "nothing is learned in the first warm-up",
+        ROOM,
+        "return known if len(known) >= LEAST_OTHERS else [",
+        "return known if True else [",
+        GATES,
+    ),
+    Mutant("one rise of a loss is enough", ROOM, "    if not past.row.loss_rises:", "    if False:", GATES),
+    Mutant(
+        "whom another gate keeps out has risen", ROOM, "if verdict.accepted or verdict.gate is", "if True or", GATES
+    ),
+    Mutant("other data is out of line", ROOM, "    if is_unlike(push):\n", "    if False:\n", GATES),
+    Mutant("who turns must stay opposite", ROOM, "push.own - TURNED)", "push.own - 3 * TURNED)", GATES),
+    Mutant(
+        "who is flagged makes it usual",
+        ROOM,
+        "or lacks_witnesses(push) or is_against(push):",
+        "or lacks_witnesses(push):",
+        GATES,
+    ),
+    Mutant(
+        "only the opposite is out of line",
+        ROOM,
+        "max(LEAST_COSINE, min(push.own - TURNED, foreign)) if",
+        "LEAST_COSINE if",
+        GATES,
+    ),
+    Mutant(
+        "who was unlike has no second push",
+        ROOM,
+        "(is_unlike(push) or cosine >= LEAST_COSINE):",
+        "cosine >= LEAST_COSINE:",
+        GATES,
+    ),
+    Mutant(
+        "a turn while all turn is out of line",
+        ROOM,
+        "min(push.own - TURNED, foreign)) if",
+        "push.own - TURNED) if",
+        GATES,
+    ),
+    Mutant("one turn is enough", ROOM, "if not suspect and (is_unlike(push)", "if False and (is_unlike(push)", GATES),
+    Mutant("joiners are held to the others' cosines", ROOM, "        return LEAST_LEARNING", "        pass", GATES),
     Mutant("digests pile up", ROOM, "*made)[-DIGESTS_KEPT:]", "*made)", GATES),
     Mutant(
         "a late push is held to its whole length", ROOM, "for norm in (g, push.own_norm)", "for norm in (g, g)", GATES
@@ -458,6 +549,19 @@ MUTANTS = (
     Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
     Mutant(
         "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY
+    ),
+    # ---- studies
+    Mutant("a row with a fault is recommended", STUDY, "== asked and not _faults_of(of)]", "== asked]", STUDIES),
+    Mutant("a row of another question is recommended", STUDY, "if _question_of(of) == asked and", "if", STUDIES),
+    Mutant(
+        "a row that ended early is recommended", STUDY, 'and all(numbers["finished"] for', "and all(True for", STUDIES
+    ),
+    Mutant(
+        "gated pushes of one seed are told",
+        STUDY,
+        "    for numbers in runs:\n        by.update(",
+        "    for numbers in runs[:1]:\n        by.update(",
+        STUDIES,
     ),
     # ---- what is found without a look at everything
     Mutant("a time that was moved counts still", ROOM, "if at.get(name) == when:", "if name in at:", INDEXES),

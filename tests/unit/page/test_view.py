@@ -88,6 +88,14 @@ def test_who_was_gated_last_asks_for_a_look_until_a_push_counts_again() -> None:
     assert level(status(), memory) == "well"
 
 
+def test_who_always_was_different_is_flagged_and_asks_for_no_look() -> None:
+    """Sentences with numbers under its state; no gate keeps it out, so all is well."""
+    told = status(clusters={"west": cluster(differs={"loss": "its loss is\x1busually +30 %"}), "east": cluster()})
+    east, west = state(told)["clusters"]["rows"]
+    assert (west["flags"], west["gravity"]) == (["flagged, not gated: its loss is usually +30 %"], "good")
+    assert east["flags"] == [] and level(told) == "well"
+
+
 def test_a_head_that_is_late_asks_for_a_look() -> None:
     """Later than five times the usual, and than a minute."""
     memory = PageMemory()

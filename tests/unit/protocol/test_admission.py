@@ -69,6 +69,26 @@ def test_what_was_seen_of_a_cluster_counts_more_than_what_it_tells() -> None:
     assert not ask(queue, "fast", 1, 30.0 + LATE * 30.0 - 0.1).admitted
 
 
+def test_of_uneven_gaps_the_longest_counts() -> None:
+    """A cluster that once came back after 30 s, and then after 5, is waited for by the 30."""
+    queue = SlotQueue()
+    for asked_at in (0.0, 30.0, 35.0):
+        ask(queue, "slow", 0, asked_at, step_s=0.0)
+    assert not ask(queue, "fast", 1, 35.0 + LATE * 30.0 - 0.1).admitted
+    assert ask(queue, "fast", 1, 35.0 + LATE * 30.0 + 0.1).admitted
+
+
+def test_one_huge_push_does_not_become_what_is_usual() -> None:
+    """A push that brings a little more than the mean goes before two of three, whatever came last."""
+    queue = SlotQueue()
+    for number in range(20):
+        assert ask(queue, "usual", 1, float(number), tokens=100).admitted
+    assert ask(queue, "heavy", 1, 20.0, tokens=1000).admitted
+    for name in "abc":
+        ask(queue, name, 0, 21.0, tokens=0)
+    assert ask(queue, "d", 0, 21.0, tokens=200) == SlotAnswer(False, 1, 4)
+
+
 def test_nobody_is_waited_for_beyond_the_limit() -> None:
     """An absurd step does not keep a slot for ever."""
     queue = SlotQueue()

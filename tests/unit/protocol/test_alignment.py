@@ -65,6 +65,17 @@ def test_the_late_come_and_the_early_wait_for_the_next() -> None:
     assert alignment.push_in_s("b", gathering(opened_at=10.0), 11.0) == pytest.approx(5.4)
 
 
+def test_who_would_come_with_too_few_steps_goes_to_the_next_window() -> None:
+    """An eighth of its H at least: 8 steps of 0.1 s do not fit before the window at 16.4 s, one more does."""
+    alignment = Alignment()
+    alignment.record_heartbeat(heartbeat("a", 0.1, since=64))
+    alignment.push_in_s("a", gathering(), 0.0)  # the period is 6.4 s
+    alignment.record_heartbeat(heartbeat("a", 0.1, since=0))
+    assert alignment.push_in_s("a", gathering(opened_at=10.0), 16.0) == pytest.approx(6.8)
+    alignment.record_heartbeat(heartbeat("a", 0.1, since=7))
+    assert alignment.push_in_s("a", gathering(opened_at=10.0), 16.0) == pytest.approx(0.4)
+
+
 def test_the_period_moves_slowly() -> None:
     """A cluster that reports nonsense once moves the alignment by a quarter at most."""
     alignment = Alignment()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import isfinite, nan, sqrt
 from statistics import median
 
@@ -173,7 +174,7 @@ def test_other_layers_than_before_have_no_score() -> None:
 
 
 def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
-    """Against plain vectors: gated if below −0.1 beside two others at least."""
+    """Against plain vectors: gated if below −0.1 beside two others at least, flagged if 0.4 below its usual 0.5."""
     rng = random.Random(3)
     for _ in range(300):
         d, *others = [[rng.gauss(0.2, 1.0) for _ in range(5)] for _ in range(rng.randint(1, 4))]
@@ -182,8 +183,9 @@ def test_a_direction_is_the_cosine_with_the_others_sum() -> None:
         seen = {"dot": dot, "acc_sq": length**2, "others": len(others), "usual": 0.5}
         said = GateStory("direction").judge("a", sum(x * x for x in d), **seen)
         away = bool(others) and dot < -0.1 * length * sqrt(sum(x * x for x in d))
+        turned = bool(others) and dot < 0.1 * length * sqrt(sum(x * x for x in d))
         assert said.accepted is not (len(others) >= 2 and away)
-        assert bool(said.flags) is (len(others) == 1 and away)
+        assert bool(said.flags) is (turned and (len(others) == 1 or not away))
         if others:
             assert f"cosine {dot / length / sqrt(sum(x * x for x in d)):.2f}" in said.reason
 
@@ -314,6 +316,13 @@ def test_data_of_another_kind_gates_nobody_and_is_flagged() -> None:
     assert "data of another kind" in found["d"][Difference.DIRECTION]
 
 
+def test_where_nobody_is_alike_nobody_is_unlike() -> None:
+    """Four kinds of data: what the others share is within the noise, so it says nothing of the one that has less."""
+    story = GateStory("direction", cosine=0.08, cosines=40)
+    story.penalty._rows["d"] = replace(story.penalty.penalty_row("d"), cosine=0.02)
+    assert not story.penalty.find_differences("d")
+
+
 def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
     """By 0.4 from what is usual for it, twice in a row; who was like them, at −0.1 and once, as ever."""
     story = GateStory("direction", cosine=0.05, cosines=40)
@@ -322,6 +331,35 @@ def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
     like = GateStory("direction", cosine=0.5, cosines=40)
     assert like.judge("a", **beside(-0.09)).accepted and not meet(like, "a", -0.11).accepted
     assert not meet(like, "a", 0.2).accepted, "a suspect that was like the others needs half of what they have"
+
+
+def test_who_was_like_the_others_and_turns_is_gated_before_it_is_opposite() -> None:
+    """Pushes turned by 45° towards zeros had −0.04 to −0.10, where 0.64 was usual; followed, that was usual soon."""
+    story = GateStory("direction", cosine=0.64, cosines=40)
+    first = meet(story, "a", -0.04)
+    assert first.accepted and "usually 0.64; gated if its next one is so, too" in first.flags[0]
+    assert [meet(story, "a", cosine).accepted for cosine in (-0.06, 0.08, 0.04, 0.02)] == 4 * [False]
+    assert meet(story, "b", 0.25).accepted, "0.4 below what is usual is not yet foreign"
+    assert not meet(GateStory("direction", cosine=0.64, cosines=40), "a", 0.2, usual=0.3).flags, "all have less"
+
+
+@pytest.mark.parametrize("turned", [-0.37, -0.4, -0.43, -0.6])
+def test_the_push_that_turned_does_not_make_it_usual(turned: float) -> None:
+    """It counts, since one may be bad luck; the next one as bad is held against what was usual before, and gated."""
+    story = GateStory("direction", cosine=0.05, cosines=40)
+    assert meet(story, "a", turned).flags
+    assert [meet(story, "a", turned).accepted for _ in range(6)] == 6 * [False]
+    assert story.penalty.penalty_row("a").cosine == 0.05
+
+
+def test_flags_make_nobody_unlike_the_others() -> None:
+    """Pushes that point away and are not gated, since the others are at odds or outnumbered, are no kind of data."""
+    story = GateStory("direction")
+    for seen in ({"split": True}, {"against": 3}):
+        for _ in range(4):
+            assert story.round("a", **against("a", 3, **seen)).flags
+    assert not story.round("a", **against("a", 3)).accepted
+    assert not story.penalty.find_differences("a")
 
 
 def test_who_joins_is_not_held_to_the_others_cosines() -> None:
@@ -417,6 +455,7 @@ def test_a_joiner_learns_what_is_usual_for_it() -> None:
     row = story.penalty.penalty_row("x")
     assert row.loss_shift == pytest.approx(0.3) and Difference.LOSS in story.penalty.find_differences("x")
     assert [story.round("y", loss=5.0).accepted for _ in range(5)] == [True] + 4 * [False]
+    assert all(story.round("z", loss=loss).accepted for loss in (2.0, *9 * [3.4])), "ten make it, not the first"
 
 
 def test_who_was_kept_out_by_another_gate_has_not_risen() -> None:

@@ -89,6 +89,18 @@ def test_a_joiner_is_measured_beside_all_the_others() -> None:
     assert reason == "cosine -0.92 with the sum of 3 others of its round"
 
 
+def test_who_always_was_unlike_the_others_is_flagged_in_the_view() -> None:
+    """No push of it is gated; status and page get a sentence with the numbers, and nobody else's row has one."""
+    run = VectorRun().warm_up("a", "b", "c", "d")
+    run.vectors["d"] = (-0.2, 1.0)
+    for number in range(24):
+        order = "abcd"[number % 4 :] + "abcd"[: number % 4]  # who comes first has no others to be compared with
+        assert set(run.round(*order).values()) == {OutcomeKind.ACCEPTED}
+    differs = {name: row["differs"] for name, row in run.view["clusters"].items()}
+    assert [list(differs[c]) for c in "abcd"] == [[], [], [], ["direction"]]
+    assert "data of another kind" in differs["d"]["direction"]
+
+
 def test_a_bad_push_that_came_first_is_found_in_the_next_round() -> None:
     """It is folded before anybody can speak against it; from then on it waits for the others, and is gated."""
     run = VectorRun().warm_up("a", "b", "c", "d")

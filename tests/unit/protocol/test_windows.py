@@ -86,6 +86,20 @@ def test_an_adaptive_window_waits_for_those_due_soon(due: dict[str, float]) -> N
     )
 
 
+@pytest.mark.parametrize("rule", ["sliding", "adaptive"])
+@pytest.mark.parametrize("moving", [True, False])
+def test_no_window_waits_for_a_push_whose_trainer_hangs(rule: str, moving: bool) -> None:
+    """One hung cluster would keep each window open to `window_most`."""
+    run = windowed(rule)
+    run.step(ev.BandwidthMeasured("b", 1, 4000 / 14.0))  # 14 s for the 4,000 bytes of the model
+    run.push("a")
+    run.now = 1.0
+    if not moving:
+        run.step(ev.TrainerChanged("b", 1, False, "its trainer hangs"))
+    run.open_push("b")
+    assert closes(run) == pytest.approx({"sliding": 15.0, "adaptive": 20.0}[rule] if moving else WINDOW_S)
+
+
 def test_an_adaptive_window_learns_from_each_arrival() -> None:
     """b, due at 25, comes early: the mean wait for d allows more."""
     run = windowed("adaptive", due={"b": 30.0, "d": 25.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from dips.cli import cli
 from dips.commands.templates import read_template
 from dips.errors import ConfigError
 from dips.study import runner, store
-from dips.study.report import compare_row, describe_gating, list_lines, losses_of, recommend, spell_table, write_csv
+from dips.study.report import (
+    SHOWN,
+    compare_row,
+    describe_gating,
+    list_gating,
+    list_lines,
+    losses_of,
+    recommend,
+    spell_table,
+    write_csv,
+)
 from dips.study.runner import StudyResult
 from dips.study.statistics import compare_paired, student_quantile
 from dips.study.store import ResultStore
@@ -148,7 +159,7 @@ def test_a_run_that_diverges_is_a_row(in_place: type[PoolInPlace], tmp_path: Pat
     assert not result.failed
     line = list_lines(result)[1]
     assert line[0] == "wild" and line[2].startswith("diverged") and line[3] == ""
-    assert recommend(result) == ["No row of method dips ended well: nothing to recommend."]
+    assert recommend(result)[0].startswith("Nothing to recommend: no row of method dips")
 
 
 def test_a_row_may_be_held_against_another_than_the_studys(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -164,6 +175,71 @@ def test_a_row_may_be_held_against_another_than_the_studys(in_place: type[PoolIn
     assert held != compare_paired(losses_of(result, "long"), losses_of(result, "synchronous"))
     assert losses_of(result, "long")[1] < losses_of(result, "ours")[1]
     assert recommend(result)[0].startswith("Take 'ours'")
+
+
+def made_up(loss: float, **more: Any) -> dict[str, Any]:
+    return {
+        "loss": loss, "first_loss": 9.0, "diverged": False, "finished": True, "unit": "nats", "fastest_steps": 8,
+        "effective_clusters": 2.0, "clipped": 0.0, "staleness": 0.0, "cosine": None, "of_ideal": 0.9,
+    } | more  # fmt: skip
+
+
+def result_of(losses: dict[str, float], rows: dict[str, Any], **more: Any) -> StudyResult:
+    study = study_of(rows={"synchronous": {"method": "synchronous"}, **rows}, compare="synchronous", **more)
+    found = StudyResult(study, best={row.name: () for row in study.rows})
+    found.runs = {name: {seed: made_up(loss * (1 + 0.01 * seed)) for seed in (1, 2)} for name, loss in losses.items()}
+    return found
+
+
+def test_only_rows_that_differ_in_method_are_recommended() -> None:
+    """Not the lowest loss of all: another fleet or H, more steps or an easier task, or a fault, is another question.
+
+    A gate keeps out a cluster whose sign is flipped, and at equal tokens fewer clusters end lower.
+    """
+    flipped = [1.0, {"step_s": 1.5, "fault": "sign"}]
+    rows = {
+        "ours": {}, "clipped": {"outer.clip": {"norm": 1.0}}, "sign": {"fleet": flipped}, "alone": {"fleet": [1.0]},
+        "short": {"inner_steps": 2}, "long": {"steps": 2 * BASE_STEPS}, "easy": {"task.scale": 2.0},
+        "steps": {"pace": "steps"},
+    }  # fmt: skip
+    losses = {"synchronous": 2.0, "ours": 1.9, "clipped": 1.8, "steps": 1.95} | dict.fromkeys(
+        ("sign", "alone", "short", "long", "easy"), 1.0
+    )
+    said = recommend(result_of(losses, rows))
+    assert said[0].startswith("Take 'clipped'")
+    assert "so not compared: 'sign', 'alone', 'short', 'long', 'easy'." in " ".join(said)
+    bad = result_of({"synchronous": 2.0, "sign": 1.0}, {"sign": {"fleet": flipped}})
+    bad.study = replace(bad.study, compare="sign")
+    assert recommend(bad)[0].startswith("Nothing to recommend")
+
+
+def test_a_row_without_all_of_its_tokens_is_not_recommended() -> None:
+    """A run in which everything was gated ends early, and may be low by then."""
+    result = result_of({"synchronous": 2.0, "ours": 1.9, "early": 1.5}, {"ours": {}, "early": {"outer.lr": 0.1}})
+    result.runs["early"][2]["finished"] = False
+    assert recommend(result)[0].startswith("Take 'ours'")
+
+
+def test_healthy_pushes_that_were_gated_are_told_for_every_row() -> None:
+    """By cluster and gate, over all seeds, with what was said of the first: what gates are chosen by."""
+    result = result_of({"synchronous": 2.0, "ours": 1.9}, {"ours": {}})
+    shut = {"healthy": 50, "healthy_gated": 9, "healthy_of": {"a": 25, "b": 25}, "gated_because": {"b": "cosine -0.3"}}
+    result.runs["ours"][1] |= {**shut, "gated_by": {"b": {"direction": 8, "loss": 1}}}
+    result.runs["ours"][2] |= {**shut, "gated_by": {"b": {"direction": 9}}}
+    heads = ("row", "best", "loss", "against", *SHOWN)
+    table = {line[0]: dict(zip(heads, line, strict=True)) for line in list_lines(result)}
+    assert (table["synchronous"]["gated"], table["ours"]["gated"]) == ("", "18 of 100")
+    assert list_gating(result) == [
+        "ours: 18 of 50 healthy pushes of b gated (direction 17, loss 1), the first: cosine -0.3"
+    ]
+
+
+def test_numbers_of_a_row_are_of_all_seeds() -> None:
+    result = result_of({"synchronous": 2.0, "ours": 1.9}, {"ours": {}})
+    result.runs["ours"][2] |= {"fastest_steps": 16, "of_ideal": 0.5, "staleness": None}
+    heads = ("row", "best", "loss", "against", *SHOWN)
+    ours = dict(zip(heads, list_lines(result)[1], strict=True))
+    assert (ours["steps"], ours["ideal"], ours["stale"], ours["cos"]) == ("12", "0.70", "0.00", "")
 
 
 def test_a_factory_that_breaks_loses_its_row_only(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -191,10 +267,17 @@ def test_paired_intervals() -> None:
 
 
 def test_a_blind_gate_is_called_blind() -> None:
+    """Over all seeds; whose fault lasts to the end is not said to be shut out."""
     counts = {"bad": 20, "bad_gated": 1, "healthy": 100, "healthy_gated": 1, "recovered_after": 0}
-    assert describe_gating(counts).startswith("blind; 1.0% of 100 healthy")
-    assert describe_gating({**counts, "bad_gated": 19, "recovered_after": None}).startswith("95% of 20 bad")
-    assert describe_gating({"bad": 0}) == "no bad push"
+    assert describe_gating([counts]) == "blind; 1.0% of 100 healthy ones gated; accepted again after 0 pushes"
+    never = {**counts, "bad_gated": 19, "recovered_after": None}
+    assert describe_gating([never]).startswith("95% of 20 bad")
+    assert (
+        describe_gating([counts, never])
+        == "50% of 40 bad pushes gated; 1.0% of 200 healthy ones gated; never accepted again"
+    )
+    assert describe_gating([never], endless=True).endswith("gated; its fault lasted to the end")
+    assert describe_gating([{"bad": 0}]) == "no bad push"
 
 
 def test_the_table_leaves_empty_columns_out() -> None:

@@ -56,6 +56,15 @@ def test_every_state_has_its_reason() -> None:
         assert part in text
 
 
+def test_who_always_was_different_is_flagged_in_words() -> None:
+    """A line for each difference under its row, with the numbers; nobody else has one."""
+    said = "its loss is usually +30 % of the others' above theirs"
+    differing = {**STATUS["clusters"]["fast"], "differs": {"loss": said, "direction": "cosine of 0.05"}}
+    text = drawn({**STATUS, "clusters": {"a": differing, "b": STATUS["clusters"]["fast"]}})
+    assert text.index("flagged, not gated: cosine of 0.05") < text.index(f"flagged, not gated: {said}")
+    assert text.count("flagged, not gated") == 2
+
+
 def test_data_is_tracked_or_said_not_to_be() -> None:
     """Ranges are counted by fate; a run without them says that nobody tracks what is read."""
     ranges = {"total": 100, "settled": 40, "leased": 4, "free": 56}
