@@ -158,7 +158,10 @@ def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tupl
 def _read_shares(db: sqlite3.Connection, after: int) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
     """By round that may still be undone: whose pushes its version holds, with tokens and ranges, in folding order."""
     shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
-    query = "SELECT round, cluster, tokens, ranges FROM folds WHERE round > ? ORDER BY round, place"
+    # + keeps SQLite from walking all outcomes of a cluster for each of its folds: it makes an index of its own.
+    query = """SELECT f.round, f.cluster, o.tokens, f.ranges FROM folds f
+               JOIN outcomes o ON (o.round, +o.cluster, o.inc, o.seq) = (f.round, f.cluster, f.inc, f.seq)
+               WHERE f.round > ? ORDER BY f.round, f.place"""
     for number, cluster, tokens, ranges in db.execute(query, (after,)):
         shares.setdefault(number, []).append((cluster, tokens, read_ints(ranges)))
     return shares

@@ -76,6 +76,7 @@ class Push:
     committed: bool = False
     committed_at: float = 0.0
     tokens: int = 0
+    counted: int = 0  # of these, once it is folded: see rules/weights.py
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
     begun: BegunRange | None = None

@@ -31,6 +31,7 @@ from dips.protocol.penalty_rows import (
     restart_warmup,
 )
 from dips.protocol.records import PenaltyRow, ScoreHistory
+from dips.protocol.rules.weights import TOKENS_KEPT, most_tokens
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verdict
 
 LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
@@ -115,6 +116,10 @@ class Penalty:
         """How many others live that were not out of line lately."""
         return sum(c != cluster and not is_suspect(self.penalty_row(c)) for c in live)
 
+    def most_tokens(self) -> int | None:
+        """How many tokens of one push count at most, by the last pushes of all clusters; None: any number."""
+        return most_tokens(row.tokens for row in self._rows.values())
+
     def own_cosine(self, cluster: str) -> float | None:
         """What its pushes usually have in common with the others'."""
         return own_usual(self.penalty_row(cluster))
@@ -146,9 +151,10 @@ class Penalty:
         changed = dict[str, PenaltyRow]()
         rows = ChainMap(changed, self._rows)
         limit = self.gate_threshold()
-        for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
-            row = rows.get(cluster) or fresh_row(cluster, self._options)
-            changed[cluster] = move_accepted(verdict, self._past_of(row), limit)
+        for s in (s for s in verdicts if s.verdict.accepted):
+            row = rows.get(s.cluster) or fresh_row(s.cluster, self._options)
+            moved = move_accepted(s.verdict, self._past_of(row), limit)
+            changed[s.cluster] = replace(moved, tokens=(*row.tokens, s.tokens)[-TOKENS_KEPT:])
         gated = [s for s in verdicts if not s.verdict.accepted and not s.verdict.held]
         for cluster in (s.cluster for s in gated):
             row = rows.get(cluster) or fresh_row(cluster, self._options)

@@ -34,7 +34,7 @@ class FoldRow:
 
     push: PushId
     base: VersionId
-    tokens: int
+    tokens: int  # that count: see rules/weights.py
     inner_steps: int
     weight: float  # T_j / T_first, by which buffers are averaged
     norm: float  # G_j
@@ -92,7 +92,7 @@ class PenaltyRow:
     loss_rises: bool = False  # its last one was far above what is usual
     cosine: float = 0.0  # its usual one with the sum of enough others, while the gate `direction` is on
     cosines: int = 0  # that this was learned from
-    tokens: tuple[int, ...] = ()  # that counted of its last accepted pushes, oldest first: see weights.py
+    tokens: tuple[int, ...] = ()  # that counted of its last accepted pushes, oldest first: see rules/weights.py
 
 
 @dataclass(frozen=True, slots=True)

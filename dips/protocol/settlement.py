@@ -46,7 +46,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.emit_record(row)
     run.penalty.keep_statistics(rows, history)
     tokens = sum(f.tokens for f in row.folds)
-    shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
+    shares = tuple((p.id.cluster, p.tokens, p.ranges) for p in r.folded)
     run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
     run.head, run.round = version, None
     run.committed_at[version] = run.now
@@ -65,7 +65,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
 
 def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
     """The penalty's statistics as this round leaves them."""
-    verdicts = [Settled(p.id.cluster, p.verdict) for p in (*r.folded, *r.gated) if p.verdict is not None]
+    verdicts = [Settled(p.id.cluster, p.verdict, p.counted) for p in (*r.folded, *r.gated) if p.verdict is not None]
     live = [c.name for c in run.clusters.values() if c.live]
     rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
     if r.folded and r.state is not RoundState.COLLECTING:
@@ -92,7 +92,7 @@ def _version_row(
 ) -> VersionCommitted:
     folds = tuple(
         FoldRow(
-            p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
+            p.id, p.base, p.counted, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
             p.layer_weights, p.anchor is not None,
         )
         for p in r.folded
@@ -186,6 +186,8 @@ def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reaso
     measured = verdict.reason if verdict else ""
     if verdict and (anchored := anchors.explain_anchor(push)):
         measured = f"{measured}; {anchored}"
+    if 0 < push.counted < push.tokens:
+        measured = f"{measured}; of its {push.tokens} tokens {push.counted} count: more than is usual here"
     why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
     norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
     return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges, push.begun)
@@ -203,7 +205,7 @@ def _settle_push(
         run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
         cluster.tokens[kind] += push.tokens
         if kind is OutcomeKind.ACCEPTED:
-            cluster.last_tokens = push.tokens
+            cluster.last_tokens = push.counted
         if same_incarnation:
             cluster.settled += push.tokens
             cluster.settled_steps += push.inner_steps

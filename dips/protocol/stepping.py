@@ -26,10 +26,13 @@ from dips.protocol.run_state import RunState
 
 def weigh_push(run: RunState, r: Round, push: Push) -> None:
     """Decide what an accepted push weighs, over the first that is folded."""
-    o = run.options.outer
+    o, most = run.options.outer, run.penalty.most_tokens()
+    push.counted = push.tokens if most is None else min(push.tokens, most)
+    if push.counted < push.tokens:
+        run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
     push.freshness = measure_freshness(o.staleness_alpha, run.head.version - push.base.version)
-    push.merge_weight = WEIGHTS[o.weights](push.tokens, push.inner_steps) * push.freshness
-    push.weight = push.tokens / r.folded[0].tokens if r.folded else 1.0
+    push.merge_weight = WEIGHTS[o.weights](push.counted, push.inner_steps) * push.freshness
+    push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
     r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
     layers = _layers_that_differ(run, r)
     weights = [weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
@@ -108,7 +111,7 @@ def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
     """What the step rule may look at: the round's share of a cycle, and whether its N-th contribution is in it."""
     tokens = dict[str, int]()
     for push in r.folded:
-        tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.tokens
+        tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted
     o, before = run.options.outer, sum(cluster.counts["accepted"] for cluster in run.clusters.values())
     every = o.delay or max(1, len(live))
     is_nth = (before + len(r.folded)) // every > before // every

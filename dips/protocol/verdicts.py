@@ -103,3 +103,4 @@ class Settled:
 
     cluster: str
     verdict: Verdict
+    tokens: int = 0  # that counted

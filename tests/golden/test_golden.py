@@ -97,6 +97,7 @@ def test_a_ledger_of_format_8_becomes_todays(tmp_path: Path) -> None:
     assert seen[0] == seen[1] == seen[2]
     assert [r.step.numbers for r in seen[0][1]] == [(0.8, 1.0, 1.0, 0.8)] * 8
     today = repr(seen[3]).replace("0.446428571)", repr(returned_share(0.7, (0.8, 1.0, 1.0, 0.8))) + ")")
+    today = re.sub(r"tokens=\([\d, ]+\)", "tokens=()", today)  # what is usual was not kept
     assert SCORES.sub("", repr(seen[0])) == SCORES.sub("", today)
     assert _columns(old) == _columns(new)
 

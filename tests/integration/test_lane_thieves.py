@@ -161,4 +161,4 @@ def versions(run: harness.Run) -> int:
 
 def skipped(run: harness.Run) -> list[Any]:
     with run.ledger() as ledger:
-        return [r for r in ledger.read_history(1000) if r.version is None]
+        return [r for r in ledger.read_history(1000) if r.kind == "skipped"]

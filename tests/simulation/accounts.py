@@ -7,7 +7,6 @@ from dips.ids import PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
     ClusterEnded,
-    FoldRow,
     LedgerState,
     OutcomeRow,
     RangesLeased,
@@ -73,6 +72,7 @@ class TokensInvariant(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self.counted: dict[str, list[int]] = {}  # of each cluster's last five accepted pushes
         self.settled: dict[int, str] = {}  # id of the work → where the ledger settled it
         self.accepted = 0  # by the lineage
         self.brought: dict[VersionId, int] = {}
@@ -88,8 +88,7 @@ class TokensInvariant(Invariant):
         if isinstance(record, ClusterEnded):
             self._book(record.cluster, record.tokens_lost)
         if isinstance(record, VersionCommitted):
-            for fold in record.folds:
-                self._tokens_of(fold)
+            self._count_folds(record)
             self.brought[record.version] = sum(f.tokens for f in record.folds)
             self.accepted += self.brought[record.version]
             expected = {o.push for o in record.outcomes if o.kind == "accepted"}
@@ -100,6 +99,7 @@ class TokensInvariant(Invariant):
             self.accepted -= sum(self.brought[v] for v in record.undone)
 
     def master_restored(self, state: LedgerState) -> None:
+        self.counted = {row.cluster: list(row.tokens) for row in state.penalty}
         total = sum(v.tokens for v in state.versions)
         self.require(
             total == self.accepted, f"the ledger's versions bring {total} tokens, {self.accepted} were accepted"
@@ -129,7 +129,15 @@ class TokensInvariant(Invariant):
         if account.consumed_tokens != agent.consumed:
             self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 
-    def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
+    def _count_folds(self, record: VersionCommitted) -> None:
+        """All tokens of a push count, but at most 16 times the largest median of any cluster's last five pushes."""
+        most = max((16 * sorted(last)[2] for last in self.counted.values() if len(last) == 5), default=1 << 62)
+        for fold in record.folds:
+            brought = self.world.books.frozen[fold.push].tokens
+            self.require(fold.tokens == min(brought, most), f"of {brought} tokens of {fold.push} {fold.tokens} count")
+            self.counted[fold.push.cluster] = [*self.counted.get(fold.push.cluster, []), fold.tokens][-5:]
+
+    def _tokens_of(self, row: OutcomeRow) -> None:
         frozen = self.world.books.frozen[row.push]
         self.require(
             row.tokens == frozen.tokens, f"{row.push} brought {frozen.tokens} tokens, its row says {row.tokens}"

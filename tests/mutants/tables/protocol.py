@@ -16,6 +16,7 @@ BLIND = "tests/unit/protocol/test_bites_blind.py"
 QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 STUDY, STUDIES = "dips/study", "tests/unit/study/test_study.py"
+HOSTILE = "tests/unit/protocol/test_hostile_clusters.py"
 GATES = "tests/unit/protocol/test_gates.py tests/unit/protocol/test_held_pushes.py"
 MOVED = "tests/unit/protocol/test_moved.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
@@ -110,7 +111,9 @@ MUTANTS = (
         "shares[0].weight / sum(100 for share in shares)",
         ROUND,
     ),
-    Mutant("weight upside down", ROOM, "push.tokens / r.folded[0].tokens", "r.folded[0].tokens / push.tokens", ROUND),
+    Mutant(
+        "weight upside down", ROOM, "push.counted / r.folded[0].counted", "r.folded[0].counted / push.counted", ROUND
+    ),
     Mutant("the norm is that of the first fold", ROOM, "r.acc_sq = _order", "r.acc_sq = r.acc_sq or _order", ROUND),
     Mutant(
         "norm of the sum unscaled",
@@ -440,6 +443,20 @@ MUTANTS = (
         "if row.loss is not None and not is_joiner(row, past.options)]",
         "if row.loss is not None]",
         GATES,
+    ),
+    Mutant(
+        "any number of tokens counts",
+        ROOM,
+        "min(push.tokens, most)",
+        "push.tokens",
+        "tests/unit/protocol/test_hostile_clusters.py",
+    ),
+    Mutant(
+        "one push makes tokens usual",
+        ROOM,
+        "if len(tokens) >= TOKENS_KEPT]",
+        "if tokens]",
+        "tests/unit/protocol/test_hostile_clusters.py",
     ),
     Mutant("a gated loss is forgotten", ROOM, "row = replace(row, loss=bound_loss(loss))", "pass", GATES),
     Mutant("a gated loss teaches", ROOM, "if not verdict.accepted or excess is None:", "if excess is None:", GATES),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dips.errors import ConfigError, UnavailableSlave
 from dips.protocol import events as ev
 from dips.protocol.effects import Dropped, Failed, OpenPush, Pending
+from dips.protocol.options import StopOptions
+from dips.protocol.rules.weights import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.seeding import SEEDER
-from tests.unit.protocol.scripted_run import ScriptedRun
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 
 
 def test_nobody_has_the_seeders_name() -> None:
@@ -27,3 +29,33 @@ def test_a_push_that_moved_before_its_grant_is_not_committed() -> None:
     run.orders.clear()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, UnavailableSlave, "gone"))
     assert isinstance(run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5)), Dropped)
+
+
+def test_tokens_far_beyond_what_is_usual_neither_make_a_version_nor_end_the_run() -> None:
+    """12,500,000,000 : 1 before: θ was what the liar said, and the run at its end; of a script that miscounts, too."""
+    run = ScriptedRun(replace(OPTIONS, stop=StopOptions(tokens=10**6)))
+    run.train("a", "b", "c")
+    for _ in range(TOKENS_KEPT):
+        pushed = [run.push(cluster) for cluster in "ab"]
+        run.wait(10.0)
+        for push in pushed:
+            run.outcome(push)
+    honest, liar = run.push("a"), run.push("c", tokens=10**9)
+    run.wait(10.0)
+    row = run.committed[-1]
+    assert [(fold.push, fold.tokens) for fold in row.folds] == [(honest, 100), (liar, MOST_TIMES * 100)]
+    assert row.folds[1].weight == MOST_TIMES and run.view["finished"] is None
+    said = run.outcome(liar)
+    assert f"of its {10**9} tokens {MOST_TIMES * 100} count" in said.reason
+    assert run.view["clusters"]["c"]["tokens_accepted"] == 10**9, "its own account is as it says"
+
+
+def test_a_young_run_believes_what_clusters_bring() -> None:
+    """Until one of them has brought five pushes nothing is usual: a cluster that begins with one step may go on."""
+    run = ScriptedRun()
+    run.train("a")
+    for tokens in (*[10] * (TOKENS_KEPT - 1), 10_000):
+        push = run.push("a", tokens=tokens)
+        run.wait(10.0)
+        run.outcome(push)
+    assert [row.folds[0].tokens for row in run.committed][-1] == 10_000
