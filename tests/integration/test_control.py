@@ -211,7 +211,7 @@ class ClusterScript:
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         said = events.ClusterJoined(
-            0, self.name, nonce, "toy", sha256, digest or self.config.shared.digest, take_over=True
+            0, self.name, nonce, self.config.shared.run, sha256, digest or self.config.shared.digest, take_over=True
         )
         joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
         if isinstance(joined, effects.ManifestWanted):

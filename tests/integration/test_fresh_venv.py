@@ -232,8 +232,8 @@ def test_the_readme_alone_makes_a_run(
     assert cluster.returncode == 0, logs
     assert "Warning" not in (place / "cluster.log").read_text(), logs
 
-    watch.send_signal(signal.SIGINT)  # as a person ends it; what is no terminal gets the last picture
-    assert watch.wait(END_S) == 0 and "first-run" in (place / "watch.log").read_text()
+    watch.send_signal(signal.SIGINT)  # as a person ends it; what is no terminal gets a line a second
+    assert watch.wait(END_S) == 0 and f"head v{ROUNDS}@r{ROUNDS}" in (place / "watch.log").read_text()
     told = environment.type_line(history)
     assert [f"v{n}@r{n}" in told for n in range(1, ROUNDS + 1)] == [True] * ROUNDS
     environment.type_line(plot)
