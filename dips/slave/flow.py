@@ -243,6 +243,7 @@ class ZmqFlow:
             lane.close()
         self._receiver.drop_all()
         while self._sender.holds_sources:  # libzmq let go at lane.close; its trackers say so a moment later
+            self._sender.close_all("the data flow ends")  # the shard's thread may have opened a pull meanwhile
             self._do_moves(self._sender.tick(self._clock()))
             time.sleep(0.001)
 

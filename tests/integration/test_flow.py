@@ -781,6 +781,20 @@ def test_a_new_incarnation_drops_what_the_last_one_had_open():
             push_pieces(slave.grant(1), base(1), shares(model(1), 1)[0])
 
 
+def test_a_pull_that_is_opened_while_the_flow_ends_does_not_hold_it(monkeypatch):
+    """The shard's thread still carries out what it was given before SIGTERM: its pull was never released."""
+    with running_flow() as slave:
+        lane = slave.flow._lanes[0]
+        stop = lane.stop
+        monkeypatch.setattr(lane, "stop", lambda: (slave.flow.open_pull(PullId("fast", 1, 1), V, model(1)), stop()))
+        ending = threading.Thread(target=slave.flow.close, daemon=True)
+        ending.start()
+        ending.join(10.0)
+        held = ending.is_alive()
+        slave.flow.close_pull(PullId("fast", 1, 1))
+        assert not held
+
+
 def test_a_port_in_use_is_named():
     """Two slaves cannot share a lane's port, and the second says so."""
     with running_flow() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
