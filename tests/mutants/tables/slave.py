@@ -27,6 +27,13 @@ REBALANCE = "tests/unit/commands/test_rebalance.py"
 OLDER = "tests/unit/outer/test_older_versions.py"
 
 MUTANTS = (
+    Mutant(
+        "a pull that is opened while the flow ends holds it",
+        ROOM,
+        'self._sender.close_all("the data flow ends")  # the shard',
+        "pass  # the shard",
+        "tests/integration/test_flow.py::test_a_pull_that_is_opened_while_the_flow_ends_does_not_hold_it",
+    ),
     # ---- older versions
     Mutant(
         "older versions take the bank of θ′",
