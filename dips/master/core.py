@@ -171,7 +171,7 @@ class MasterCore:
                 self._report_tokens(name, now)
         push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
         progress, lease_s = coordinator.progress(), self._timing.lease_s
-        return ClusterHeartbeatAnswer(coordinator.term, lease_s, standing, push, pull, progress, push_in_s)
+        return ClusterHeartbeatAnswer(coordinator.proven_term, lease_s, standing, push, pull, progress, push_in_s)
 
     def _answer_slave(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
         coordinator = self._coordinator

@@ -253,6 +253,11 @@ class Coordinator:
     def term(self) -> int:
         return self._run.term
 
+    @property
+    def proven_term(self) -> int:
+        """What clusters follow; 0 until slaves have told an old ledger, whose successor they would never hear."""
+        return self._run.term if self._run.is_proven else 0
+
     def progress(self) -> Progress:
         return self._run.read_progress()
 
@@ -260,8 +265,6 @@ class Coordinator:
         """(standing, its open push, its open pull): what a heartbeat is answered with."""
         run = self._run
         standing = run.cluster_standing(cluster, inc)
-        if cluster in run.clusters and not run.is_proven:
-            return ClusterStanding.LIVE, None, None  # an old ledger may not know this incarnation: see RunState.proven
         if standing is not ClusterStanding.LIVE:
             return standing, None, None
         found = run.clusters[cluster]

@@ -107,6 +107,7 @@ class LedgerDisk:
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         restored = Ledger.open(path)
         try:
+            restored._db.execute("PRAGMA journal_mode = DELETE")  # memory has no WAL: a copy could not be opened
             restored._db.backup(self._db)
         finally:
             restored.close()

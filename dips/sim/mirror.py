@@ -61,6 +61,7 @@ class MirrorShell:
         self._mirror, self._later, self._heap = mirror, later, heap
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
         self._timer: Timer | None = None
+        self._rotten: dict[VersionId, Snapshot] = {}  # copies that this process has read to the end
 
     def report(self) -> MirrorReport:
         """What a heartbeat says of it."""
@@ -77,14 +78,23 @@ class MirrorShell:
         if mirror.gone:
             self._plan.on_failed("the mirror is gone", self._heap.now)
             raise FailedMirror("the mirror is gone")
-        self._plan.on_listed(tuple(mirror.files))
         newest = max((v.round for v in on_disk), default=0)
-        newer = [v for v in mirror.files if v not in on_disk and (v.round > newest or v in look_for)]
+        newer = [v for v in self._list_whole() if v not in on_disk and (v.round > newest or v in look_for)]
         whole = tuple(v for v in newer if mirror.files[v].good)
         for version in whole:
             disk.bring_back(version, mirror.files[version])
+        self._rotten |= {v: mirror.files[v] for v in newer if v not in whole}
+        self._list_whole()  # the master is not told of what was found rotten just now
         self._look()
         return Restored(whole, "a copy in its mirror is rotten" if len(whole) < len(newer) else "")
+
+    def _list_whole(self) -> tuple[VersionId, ...]:
+        """What its manifests say is whole, but for copies that were read and are not."""
+        files = self._mirror.files
+        outdated = tuple(v for v in files if self._rotten.get(v) is files[v])
+        whole = tuple(v for v in files if v not in outdated)
+        self._plan.on_listed(whole, outdated)
+        return whole
 
     def _look(self) -> None:
         """Begin what is due, and plan when to look again."""
@@ -104,7 +114,7 @@ class MirrorShell:
         if mirror.gone:
             problem = "the mirror is gone"
         elif job.kind is MirrorJobKind.LIST:
-            self._plan.on_listed(tuple(mirror.files))
+            self._list_whole()
         elif job.kind is MirrorJobKind.DELETE:
             for version in job.versions:
                 del mirror.files[version]

@@ -27,6 +27,18 @@ FOUND = {  # by playing 10,000: a bug each, while no draw is added; crossings ar
     "two clusters lost patience in one round, and the reference saw the second beside the first": (6368,),
 }
 
+CROSSED = {  # the same, with the crossings
+    "clusters followed the term of a ledger that no slave had proven, and never heard its successor": (500,),
+    "a slave's mirror offered a copy that was found rotten": (20052,),
+    "a ledger that was restored beside a WAL was lost again": (237, 391),
+}
+
+
+@pytest.mark.parametrize("seed", sum(CROSSED.values(), ()))
+def test_a_seed_that_found_something_at_a_crossing_holds(seed: int) -> None:
+    result = play((seed, None))
+    assert not result.failure, report(result)
+
 
 @pytest.mark.parametrize("seed", sum(FOUND.values(), ()))
 def test_a_seed_that_found_something_holds(seed: int) -> None:

@@ -229,7 +229,8 @@ class Teller:
             live = " ".join(map(str, (*listed.pushes, *listed.pulls))) or "nothing"
             return [f"{peer} ← {'register anew' if register else f'live is {live}, as of order {as_of}'}"]
         standing, push, pull = self.machine.cluster_standing(peer, incarnation)
-        return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]
+        follow = "" if self.machine.proven_term else ", of no term to follow"
+        return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}{follow}"]
 
     # ---- commands: an operator -------------------------------------------------------------------------------------
 

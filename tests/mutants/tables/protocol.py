@@ -34,6 +34,20 @@ ANCHORED = "tests/unit/protocol/test_anchors.py"
 WINDOWS = "tests/unit/protocol/test_windows.py"
 
 MUTANTS = (
+    Mutant(
+        "clusters follow the term of a ledger that nobody has proven",
+        ROOM,
+        "return self._run.term if self._run.is_proven else 0",
+        "return self._run.term",
+        STORIES,
+    ),
+    Mutant(
+        "heartbeats are answered with a term that nobody has proven",
+        "dips/master/core.py",
+        "ClusterHeartbeatAnswer(coordinator.proven_term,",
+        "ClusterHeartbeatAnswer(coordinator.term,",
+        "tests/unit/master/test_runtime.py",
+    ),
     # ---- a name that is taken
     Mutant(
         "a second agent takes a name from one that lives",
