@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
-from dips.protocol import pulls, pushes, seeding
+from dips.protocol import movement, pushes, seeding
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
@@ -157,7 +157,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     if cluster.push and not committed:
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
-        pulls.close_pull(run, cluster, reason)
+        movement.close_pull(run, cluster, reason)
     cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())

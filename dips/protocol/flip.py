@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dips.ids import PullId, VersionId
-from dips.protocol import durability, pulls
+from dips.protocol import durability, movement, pulls
 from dips.protocol.effects import Commit, RankKeys
 from dips.protocol.entities import Cluster, Fanout
 from dips.protocol.enums import FanoutKind
@@ -54,7 +54,7 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
             assert cluster.pull is not None
             cluster.pull.opened = True
         else:
-            pulls.close_pull(run, cluster, "a slave was lost while it flipped")
+            movement.close_pull(run, cluster, "a slave was lost while it flipped")
 
 
 def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:

@@ -5,12 +5,17 @@ They may be in the middle of an inner step that lasts longer than any constant, 
 here; and what moves takes as long as its bytes take. So it is kept as long as the cluster's heartbeats name it and its
 trainer is seen to train, or to move bytes; what stalls is ended by the slaves and ranks that see it stall. A deadline
 ends what nobody names. `min_push_bps` says what is too slow.
+How a pull is closed stands here too: a push that is asked for after it does that as well.
 """
 
 from __future__ import annotations
 
 from dips.protocol.deadlines import too_slow
+from dips.protocol.effects import ClosePull
+from dips.protocol.entities import Cluster, Tombstone
+from dips.protocol.enums import FanoutKind
 from dips.protocol.events import TransferAwaited
+from dips.protocol.moves import ClusterState
 from dips.protocol.run_state import RunState
 
 
@@ -23,3 +28,18 @@ def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
     for transfer in (cluster.pull, None if slow else cluster.push):
         if transfer is not None and transfer.id.seq == event.seq:
             run.transfers.keep_until(transfer, max(transfer.deadline, run.now + transfer.deadline_s))
+
+
+def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
+    """Unpin on every slave; the cluster trains on."""
+    pull = cluster.pull
+    assert pull is not None
+    cluster.pull = None
+    if cluster.push is None:
+        cluster.keys = ()  # the next request names them again
+    run.transfers.close_pull(pull)
+    cluster.closed_pull = Tombstone(pull.id.seq, reason)
+    run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)
+    run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
+    if cluster.state is ClusterState.PULLING:
+        run.set_cluster_state(cluster, ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)

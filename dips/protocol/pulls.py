@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dips.errors import ConfigError, RemoteProtocolError, StalePush
 from dips.ids import GENESIS, PullId, VersionId
-from dips.protocol import pushes
+from dips.protocol import movement, pushes
 from dips.protocol.claims import find_absurd_seq
-from dips.protocol.effects import Acknowledged, ClosePull, Dropped, Failed, OpenPull, Pending, Refused, Result
-from dips.protocol.entities import Cluster, Fanout, Pull, Tombstone
+from dips.protocol.effects import Acknowledged, Dropped, Failed, OpenPull, Pending, Refused, Result
+from dips.protocol.entities import Cluster, Fanout, Pull
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
@@ -52,7 +52,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
     if waits:
         return Refused(run.options.timing.busy_retry_s, f"waits for {waits}")
     if pull:
-        close_pull(run, cluster, f"superseded by {event.pull}")
+        movement.close_pull(run, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks, cluster.keys = event.pull.seq, event.ranks, event.keys
     begin_pull(run, cluster, event.pull, version)
     order = OpenPull(event.pull, version, event.keys)
@@ -94,7 +94,7 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
         return
     if cluster.pull and cluster.pull.id == event.pull:
         version = cluster.pull.version
-        close_pull(
+        movement.close_pull(
             run, cluster, f"trains on {version}" if event.installed else "its pull failed: it trains on what it has"
         )
         if event.installed:
@@ -102,25 +102,10 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
     run.reply_to(event.req, Acknowledged())
 
 
-def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
-    """Unpin on every slave; the cluster trains on."""
-    pull = cluster.pull
-    assert pull is not None
-    cluster.pull = None
-    if cluster.push is None:
-        cluster.keys = ()  # the next request names them again
-    run.transfers.close_pull(pull)
-    cluster.closed_pull = Tombstone(pull.id.seq, reason)
-    run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)
-    run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
-    if cluster.state is ClusterState.PULLING:
-        run.set_cluster_state(cluster, ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
-
-
 def close_all_pulls(run: RunState, reason: str) -> None:
     """A slave that held a pin is gone: the others do not hold a whole version."""
     for name in list(run.transfers.pulls):
-        close_pull(run, run.clusters[name], reason)
+        movement.close_pull(run, run.clusters[name], reason)
 
 
 def expire_pulls(run: RunState) -> None:
@@ -128,4 +113,4 @@ def expire_pulls(run: RunState) -> None:
     for name in run.transfers.pull_deadlines.take_due(run.now):
         cluster = run.clusters[name]
         assert cluster.pull is not None
-        close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")
+        movement.close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")

@@ -33,6 +33,7 @@ from dips.protocol.effects import (
 from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
 from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCodec
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
+from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.rank_keys import find_wrong_keys
@@ -68,6 +69,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Failed(RemoteProtocolError, wrong)
     drop_superseded(run, cluster, event.push)
     push = cluster.push
+    if push is None and cluster.pull is not None:  # it trains again: its word that it has the version, or not, was lost
+        close_pull(run, cluster, f"superseded by {event.push}")
     if cluster.state is ClusterState.IDLE:
         run.set_cluster_state(cluster, ClusterState.TRAINING, "asks for a push")
     if push is not None:

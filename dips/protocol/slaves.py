@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, seeding, settlement
+from dips.protocol import durability, flip, mirrors, movement, pulls, pushes, rollback, round, seeding, settlement
 from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
@@ -295,7 +295,7 @@ def _slow_readers(run: RunState) -> bool:
 def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> None:
     reason = f"{slave.name} refused: {event.refusal}"
     if fanout.kind in (FanoutKind.OPEN_PUSH, FanoutKind.OPEN_PULL):
-        end = pushes.drop_push if fanout.kind is FanoutKind.OPEN_PUSH else pulls.close_pull
+        end = pushes.drop_push if fanout.kind is FanoutKind.OPEN_PUSH else movement.close_pull
         cluster = run.cluster_of(fanout.subject)
         if cluster is not None:
             end(run, cluster, reason)

@@ -132,6 +132,11 @@ class SimDisk:
         """What could be read."""
         return [v for v, s in self.files.items() if s.good]
 
+    @property
+    def takes_files(self) -> bool:
+        """Something can be written to it."""
+        return not (self.full or self.no_files)
+
     def _require_descriptor(self) -> None:
         if self.no_files:
             raise OSError(EMFILE, "too many open files")
@@ -165,7 +170,7 @@ class SimDisk:
 
     def tear_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """The machine stopped while it wrote: half of the bytes are there, and no manifest."""
-        if version in self.files or self.full:
+        if version in self.files or not self.takes_files:
             return
         half = {
             layer: np.concatenate([a[: a.size // 2], np.zeros(a.size - a.size // 2, np.float32)])

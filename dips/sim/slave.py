@@ -192,7 +192,7 @@ class SlaveProcess:
         fate = self.machine.rng.random()
         if fate < 0.4:
             self.machine.disk.tear_snapshot(version, theta, momentum)
-        elif fate < 0.7 and not self.machine.disk.full:
+        elif fate < 0.7 and self.machine.disk.takes_files:
             self.machine.disk.write_snapshot(version, theta, momentum)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------

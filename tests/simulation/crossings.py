@@ -55,7 +55,7 @@ def second_restore(world: World, rng: Random) -> None:
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def restore() -> None:
-        newest = [max((v.round for v in m.disk.complete_versions()), default=0) for m in world.machines.values()]
+        newest = [max((v.round for v in m.disk.good_versions), default=0) for m in world.machines.values()]
         if min(newest) <= known or world.master.disk.is_old_copy:
             return  # nobody could tell
         world.crash_master()
@@ -151,4 +151,5 @@ DRAWN: dict[str, float] = {
     "leftover_wal": 0.05,
     "swapped_disks": 0.10,
     "silent_disk": 0.15,
+    "no_descriptors": 0.15,
 }

@@ -272,7 +272,7 @@ def old_ledger(world: World, rng: Random) -> None:
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def put_back() -> None:
-        newest = [max((v.round for v in m.disk.complete_versions()), default=0) for m in world.machines.values()]
+        newest = [max((v.round for v in m.disk.good_versions), default=0) for m in world.machines.values()]
         if min(newest) <= known or world.master.disk.is_old_copy:
             return  # nobody could tell
         world.crash_master()

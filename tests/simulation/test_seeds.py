@@ -65,6 +65,13 @@ def test_every_invariant_holds_on_every_seed() -> None:
     assert {way: met[way] for way in WAYS if met[way] < len(results) / 3} == {}
 
 
+@pytest.mark.parametrize("game", ["swarm", "core"])
+def test_every_invariant_holds_where_faults_are_drawn_and_where_the_dead_stay_dead(game: str) -> None:
+    """A few of each: `make sim ARGS=--swarm` and `ARGS=--core` play as many as one likes."""
+    failed = [report(r, game=game) for r in play_all(range(SEEDS // 5), jobs=2, game=game) if r.failure]
+    assert not failed, "\n\n".join(failed[:3])
+
+
 def test_a_seed_is_a_whole_description() -> None:
     """The same seed gives the same events and the same bytes; another seed another run."""
     trials = [SeedTrial(7), SeedTrial(7), SeedTrial(8)]

@@ -35,6 +35,13 @@ WINDOWS = "tests/unit/protocol/test_windows.py"
 
 MUTANTS = (
     Mutant(
+        "a pull whose end was not heard holds the next push up",
+        ROOM,
+        "if push is None and cluster.pull is not None:",
+        "if False:",
+        STORIES,
+    ),
+    Mutant(
         "clusters follow the term of a ledger that nobody has proven",
         ROOM,
         "return self._run.term if self._run.is_proven else 0",
