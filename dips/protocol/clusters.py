@@ -199,7 +199,10 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
 
 
 def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
-    """Lease data ranges; a repeated question gets the same ones."""
+    """Lease data ranges; a repeated question gets the same ones.
+
+    None means no more before its own are settled, or exhausted: none ever. What others hold may come back: Pending.
+    """
     cluster = run.live_cluster(event.req, event.cluster, event.inc)
     if cluster is None:
         return
@@ -216,10 +219,15 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     if run.finished:
         run.reply_to(event.req, Finished(run.finished))
         return
-    taken, new = run.ranges.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
+    book = run.ranges
+    if not event.claims and (waits := book.why_wait(cluster.name, cluster.inc, event.seq)):
+        run.reply_to(event.req, Pending(waits))
+        return
+    taken, new = book.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
         run.emit_record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
-    run.reply_to(event.req, Ranges(taken, not taken, run.ranges.begun_of(taken)))
+    exhausted = not taken and book.is_exhausted(cluster.name, cluster.inc)
+    run.reply_to(event.req, Ranges(taken, exhausted, book.begun_of(taken)))
 
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:

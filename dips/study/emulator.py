@@ -12,6 +12,7 @@ import torch
 
 from dips.ids import VersionId
 from dips.outer import kernels
+from dips.protocol.data import HELD_TIMES
 from dips.protocol.enums import AnchorRule, LayerUnit
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
@@ -94,11 +95,12 @@ class _Comings(Observer):
 def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
+    held = max(options.ranges_held, HELD_TIMES * fleet.inner_steps)  # each inner step is a range of its own
     pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
         slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=pinned, inner_steps=fleet.inner_steps,
-        options=replace(options, timing=timing), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
+        options=replace(options, timing=timing, ranges_held=held), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ CALLS: Mapping[type, tuple[str, float]] = {
     PullRequested: ("RequestPull", POLL_S),
     PullFinished: ("FinishPull", CALL_S),
     ProbeAsked: ("AdmitProbe", POLL_S),
-    RangesRequested: ("RequestRanges", CALL_S),
+    RangesRequested: ("RequestRanges", POLL_S),
     ClusterLeft: ("Leave", CALL_S),
 }
 

@@ -163,6 +163,20 @@ MUTANTS = (
         "result.exhausted",
         "tests/unit/client/agent/test_checkpoints.py",
     ),
+    Mutant(
+        "a cluster at its bound waits without a push",
+        AGENT,
+        "s.ranges.hold_back()",
+        "pass",
+        "tests/unit/client/agent/test_end_of_data.py",
+    ),
+    Mutant(
+        "what an attempt was told is for the next",
+        AGENT,
+        "s.ranges.exhausted, s.ranges.held_back, requests.ended_at, requests.rest_again_at = False, 0, None, 0.0",
+        "s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0",
+        "tests/unit/client/agent/test_end_of_data.py",
+    ),
     # ---- the manifest, and the plan of a large job
     Mutant("another manifest than the announced is taken", IPC, "if found != digest:", "if False:", PACKED),
     Mutant("a torn manifest is taken", IPC, "not inflate.eof or", "False and", PACKED),
