@@ -12,7 +12,6 @@ import torch
 
 from dips.ids import VersionId
 from dips.outer import kernels
-from dips.protocol.data import HELD_TIMES
 from dips.protocol.enums import AnchorRule, LayerUnit
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
@@ -95,7 +94,7 @@ class _Comings(Observer):
 def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
-    held = max(options.ranges_held, HELD_TIMES * fleet.inner_steps)  # each inner step is a range of its own
+    held = max(1, options.data.ranges * options.data.epochs)  # each inner step is a range of its own, and nobody a thief
     pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),

@@ -13,6 +13,7 @@ from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pushes import AGAIN_S
 from dips.client.agent.questions import ask_master, close_channel, repeat_question
 from dips.client.agent.recalls import use_ranges
+from dips.client.agent.remarks import drop_remark, make_remark
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
 from dips.dataclass import replace
@@ -20,6 +21,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.events import RangesRequested
 
+WAITS = "ranges"  # subject of the remark on whose data ranges it waits for
 END_S = 600.0  # at the end of the data, the last push is tried for so long
 
 NONE_LEFT = "no data range is left to lease"
@@ -122,6 +124,7 @@ def is_asked(s: AgentState) -> bool:
 def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
     s.range_requests.waits = ""
+    drop_remark(s, WAITS)
     # named ranges that are not to be had say nothing about those that are
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
     if not result.ranges and not s.range_requests.claimed:
@@ -140,4 +143,5 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
 def on_ranges_pending(s: AgentState, result: Pending) -> None:
     """Others hold all that is left: it comes back, or the run ends with it."""
     s.range_requests.waits = result.reason
+    make_remark(s, WAITS, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)
