@@ -94,7 +94,7 @@ class _Comings(Observer):
 def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
-    held = max(1, options.data.ranges * options.data.epochs)  # each inner step is a range of its own, and nobody a thief
+    held = max(1, options.data.ranges * options.data.epochs)  # an inner step is a range, nobody a thief
     pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
