@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
+from dips.errors import Busy, ConfigError, RemoteProtocolError
 from dips.protocol import pulls, pushes, seeding
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
@@ -20,7 +20,6 @@ from dips.protocol.events import (
     TokensReported,
     TrainerChanged,
 )
-from dips.protocol.manifest import Manifest
 from dips.protocol.moves import ClusterState
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
 from dips.protocol.run_state import RunState
@@ -94,7 +93,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
             "copy the section `shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return _compare_models(run.manifest, event) if event.manifest else ManifestWanted(run.manifest.digest)
+        return ManifestWanted(run.manifest.digest)  # which is compared beside the run: master/manifest_desk.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
@@ -115,20 +114,6 @@ def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
         f"the frozen parameters of {event.cluster} (digest {event.frozen_digest[:12]}) are not those of {other.name} "
         f"({other.frozen_digest[:12]}): what both train belongs to one base; load the same one everywhere",
     )
-
-
-def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
-    """Say where a model with another digest than the run's differs from it."""
-    try:
-        theirs = Manifest.from_json(event.manifest)
-    except CorruptManifest as error:
-        return Failed(CorruptManifest, str(error))
-    if theirs.digest != event.manifest_digest:
-        return Failed(
-            CorruptManifest,
-            f"expected a manifest of digest {event.manifest_digest[:12]}, as announced, got {theirs.digest[:12]}",
-        )
-    return Failed(DifferentModel, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:

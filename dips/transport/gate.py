@@ -1,4 +1,4 @@
-"""What stands before every handler of a server: size, rate, rights; and what makes of its errors an answer.
+"""What stands before every handler of a server: rate, rights; and what makes of its errors an answer.
 
 A method whose requests and replies are streams takes a sequence of calls (ordered_calls.py): its handler gets one
 request at a time, like any other, and each passes here by itself.
@@ -86,7 +86,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
 
         return grpc.unary_unary_rpc_method_handler(
-            cast(Any, answer_errors), self._bound_request(method, handler), handler.response_serializer
+            cast(Any, answer_errors), handler.request_deserializer, handler.response_serializer
         )
 
     def _gate_stream(self, method: str, handler: Handler, waiting: _UnheardCall) -> Handler:
@@ -113,7 +113,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 await _abort_call(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
-            cast(Any, answer_stream), self._bound_request(method, handler), handler.response_serializer
+            cast(Any, answer_stream), handler.request_deserializer, handler.response_serializer
         )
 
     def _check_call(self, method: str, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
@@ -128,17 +128,8 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             if excess := self._calls.find_excess(peer, self._clock()):
                 count_refusal("rate")
                 raise _TooManyCalls(excess)
-        if isinstance(request, _TooLarge):
-            raise RemoteProtocolError(f"{method}: expected at most {request.most} bytes, got {request.nbytes}")
         if self._guard is not None:
             self._guard.check_call(method, request, context.auth_context())
-
-    def _bound_request(self, method: str, handler: Handler) -> Callable[[bytes], Any]:
-        """What reads a request: one that is too large is not read, but told to the handler's wrapper."""
-        limits = self._limits
-        most = limits.largest_bytes if method in limits.large else limits.request_bytes
-        read = cast(Callable[[bytes], Any], handler.request_deserializer)
-        return lambda raw: read(raw) if len(raw) <= most else _TooLarge(len(raw), most)
 
 
 class _UnheardCall:
@@ -152,13 +143,6 @@ class _UnheardCall:
     def __del__(self) -> None:
         if not self.heard:
             count_refusal("unheard")
-
-
-class _TooLarge:
-    """Stands where a request would."""
-
-    def __init__(self, nbytes: int, most: int) -> None:
-        self.nbytes, self.most = nbytes, most
 
 
 class _TooManyCalls(Busy):

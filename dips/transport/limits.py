@@ -43,9 +43,7 @@ class ServerLimits:
 
     connections: int = MOST_CONNECTIONS  # at once, half-open ones too
     streams: int = MOST_STREAMS  # calls of a connection at once
-    request_bytes: int = MIB  # of one message, but for those of `large`
-    large: frozenset[str] = frozenset()  # methods whose requests may have `largest_bytes`
-    largest_bytes: int = MIB
+    request_bytes: int = MIB  # of one message: the largest is a packed manifest
     reply_bytes: int = 16 * MIB
     peer_calls_per_s: float = PEER_CALLS_PER_S
     peer_calls_at_once: float = PEER_CALLS_AT_ONCE
@@ -53,7 +51,7 @@ class ServerLimits:
     def to_options(self) -> list[tuple[str, int]]:
         """As gRPC spells them."""
         return [
-            ("grpc.max_receive_message_length", max(self.request_bytes, self.largest_bytes)),
+            ("grpc.max_receive_message_length", self.request_bytes),
             ("grpc.max_send_message_length", self.reply_bytes),
             ("grpc.max_metadata_size", METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
@@ -66,8 +64,7 @@ class ServerLimits:
         ]
 
 
-# A manifest of 100,000 parameters is about 8 MiB of JSON; it travels with a Join that is to be told the differences.
-MASTER_LIMITS = ServerLimits(large=frozenset({"/dips.v1.ClusterService/Join"}), largest_bytes=16 * MIB)
+MASTER_LIMITS = ServerLimits()
 SLAVE_LIMITS = ServerLimits(
     connections=MOST_SLAVE_CONNECTIONS,
     peer_calls_per_s=CALLS_PER_S,  # in plain text a master is not known by its name
