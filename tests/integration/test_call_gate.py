@@ -36,9 +36,17 @@ async def gated(limits: ServerLimits) -> AsyncIterator[tuple[Any, aio.Channel]]:
         method = ClusterServiceStub(channel).Join
         return await control.call_method(method, asked, deadline_s=10.0, peer=peer, unavailable=UnavailableMaster)
 
+    join.address = peer.address  # type: ignore[attr-defined]
     yield join, channel
     await channel.close()
     await server.stop(0)
+
+
+@asynccontextmanager
+async def gated_stranger(join: Any) -> AsyncIterator[aio.Channel]:
+    """Another connection to the same server: without certificates another peer."""
+    async with aio.insecure_channel(join.address) as channel:
+        yield channel
 
 
 def counted(reason: str) -> int:
@@ -54,6 +62,31 @@ async def test_a_question_that_is_too_large() -> None:
             await join(MIB)
         assert await join()
     assert counted("unheard") == before + 1
+
+
+async def test_what_is_no_message() -> None:
+    """Its sender is told, and it is counted as what a peer says wrongly."""
+    before = counted("remote_protocol")
+    async with gated(MASTER_LIMITS) as (join, channel):
+        with pytest.raises(aio.AioRpcError, match="9 bytes came that are no message of it") as raised:
+            await channel.unary_unary("/dips.v1.ClusterService/Join")(b"\xff" * 9, timeout=10.0)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await join()
+    assert counted("remote_protocol") == before + 1
+
+
+async def test_messages_that_never_come_hold_up_nobody() -> None:
+    """A peer's calls wait for its own places: another's is answered beside them."""
+    async with (
+        gated(replace(MASTER_LIMITS, peer_messages=2, messages=3)) as (join, _),
+        gated_stranger(join) as stranger,
+    ):
+        silent = [stranger.stream_unary("/dips.v1.ClusterService/Join")() for _ in range(5)]
+        for call in silent:
+            await call.wait_for_connection()
+        assert await join()
+        for call in silent:
+            call.cancel()
 
 
 async def test_calls_that_come_too_fast() -> None:
