@@ -31,6 +31,7 @@ class Right:
 
 RIGHTS: Mapping[str, Right] = {
     "/dips.v1.ClusterService/Join": Right(_PULLERS, "cluster"),
+    "/dips.v1.ClusterService/CompareManifest": Right(_PULLERS, "cluster"),
     "/dips.v1.ClusterService/Heartbeat": Right(_PULLERS, "cluster"),
     "/dips.v1.ClusterService/RequestPush": Right(_CLUSTER, "push.cluster"),
     "/dips.v1.ClusterService/FinishPush": Right(_CLUSTER, "push.cluster"),

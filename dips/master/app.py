@@ -22,6 +22,7 @@ from dips.master import begin, genesis, metrics, operate, restore, status, waiti
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
+from dips.master.manifest_desk import ManifestDesk
 from dips.master.outside import MasterOutside
 from dips.master.page import MasterPage
 from dips.master.reloading import MasterReload
@@ -263,7 +264,7 @@ def _name_page(config: RunFile) -> str | None:
 async def _add_services(
     server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any], page: str | None
 ) -> health.aio.HealthServicer:
-    add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
+    add_ClusterServiceServicer_to_server(ClusterServicer(runtime, ManifestDesk(row.manifest)), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed, page), server)

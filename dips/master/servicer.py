@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from dips.errors import UnavailableMaster
 from dips.master import status
+from dips.master.manifest_desk import ManifestDesk
 from dips.master.runtime import Runtime
 from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Result
@@ -31,11 +32,18 @@ Reply = TypeVar("Reply", bound=Message)
 class ClusterServicer(ClusterServiceServicer):
     """Calls of the agents."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, desk: ManifestDesk | None = None) -> None:
+        """`desk` compares models; None: there is no model yet."""
+        self._runtime, self._desk = runtime, desk
 
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer_question(request, events.ClusterJoined, cluster_pb2.JoinReply)
+
+    async def CompareManifest(self, request: Any, context: Any) -> cluster_pb2.CompareManifestReply:
+        if self._desk is None:
+            raise UnavailableMaster("this run has no model yet: join again")
+        result = await self._desk.compare(messages.from_proto(request, events.ManifestOffered))
+        return cast(cluster_pb2.CompareManifestReply, messages.wrap_oneof(result, cluster_pb2.CompareManifestReply))
 
     async def Heartbeat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
         answer = await self._runtime.take_heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
+from dips.errors import Busy, ConfigError, RemoteProtocolError
 from dips.protocol import movement, pushes, seeding
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
@@ -20,7 +20,6 @@ from dips.protocol.events import (
     TokensReported,
     TrainerChanged,
 )
-from dips.protocol.manifest import Manifest
 from dips.protocol.moves import ClusterState
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
 from dips.protocol.run_state import RunState
@@ -94,7 +93,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
             "copy the section `shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return _compare_models(run.manifest, event) if event.manifest else ManifestWanted(run.manifest.digest)
+        return ManifestWanted(run.manifest.digest)  # which is compared beside the run: master/manifest_desk.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
@@ -115,20 +114,6 @@ def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
         f"the frozen parameters of {event.cluster} (digest {event.frozen_digest[:12]}) are not those of {other.name} "
         f"({other.frozen_digest[:12]}): what both train belongs to one base; load the same one everywhere",
     )
-
-
-def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
-    """Say where a model with another digest than the run's differs from it."""
-    try:
-        theirs = Manifest.from_json(event.manifest)
-    except CorruptManifest as error:
-        return Failed(CorruptManifest, str(error))
-    if theirs.digest != event.manifest_digest:
-        return Failed(
-            CorruptManifest,
-            f"expected a manifest of digest {event.manifest_digest[:12]}, as announced, got {theirs.digest[:12]}",
-        )
-    return Failed(DifferentModel, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
@@ -199,7 +184,10 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
 
 
 def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
-    """Lease data ranges; a repeated question gets the same ones."""
+    """Lease data ranges; a repeated question gets the same ones.
+
+    None means no more before its own are settled, or exhausted: none ever. What others hold may come back: Pending.
+    """
     cluster = run.live_cluster(event.req, event.cluster, event.inc)
     if cluster is None:
         return
@@ -216,10 +204,15 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     if run.finished:
         run.reply_to(event.req, Finished(run.finished))
         return
-    taken, new = run.ranges.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
+    book = run.ranges
+    if not event.claims and (waits := book.why_wait(cluster.name, cluster.inc, event.seq)):
+        run.reply_to(event.req, Pending(waits))
+        return
+    taken, new = book.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
         run.emit_record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
-    run.reply_to(event.req, Ranges(taken, not taken, run.ranges.begun_of(taken)))
+    exhausted = not taken and book.is_exhausted(cluster.name, cluster.inc)
+    run.reply_to(event.req, Ranges(taken, exhausted, book.begun_of(taken)))
 
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:

@@ -5,15 +5,22 @@ gated one as gated; when an incarnation ends, what it had leased and not settled
 trained in settled pushes is known, so that whoever gets it next begins there. What only versions that
 were rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry
 that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
+
+One cluster holds no more ranges, leased and not settled, than RANGES_HELD, or HELD_TIMES what the largest of its pushes
+brought: whoever leases and trains nothing keeps few from the others. At that bound a cluster pushes, then asks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dips.protocol.intervals import Intervals
-from dips.protocol.options import DataOptions
+from dips.protocol.options import RANGES_HELD, DataOptions
+
+HELD_TIMES = 4  # one push's worth is under way, one is trained behind it, one is ahead, one is to grow into
+HOLDERS_NAMED = 3  # of those whose leases others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,10 @@ class RangeBook:
         undone: Iterable[int] = (),
         requeue: bool = False,
         begun: Iterable[BegunRange] = (),
+        used: Mapping[str, int] | None = None,
+        held: int = RANGES_HELD,
     ) -> None:
+        """`used`: ranges of the largest known push of each cluster; `held`: what each may hold whatever it used."""
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
         self.settled = set(settled)
@@ -56,6 +66,7 @@ class RangeBook:
         self._requeue = requeue
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
+        self._used, self._held = dict(used or {}), held
         self._leases: dict[tuple[str, int], Lease] = {}
         self.leased = 0  # in all leases
         for cluster, inc, seq, ranges in leased:
@@ -88,19 +99,44 @@ class RangeBook:
     ) -> tuple[tuple[int, ...], bool]:
         """Lease up to `count` ranges, or those of `claims` that are free; return them, and whether they are new.
 
-        Not new: the question is repeated, and so is its answer.
+        Fewer if it would hold more than it may. Not new: the question is repeated, and so is its answer.
         """
         lease = self._leases.setdefault((cluster, inc), Lease())
         if seq <= lease.seq:
             return lease.answer, False
+        room = max(0, self.most_held(cluster) - len(lease.ranges))
         taken = (
-            tuple(r for r in claims if self._free.remove_number(r))
+            tuple(islice((r for r in claims if self._free.remove_number(r)), room))
             if claims
-            else tuple(self._free.take_smallest() for _ in range(min(count, self.free)))
+            else tuple(self._free.take_smallest() for _ in range(min(count, room, self.free)))
         )
         lease.seq, lease.answer = seq, taken
         self._enter(lease, taken)
         return taken, True
+
+    def most_held(self, cluster: str) -> int:
+        """How many ranges this cluster may hold at once. What ended incarnations hold is of one committed push each."""
+        return max(self._held, HELD_TIMES * self._used.get(cluster, 0))
+
+    def is_exhausted(self, cluster: str, inc: int) -> bool:
+        """None is free, and nobody else holds one that could come back: nothing will ever be leased to it."""
+        return not self.free and self.leased == len(self.held_by(cluster, inc))
+
+    def why_wait(self, cluster: str, inc: int, seq: int) -> str:
+        """Who must settle or free ranges before this new question has an answer; empty: it has one now.
+
+        A cluster that holds some itself is answered at once: it settles those first, or two would wait for each other.
+        """
+        lease = self._leases.get((cluster, inc))
+        if self.free or not self.leased or (lease is not None and (lease.ranges or seq <= lease.seq)):
+            return ""
+        holders = sorted({name for (name, _), other in self._leases.items() if other.ranges})
+        more = f" and {len(holders) - HOLDERS_NAMED} more" if len(holders) > HOLDERS_NAMED else ""
+        return f"no data range is free: {self.leased} are leased by {', '.join(holders[:HOLDERS_NAMED])}{more}"
+
+    def note_used(self, cluster: str, count: int) -> None:
+        """A push of it that was accepted brought so many ranges."""
+        self._used[cluster] = max(count, self._used.get(cluster, 0))
 
     def begun_of(self, ranges: Iterable[int]) -> tuple[BegunRange, ...]:
         """Those that are settled in part."""

@@ -334,7 +334,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Data ranges leased to the cluster; `exhausted` if none are left to lease."""
+    """Data ranges leased to the cluster; `exhausted` if none is left, in other leases neither.
+
+    None, and not exhausted: it gets no more before ranges that it holds are settled.
+    """
 
     ranges: tuple[int, ...]
     exhausted: bool

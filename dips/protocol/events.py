@@ -16,7 +16,7 @@ from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 8
+PROTOCOL = 9
 LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -121,12 +121,20 @@ class ClusterJoined:
     run: str
     manifest_digest: str
     config_digest: str
-    manifest: str = ""  # JSON, after ManifestWanted: a mismatch is answered with its first differences
     protocol: int = PROTOCOL
     former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
     take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
     frozen_digest: str = ""  # of a sample of the parameters that are not trained; "": there are none, or not known
     rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestOffered:
+    """After ManifestWanted: to hear where the models differ. The master compares beside its loop; no step's event."""
+
+    cluster: str
+    digest: str
+    packed: bytes  # JSON: wire/packed_manifest.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ AUTO = "auto"  # the word for an outer learning rate that follows the number of 
 MOST_DELAY = 1_000_000  # contributions
 MOST_WINDOWS = 1_000.0  # times window_s: a round must end
 MOST_ROLLBACK = 2  # outer steps: a crash costs one, or two where a disk failed in the same moment; more needs a person
+RANGES_HELD = 64  # data ranges of one cluster, not settled: a range has many inner steps, a window takes a few ranges
 LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
 
 
@@ -273,13 +274,15 @@ class Options:
     keep_most: int = 0  # of these the newest so many; 0: all
     most_rollback: int = MOST_ROLLBACK  # outer steps that the master undoes by itself; more wait for `dips rollback`
     lineage_kept: int = LINEAGE_KEPT  # no file sets it: tests and the simulation take 3, to get there at all
+    ranges_held: int = RANGES_HELD  # likewise
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
             _coerce_word(self, key, words, key)
         for key in ("keep_every", "keep_most", "most_rollback"):
             _require_holds(getattr(self, key) >= 0, key, "0 or more", getattr(self, key))
-        _require_holds(self.lineage_kept >= 1, "lineage_kept", "at least 1", self.lineage_kept)
+        for key in ("lineage_kept", "ranges_held"):
+            _require_holds(getattr(self, key) >= 1, key, "at least 1", getattr(self, key))
 
     @property
     def targets(self) -> Targets:

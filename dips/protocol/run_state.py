@@ -92,7 +92,12 @@ class RunState:
         requeue = options.requeue is RequeuePolicy.UNDONE
         self.targets = state.row.targets or options.targets
         data = replace(options.data, epochs=self.targets.epochs)
-        self.ranges = RangeBook(data, state.settled, state.leased, state.undone_ranges, requeue, state.begun)
+        used: dict[str, int] = {}
+        for name, _, ranges in (share for v in state.versions for share in v.shares):
+            used[name] = max(len(ranges), used.get(name, 0))
+        self.ranges = RangeBook(
+            data, state.settled, state.leased, state.undone_ranges, requeue, state.begun, used, options.ranges_held
+        )
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None

@@ -206,6 +206,7 @@ def _settle_push(
         cluster.tokens[kind] += push.tokens
         if kind is OutcomeKind.ACCEPTED:
             cluster.last_tokens = push.counted
+            run.ranges.note_used(push.id.cluster, len(push.ranges))
         if same_incarnation:
             cluster.settled += push.tokens
             cluster.settled_steps += push.inner_steps

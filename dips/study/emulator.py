@@ -94,11 +94,12 @@ class _Comings(Observer):
 def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
+    held = max(1, options.data.ranges * options.data.epochs)  # an inner step is a range, nobody a thief
     pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
         slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=pinned, inner_steps=fleet.inner_steps,
-        options=replace(options, timing=timing), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
+        options=replace(options, timing=timing, ranges_held=held), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""What stands before every handler of a server: size, rate, rights; and what makes of its errors an answer.
+"""What stands before every handler of a server: rate, size, rights; and what makes of its errors an answer.
+
+A message is read only when its caller may call so often and has a place for it (reception.py).
 
 A method whose requests and replies are streams takes a sequence of calls (ordered_calls.py): its handler gets one
 request at a time, like any other, and each passes here by itself.
@@ -9,11 +11,14 @@ caller goes before they have arrived, reach no handler: they are counted as `unh
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from dips import errors
@@ -32,6 +37,7 @@ from dips.telemetry.refusals import count_refusal
 from dips.transport.guard import Guard
 from dips.transport.limits import CallLimits, ServerLimits
 from dips.transport.ordered_calls import answer_in_order
+from dips.transport.reception import Reception
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
@@ -55,6 +61,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         """`calls`: whose rates somebody may change; None: its own, of `limits`."""
         self._report, self._guard, self._limits, self._clock = report, guard, limits, clock
         self._calls = calls or CallLimits(limits, clock())
+        self._reception = Reception(limits)
 
     async def intercept_service(
         self,
@@ -70,14 +77,19 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             return self._gate_stream(method, handler, waiting)
         if handler.unary_unary is None:
             return handler if self._guard is None else None  # none of ours is of this kind: unknown to those outside
-        inner = handler.unary_unary
+        inner = cast(Callable[..., Awaitable[Any]], handler.unary_unary)
+        read = cast(Callable[[bytes], Any], handler.request_deserializer)
 
-        async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-            waiting.heard = True
+        async def answer_errors(_: object, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                self._check_call(method, request, context)
-                return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
+                peer = self._check_rate(context)
+                with self._reception.admit_call(peer, context.peer()):
+                    request = await self._read_request(method, peer, context, read)
+                    waiting.heard = True
+                    self._check_right(method, request, context)
+                    return await inner(request, context)
             except DipsError as error:
+                waiting.heard = True
                 await _abort_call(context, error)
             except aio.AbortError:
                 raise
@@ -85,9 +97,8 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 self._report(method, error)
                 await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
 
-        return grpc.unary_unary_rpc_method_handler(
-            cast(Any, answer_errors), self._bound_request(method, handler), handler.response_serializer
-        )
+        # On the wire a stream of one message is the same; here its headers can be judged before the message is read.
+        return grpc.stream_unary_rpc_method_handler(cast(Any, answer_errors), None, handler.response_serializer)
 
     def _gate_stream(self, method: str, handler: Handler, waiting: _UnheardCall) -> Handler:
         inner = cast(Callable[..., Awaitable[Any]], handler.stream_stream)
@@ -95,7 +106,8 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         async def answer_request(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             waiting.heard = True
             try:
-                self._check_call(method, request, context)
+                self._check_rate(context)
+                self._check_right(method, request, context)
                 return await inner(request, context)
             except Denied:
                 raise  # nothing that this peer asks on this stream will be answered: it ends
@@ -113,32 +125,46 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 await _abort_call(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
-            cast(Any, answer_stream), self._bound_request(method, handler), handler.response_serializer
+            cast(Any, answer_stream), handler.request_deserializer, handler.response_serializer
         )
 
-    def _check_call(self, method: str, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """Raise what is wrong with a call, cheapest question first."""
+    async def _read_request(
+        self, method: str, peer: str, context: aio.ServicerContext[Any, Any], read: Callable[[bytes], Any]
+    ) -> Any:
+        raw = await self._reception.read_message(peer, partial(_read_message, context))
+        nbytes = len(raw)
+        try:
+            return read(raw)
+        except DecodeError as error:
+            raise RemoteProtocolError(f"{method}: {nbytes} bytes came that are no message of it") from error
+        finally:
+            del raw  # an error would hold it for as long as its traceback lives
+
+    def _check_rate(self, context: aio.ServicerContext[Any, Any]) -> str:
+        """Return who calls, as far as rates go; raise Busy if it calls too often."""
         connection = context.peer()
         caller: PeerIdentity | None = None
         if self._guard is not None:
             self._guard.handshakes.on_call(connection)
             caller = self._guard.identify_caller(context.auth_context())
-        if caller is None or caller.role is not PeerRole.MASTER:
-            peer = connection if caller is None else str(caller)
-            if excess := self._calls.find_excess(peer, self._clock()):
-                count_refusal("rate")
-                raise _TooManyCalls(excess)
-        if isinstance(request, _TooLarge):
-            raise RemoteProtocolError(f"{method}: expected at most {request.most} bytes, got {request.nbytes}")
+        peer = connection if caller is None else str(caller)
+        bounded = caller is None or caller.role is not PeerRole.MASTER
+        if bounded and (excess := self._calls.find_excess(peer, self._clock())):
+            count_refusal("rate")
+            raise _TooManyCalls(excess)
+        return peer
+
+    def _check_right(self, method: str, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
         if self._guard is not None:
             self._guard.check_call(method, request, context.auth_context())
 
-    def _bound_request(self, method: str, handler: Handler) -> Callable[[bytes], Any]:
-        """What reads a request: one that is too large is not read, but told to the handler's wrapper."""
-        limits = self._limits
-        most = limits.largest_bytes if method in limits.large else limits.request_bytes
-        read = cast(Callable[[bytes], Any], handler.request_deserializer)
-        return lambda raw: read(raw) if len(raw) <= most else _TooLarge(len(raw), most)
+
+async def _read_message(context: aio.ServicerContext[Any, Any]) -> bytes:
+    """The one message of a call, as it came."""
+    raw = await context.read()
+    if not isinstance(raw, bytes) or await context.read() is not aio.EOF:
+        raise asyncio.CancelledError  # it was too large for gRPC, or its caller has gone: nobody waits for an answer
+    return raw
 
 
 class _UnheardCall:
@@ -152,13 +178,6 @@ class _UnheardCall:
     def __del__(self) -> None:
         if not self.heard:
             count_refusal("unheard")
-
-
-class _TooLarge:
-    """Stands where a request would."""
-
-    def __init__(self, nbytes: int, most: int) -> None:
-        self.nbytes, self.most = nbytes, most
 
 
 class _TooManyCalls(Busy):

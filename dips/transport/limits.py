@@ -35,6 +35,12 @@ CONNECTION_AGE_MS = 3_600_000  # then a connection is made anew, so that no cert
 AGE_GRACE_MS = 600_000  # for what is under way: above the longest deadline of an order
 MOST_STREAMS = 32  # calls of one connection at once; an agent has ten under way at most
 METADATA_BYTES = 8_192  # of one call's headers; ours are below 1 KiB
+WINDOW_BYTES = 16_384  # of a call's message that may come before it is read; most are smaller
+READ_BYTES = 65_536  # at once from a connection: gRPC's own 4 MiB are 16 GiB for all that a master takes
+PEER_CONNECTIONS = 16  # of one certificate with calls at once: an agent has two, a slave three, `check` and a pull one
+PEER_MESSAGES = 4  # of one peer that arrive at once
+MESSAGES = 32  # of all; a heartbeat has its place for a turn of the loop
+MESSAGE_S = 10.0  # from a message's place until it is here: 1 MiB at 1 Mbit/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,11 @@ class ServerLimits:
 
     connections: int = MOST_CONNECTIONS  # at once, half-open ones too
     streams: int = MOST_STREAMS  # calls of a connection at once
-    request_bytes: int = MIB  # of one message, but for those of `large`
-    large: frozenset[str] = frozenset()  # methods whose requests may have `largest_bytes`
-    largest_bytes: int = MIB
+    request_bytes: int = MIB  # of one message: the largest is a packed manifest
+    peer_connections: int = PEER_CONNECTIONS
+    peer_messages: int = PEER_MESSAGES
+    messages: int = MESSAGES
+    message_s: float = MESSAGE_S
     reply_bytes: int = 16 * MIB
     peer_calls_per_s: float = PEER_CALLS_PER_S
     peer_calls_at_once: float = PEER_CALLS_AT_ONCE
@@ -53,11 +61,14 @@ class ServerLimits:
     def to_options(self) -> list[tuple[str, int]]:
         """As gRPC spells them."""
         return [
-            ("grpc.max_receive_message_length", max(self.request_bytes, self.largest_bytes)),
+            ("grpc.max_receive_message_length", self.request_bytes),
             ("grpc.max_send_message_length", self.reply_bytes),
             ("grpc.max_metadata_size", METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
             ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+            ("grpc.experimental.tcp_max_read_chunk_size", READ_BYTES),
+            ("grpc.http2.bdp_probe", 0),  # it would widen the window of a fast link to some MiB a call
             ("grpc.max_allowed_incoming_connections", self.connections),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.http2.settings_timeout", HANDSHAKE_MS),
@@ -66,8 +77,7 @@ class ServerLimits:
         ]
 
 
-# A manifest of 100,000 parameters is about 8 MiB of JSON; it travels with a Join that is to be told the differences.
-MASTER_LIMITS = ServerLimits(large=frozenset({"/dips.v1.ClusterService/Join"}), largest_bytes=16 * MIB)
+MASTER_LIMITS = ServerLimits()
 SLAVE_LIMITS = ServerLimits(
     connections=MOST_SLAVE_CONNECTIONS,
     peer_calls_per_s=CALLS_PER_S,  # in plain text a master is not known by its name

@@ -31,7 +31,7 @@ from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
-MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
+MAX_MESSAGE_BYTES = 16 << 20  # one answer; a manifest of 100,000 parameters is 8 MiB of JSON. Questions: limits.py
 MAX_INTEGER = (1 << 53) - 1  # exact as a double and in JSON; a thousand of them still add up in SQLite's 64 bits
 MAX_REAL = float(1 << 53)  # seconds, bytes/s, weights: products of two stay finite
 MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
@@ -139,7 +139,7 @@ def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         return _message_pair(name, cast(type, hint), optional=False)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return _enum_pair(name, hint)
-    if hint in (int, float, str, bool):
+    if hint in (int, float, str, bool, bytes):  # bytes are bounded by their message
         return _scalar_pair(cls, name)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
 

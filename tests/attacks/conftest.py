@@ -24,6 +24,17 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
 
 
 @pytest.fixture(scope="module")
+def leasing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    """Its clusters train on data that the run owns; honest ones never reach its end, 10⁹ tokens."""
+    options = {"data": {"ranges": 1_000_000, "digest": ""}, "stop": {"tokens": 10**9}}
+    directory = tmp_path_factory.mktemp("attacks") / "leasing"
+    with AttackedRun(directory, True, "ranges:2", options, {"keep_every": 5}) as deployment:
+        yield deployment
+    ROWS.extend(deployment.rows)
+    MEMORY.append(deployment.describe_memory())
+
+
+@pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
     with AttackedRun(tmp_path_factory.mktemp("attacks") / "plain", secured=False) as deployment:
         yield deployment

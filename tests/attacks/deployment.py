@@ -72,6 +72,9 @@ class AttackedRun:
 
     directory: Path
     secured: bool
+    mode: str = "steps"  # of its clusters' script
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the section `shared`, besides
+    master: Mapping[str, Any] = field(default_factory=dict)  # keys of the master's section
     expected: dict[str, Counter[str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)  # of a daemon's memory, in bytes, as seen after each attack
@@ -97,8 +100,10 @@ class AttackedRun:
         self.viewer: ssl.SSLContext | None = None
         if self.secured:
             self.viewer = self.client_context(self.certificate_of("scraper", PeerRole.VIEWER))
-        shared = {"penalty": {"gates": []}, "stop": {"versions": 1_000_000}}
-        self.run = harness.Run(self.directory, tensors(), shared=shared, slaves=2, security=security)
+        shared = {"penalty": {"gates": []}, "stop": {"versions": 1_000_000}, **self.options}
+        self.run = harness.Run(
+            self.directory, tensors(), shared=shared, slaves=2, security=security, master=self.master
+        )
         try:
             self._start()
         except BaseException as error:
@@ -113,11 +118,11 @@ class AttackedRun:
         for cluster in CLUSTERS:
             line = {"agent": f"127.0.0.1:{self.agent_line}", "token": "job.token"} if cluster == CLUSTERS[0] else {}
             agent = self.run.start_cluster(
-                cluster, tiny(self.directory), steps=10, http=self._http_address(cluster), **line
+                cluster, tiny(self.directory, self.mode), steps=10, http=self._http_address(cluster), **line
             )
             self.daemons[cluster] = agent
         self.run.until(lambda: self._has_begun(), START_S, "both clusters train")
-        self._most = {name: self._most_bytes(name) for name in self.daemons}
+        self._most = {name: self.most_bytes(name) for name in self.daemons}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.run.__exit__(kind, error, at)
@@ -211,7 +216,7 @@ class AttackedRun:
         self.run.until(goes_on, ROUNDS_S, "the run beside the attack makes two more versions")
         assert self.read_standing().skipped == before.skipped, "a round was lost"
 
-    def _most_bytes(self, daemon: str) -> int:
+    def most_bytes(self, daemon: str) -> int:
         """What it may have: its printed sum and a tenth."""
         if daemon in CLUSTERS:
             return AGENT_BYTES

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import zlib
 from collections.abc import Sequence
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -75,13 +76,15 @@ class MessageMaker:
             else:
                 values.append(self._scalar(field))
 
-    def _scalar(self, field: FieldDescriptor) -> float | int | str | bool:
+    def _scalar(self, field: FieldDescriptor) -> float | int | str | bool | bytes:
         if field.type == FieldDescriptor.TYPE_DOUBLE:
             return self.rng.choice(REALS)
         if field.type == FieldDescriptor.TYPE_BOOL:
             return self.rng.random() < 0.5
         if field.type == FieldDescriptor.TYPE_STRING:
             return self._text(field.name)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            return self.rng.choice([b"", b"junk", zlib.compress(self._manifest().encode())])
         if field.name in ("term", "term_seen"):
             return self.rng.choice(TERMS)
         return self.rng.choice([*COUNTS, PROTOCOL] if field.name != "inc" and field.name != "sinc" else COUNTS)

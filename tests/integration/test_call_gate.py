@@ -32,31 +32,61 @@ async def gated(limits: ServerLimits) -> AsyncIterator[tuple[Any, aio.Channel]]:
     channel = control.open_channel(peer)
 
     async def join(nbytes: int = 0) -> Any:
-        asked = cluster_pb2.ClusterJoined(cluster="west", manifest="x" * nbytes)
+        asked = cluster_pb2.ClusterJoined(cluster="west", nonce="x" * nbytes)
         method = ClusterServiceStub(channel).Join
         return await control.call_method(method, asked, deadline_s=10.0, peer=peer, unavailable=UnavailableMaster)
 
+    join.address = peer.address  # type: ignore[attr-defined]
     yield join, channel
     await channel.close()
     await server.stop(0)
+
+
+@asynccontextmanager
+async def gated_stranger(join: Any) -> AsyncIterator[aio.Channel]:
+    """Another connection to the same server: without certificates another peer."""
+    async with aio.insecure_channel(join.address) as channel:
+        yield channel
 
 
 def counted(reason: str) -> int:
     return refusals_by_reason().get(reason, 0)
 
 
-async def test_a_question_that_is_too_large_for_its_method() -> None:
-    """A Join may bring a manifest; what no method may bring does not even reach us."""
-    before, unheard = counted("remote_protocol"), counted("unheard")
-    async with gated(replace(MASTER_LIMITS, largest_bytes=2 * MIB)) as (join, _):
-        assert await join(MIB + 1)
-    async with gated(replace(MASTER_LIMITS, large=frozenset(), largest_bytes=2 * MIB)) as (join, _):
-        with pytest.raises(RemoteProtocolError, match=r"Join: expected at most 1048576 bytes, got 10485\d\d"):
-            await join(MIB)
+async def test_a_question_that_is_too_large() -> None:
+    """1 MiB for every method: what is larger does not even reach us."""
+    before = counted("unheard")
+    async with gated(MASTER_LIMITS) as (join, _):
+        assert await join(MIB - 100)
         with pytest.raises(RemoteProtocolError, match="larger than max"):
-            await join(3 * MIB)
+            await join(MIB)
         assert await join()
-    assert (counted("remote_protocol"), counted("unheard")) == (before + 1, unheard + 1)
+    assert counted("unheard") == before + 1
+
+
+async def test_what_is_no_message() -> None:
+    """Its sender is told, and it is counted as what a peer says wrongly."""
+    before = counted("remote_protocol")
+    async with gated(MASTER_LIMITS) as (join, channel):
+        with pytest.raises(aio.AioRpcError, match="9 bytes came that are no message of it") as raised:
+            await channel.unary_unary("/dips.v1.ClusterService/Join")(b"\xff" * 9, timeout=10.0)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await join()
+    assert counted("remote_protocol") == before + 1
+
+
+async def test_messages_that_never_come_hold_up_nobody() -> None:
+    """A peer's calls wait for its own places: another's is answered beside them."""
+    async with (
+        gated(replace(MASTER_LIMITS, peer_messages=2, messages=3)) as (join, _),
+        gated_stranger(join) as stranger,
+    ):
+        silent = [stranger.stream_unary("/dips.v1.ClusterService/Join")() for _ in range(5)]
+        for call in silent:
+            await call.wait_for_connection()
+        assert await join()
+        for call in silent:
+            call.cancel()
 
 
 async def test_calls_that_come_too_fast() -> None:

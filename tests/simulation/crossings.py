@@ -142,9 +142,11 @@ CROSSINGS: dict[str, Strike] = {
     "no_descriptors": no_descriptors,
 }
 SHORT_LINEAGE = "short_lineage"  # strikes nowhere: the master remembers three versions (mix.py)
+FEW_RANGES = "few_ranges"  # likewise: each cluster may hold three data ranges, and pushes before it gets more
 # Of all seeds, how many meet each; a line that is taken out switches it off.
 DRAWN: dict[str, float] = {
     SHORT_LINEAGE: 0.15,
+    FEW_RANGES: 0.15,
     "mirror_down_at_restart": 0.15,
     "rotten_mirror": 0.10,
     "second_restore": 0.15,

@@ -9,13 +9,14 @@ settled, or right after a push was committed. No disk is lost: a rollback undoes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from math import inf
 
 from dips.ids import PushId
 from dips.protocol.effects import Note
 from dips.protocol.enums import PushCodec
-from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
+from dips.protocol.options import RANGES_HELD, DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RangesLeased, Record, RunFinished
 from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
@@ -60,6 +61,8 @@ def last_range_scenario(seed: int) -> Scenario:
         OuterOptions(), PenaltyOptions(gates=()), data=DataOptions(ranges=ranges), timing=timing,
         codec=rng.choice((PushCodec.FP32, PushCodec.INT8)),
     )  # fmt: skip
+    held = Chance(seed).generator_for("ranges held").choice((RANGES_HELD, 1, 3))
+    options = replace(options, ranges_held=held)
     return Scenario(
         clusters, slaves=2, layers=2, slots=rng.randint(1, 2), pinned=1, inner_steps=inner_steps, options=options,
         lasts_s=LASTS_S, ranges_at_once=rng.choice((1, 2)), quiet_at=QUIET_S, samples=shape,

@@ -16,7 +16,7 @@ from dips.sim.heap import Chance
 from dips.sim.network import Weather
 from dips.sim.scenario import Scenario
 from tests.simulation import strikes
-from tests.simulation.crossings import DRAWN, SHORT_LINEAGE
+from tests.simulation.crossings import DRAWN, FEW_RANGES, SHORT_LINEAGE
 from tests.simulation.drawn import DEADLINES, FAULTS_S, MORE_S, QUIET_S
 from tests.simulation.strikes import Death, Strike
 
@@ -117,6 +117,7 @@ DEADLINES_DRAWN: Mapping[str, tuple[float, ...]] = {
     "busy_retry_s": (0.2, 0.7, 2.0),
 }
 LINEAGE_KEPT = 3  # versions, in a seed with a short lineage: a master forgets what a run of a night would
+RANGES_HELD = 3  # in a seed in which clusters may hold few
 STALLS_S = (None, 4.0, 6.0, 10.0)  # a transfer that owes a byte for so long is over
 
 
@@ -154,6 +155,8 @@ class Mix:
         options = replace(scenario.options, timing=timing)
         if Chance(seed).generator_for(SHORT_LINEAGE).random() < self.crossings.get(SHORT_LINEAGE, 0.0):
             options = replace(options, lineage_kept=LINEAGE_KEPT)
+        if Chance(seed).generator_for(FEW_RANGES).random() < self.crossings.get(FEW_RANGES, 0.0):
+            options = replace(options, ranges_held=RANGES_HELD)
         return replace(scenario, options=options, lasts_s=lasts_s, stall_s=scenario.stall_s or self.stall_s)
 
 

@@ -34,5 +34,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert f"{limits.HANDSHAKE_MS // 1000} s for a handshake, {lane.HANDSHAKE_MS // 1000} s on lanes" in TEXT
     flood = f"{limits.PEER_CALLS_PER_S:g} calls a second of one peer, {limits.PEER_CALLS_AT_ONCE:,.0f} at once"
     assert flood in TEXT and f"{limits.CALLS_PER_S:,.0f} of all" in TEXT
-    assert f"{limits.MASTER_LIMITS.request_bytes >> 20} MiB, {limits.MASTER_LIMITS.largest_bytes >> 20} MiB for" in TEXT
+    messages = f"{limits.PEER_MESSAGES} arrive at once, of all {limits.MESSAGES}; {limits.MOST_STREAMS} calls"
+    assert f"{limits.MASTER_LIMITS.request_bytes >> 20} MiB; of one peer {messages}" in TEXT
+    assert f"{limits.PEER_CONNECTIONS} connections of a certificate" in TEXT
     assert f"{limits.MOST_STREAMS} calls of a connection" in TEXT

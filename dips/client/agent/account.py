@@ -135,7 +135,8 @@ class RangeQueue:
     """Data ranges leased to this incarnation of the cluster and not used up, and those that the trainer was given."""
 
     waiting: deque[int] = field(default_factory=deque)
-    exhausted: bool = False  # the master had none left to lease
+    exhausted: bool = False  # the master has none left to lease, and none will come back
+    held_back: int = 0  # count of the trainer's question to which it had no more before ours are settled
     served: list[int] = field(default_factory=list)  # in order; more than one if what is left of one goes with the next
     given: int | None = None  # to the present trainer's last question
     asked: int = 0  # count of that question
@@ -150,6 +151,14 @@ class RangeQueue:
         self.waiting.extend(ranges)
         self.exhausted = exhausted
         self.begun.update((part.number, part) for part in begun)
+
+    def hold_back(self) -> None:
+        """The master has no more for us before what we hold is settled; the trainer's next question asks it again."""
+        self.held_back = self.asked
+
+    @property
+    def is_held_back(self) -> bool:
+        return 0 < self.asked == self.held_back
 
     def begin_question(self, count: int) -> None:
         """The trainer asks for its `count`-th range."""

@@ -6,16 +6,16 @@ did not push is lost with it.
 
 from __future__ import annotations
 
-from dips.client.agent.membership import join_run
+from dips.client.agent.membership import join_run, offer_manifest
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import close_pull
 from dips.client.agent.pushes import abort_push, give_back
 from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps
 from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, ManifestSent, Noted
-from dips.client.ipc.packed_manifest import unpack_manifest
 from dips.errors import DifferentModel, RemoteProtocolError
 from dips.protocol.effects import ManifestWanted
+from dips.wire.packed_manifest import unpack_manifest
 
 
 def attach_trainer(s: AgentState, message: Attach) -> Answer:
@@ -44,11 +44,11 @@ def _send_manifest(s: AgentState, packed: bytes) -> None:
         s.fail_training(DifferentModel(f"{s.sync.reason}, and too large to be compared here: see dips-client check"))
         return
     try:
-        text = unpack_manifest(packed, s.membership.manifest_digest)
+        unpack_manifest(packed, s.membership.manifest_digest)
     except RemoteProtocolError as error:
         s.fail_training(error)
     else:
-        join_run(s, "the master compares its model with the run's", text)
+        offer_manifest(s, packed)
 
 
 def _answer_attach(s: AgentState) -> Answer:
@@ -77,7 +77,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     sync.question, sync.waiting, sync.verdict = 0, False, None
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
-    s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
+    s.ranges.exhausted, s.ranges.held_back, requests.ended_at, requests.rest_again_at = False, 0, None, 0.0
     requests.by_step, requests.recalls = False, 0
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
     model, joined = (message.manifest_digest, message.frozen_digest), s.membership

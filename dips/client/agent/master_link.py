@@ -18,6 +18,7 @@ from dips.protocol.effects import Result
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
+    ManifestOffered,
     ProbeAsked,
     PullFinished,
     PullRequested,
@@ -41,6 +42,7 @@ POLL_S = 30.0  # a question that the master may hold open for about 10 s
 # Question → (method of ClusterService, deadline).
 CALLS: Mapping[type, tuple[str, float]] = {
     ClusterJoined: ("Join", CALL_S),
+    ManifestOffered: ("CompareManifest", CALL_S),
     PushRequested: ("RequestPush", POLL_S),
     PushFinished: ("FinishPush", POLL_S),
     PushAborted: ("AbortPush", CALL_S),
@@ -48,7 +50,7 @@ CALLS: Mapping[type, tuple[str, float]] = {
     PullRequested: ("RequestPull", POLL_S),
     PullFinished: ("FinishPull", CALL_S),
     ProbeAsked: ("AdmitProbe", POLL_S),
-    RangesRequested: ("RequestRanges", CALL_S),
+    RangesRequested: ("RequestRanges", POLL_S),
     ClusterLeft: ("Leave", CALL_S),
 }
 

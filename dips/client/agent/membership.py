@@ -15,32 +15,29 @@ from dips.client.agent.recalls import count_recall
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.errors import Denied, DifferentModel
-from dips.protocol.effects import Joined, ManifestWanted, Refused
-from dips.protocol.events import ClusterJoined, ClusterLeft
+from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Refused
+from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered
 from dips.protocol.heartbeats import NOTE_CHARS
 
 TAKEN_TRIES = 5  # in a row, one a heartbeat of the master's: who is dead is silent by then
 LEAST_RETRY_S = 0.1
 
 
-def join_run(s: AgentState, reason: str, manifest: str = "") -> None:
-    """Begin a new incarnation; the one before, if there was one, ends by this.
-
-    manifest  JSON; "" unless the master wanted it
-    """
+def join_run(s: AgentState, reason: str) -> None:
+    """Begin a new incarnation; the one before, if there was one, ends by this."""
     member = s.membership
     if s.joined:
         member.former, s.account = PastIncarnation(member.inc, s.account.consumed_tokens), Account()
     member.nonce, member.wants_manifest = s.new_nonce(), False
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.JOINING, reason, None
-    _ask_to_join(s, manifest)
+    _ask_to_join(s)
 
 
-def _ask_to_join(s: AgentState, manifest: str = "", delay_s: float = 0.0) -> None:
+def _ask_to_join(s: AgentState, delay_s: float = 0.0) -> None:
     """With the nonce of this try: asked twice, it gets the same incarnation."""
     member, who, last = s.membership, s.settings.identity, max(s.membership.inc, s.membership.former.inc)
     event = ClusterJoined(
-        0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest, manifest,
+        0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest,
         former=last, take_over=s.settings.take_over and member.inc == 0, frozen_digest=member.frozen_digest,
     )  # fmt: skip
     ask_master(s, Channel.SYNC, event, delay_s)
@@ -53,6 +50,17 @@ def on_manifest_wanted(s: AgentState, result: ManifestWanted) -> None:
     s.membership.wants_manifest = True
     if s.trainer.alive and s.trainer.attached:  # the same manifest was the run's: `dips init` made another run
         s.fail_training(DifferentModel(f"{s.sync.reason}, and was another when this trainer attached"))
+
+
+def offer_manifest(s: AgentState, packed: bytes) -> None:
+    """Have the master say where this model differs from the run's."""
+    s.membership.wants_manifest, s.sync.reason = False, "the master compares its model with the run's"
+    ask_master(s, Channel.SYNC, ManifestOffered(s.cluster, s.membership.manifest_digest, packed))
+
+
+def on_same_model(s: AgentState, _: Acknowledged) -> None:
+    """A master that was started meanwhile serves a run of this very model."""
+    join_run(s, "its model is the run's after all")
 
 
 def on_joined(s: AgentState, result: Joined) -> None:

@@ -159,6 +159,7 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
 REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
     (SyncPhase.JOINING, Joined): membership.on_joined,
     (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,
+    (SyncPhase.JOINING, Acknowledged): membership.on_same_model,
     (SyncPhase.JOINING, Refused): membership.on_name_taken,
     (SyncPhase.ASKING_PUSH, Grant): pushes.on_push_granted,
     (SyncPhase.ASKING_PUSH, Refused): pushes.on_push_refused,

@@ -1,6 +1,8 @@
 """Data ranges: leased from the master before they run out, served to the trainer one by one, settled with its pushes.
 
-At the end of the data the rest is pushed, so that every range is settled with what was trained on it.
+At the end of the data the rest is pushed, so that every range is settled with what was trained on it. So it is when the
+master has no more for this cluster before its own are settled; then the master is asked again, and while only others
+hold ranges, which may come back, the trainer waits.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pushes import AGAIN_S
 from dips.client.agent.questions import ask_master, close_channel, repeat_question
 from dips.client.agent.recalls import use_ranges
+from dips.client.agent.remarks import drop_remark, make_remark
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
 from dips.dataclass import replace
@@ -18,9 +21,11 @@ from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.events import RangesRequested
 
+WAITS = "ranges"  # subject of the remark on whose data ranges it waits for
 END_S = 600.0  # at the end of the data, the last push is tried for so long
 
 NONE_LEFT = "no data range is left to lease"
+NONE_NOW = "no more data ranges are leased before those that this cluster holds are settled"
 
 
 def give_range(s: AgentState, message: RangeWanted) -> Answer:
@@ -30,11 +35,17 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
         _use_up(s, message)
     finished = s.membership.progress.finished
     given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's are others' by now
-    if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined:
+    if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined and not _settles_first(s):
         ask_ranges(s)
     answer = _make_answer(s, given)
     s.trainer.starved = isinstance(answer, AskAgain)
     return answer
+
+
+def _settles_first(s: AgentState) -> bool:
+    """The master has said that there are no more before this, and there is something to settle."""
+    holds = s.ranges.served or s.account.frozen != NOTHING or s.account.carried != NOTHING
+    return s.ranges.is_held_back and bool(holds)
 
 
 def _use_up(s: AgentState, message: RangeWanted) -> None:
@@ -56,9 +67,9 @@ def _make_answer(s: AgentState, given: int | None) -> Answer:
         return RangesEnded(f"the run is finished with {finished}", True)
     if not s.joined:  # its next incarnation may get the ranges that this one has lost
         return AskAgain(s.sync.reason)
-    if s.ranges.exhausted and not is_asked(s):
+    if (s.ranges.exhausted or _settles_first(s)) and not is_asked(s):
         return _end_data(s)
-    return AskAgain("the master is asked for data ranges")
+    return AskAgain(s.range_requests.waits or "the master is asked for data ranges")
 
 
 def _begun_by(s: AgentState, given: int) -> BegunRange | None:
@@ -68,25 +79,26 @@ def _begun_by(s: AgentState, given: int) -> BegunRange | None:
 
 
 def _end_data(s: AgentState) -> Answer:
-    """No range is left: have the rest pushed.
+    """No range is left, or none before ours are settled: have the rest pushed.
 
-    A rest that cannot be settled for END_S, because no slot is to be had or the master is away, is given up.
+    Where none is left, a rest that cannot be settled for END_S, because no slot is to be had or the master is away, is
+    given up.
     """
-    requests = s.range_requests
+    requests, why = s.range_requests, NONE_LEFT if s.ranges.exhausted else NONE_NOW
     if s.ranges.served:
-        return RangesEnded(f"{NONE_LEFT}: what is left of the last ones is a step of its own", False)
+        return RangesEnded(f"{why}: what is left of the last ones is a step of its own", False)
     if s.account.frozen == NOTHING and s.account.carried == NOTHING:
-        return RangesEnded(NONE_LEFT, False)
-    if requests.ended_at is None:
+        return RangesEnded(why, False)
+    if s.ranges.exhausted and requests.ended_at is None:
         requests.ended_at = s.now
-    if s.now - requests.ended_at >= END_S:
+    if requests.ended_at is not None and s.now - requests.ended_at >= END_S:
         return _give_up_rest(s)
     ours = s.sync.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else it is the master's turn
     too_early = s.now < max(s.sync.backoff_until, requests.rest_again_at)
     if not ours or too_early or s.membership.unreachable_since is not None:
         return AskAgain(s.sync.reason)
     requests.rest_again_at = s.now + AGAIN_S
-    return RangesEnded(NONE_LEFT, False, unsettled=True)
+    return RangesEnded(why, False, unsettled=True)
 
 
 def _give_up_rest(s: AgentState) -> Answer:
@@ -111,8 +123,12 @@ def is_asked(s: AgentState) -> bool:
 
 def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
+    s.range_requests.waits = ""
+    drop_remark(s, WAITS)
     # named ranges that are not to be had say nothing about those that are
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
+    if not result.ranges and not s.range_requests.claimed:
+        s.ranges.hold_back()
 
 
 def on_no_more_ranges(s: AgentState, result: Finished) -> None:
@@ -124,5 +140,8 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
     repeat_question(s, Channel.RANGES, result.retry_after_s)
 
 
-def on_ranges_pending(s: AgentState, _: Pending) -> None:
+def on_ranges_pending(s: AgentState, result: Pending) -> None:
+    """Others hold all that is left: it comes back, or the run ends with it."""
+    s.range_requests.waits = result.reason
+    make_remark(s, WAITS, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)

@@ -156,6 +156,7 @@ class RangeRequests:
 
     seq: int = 0  # of the last question in this incarnation
     claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
+    waits: str = ""  # for whom the master has us wait
     ended_at: float | None = None  # when the data ended before all of it was settled
     rest_again_at: float = 0.0  # the next try to push the rest
     by_step: bool = False  # the trainer says with each inner step how far it has trained its ranges

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from dips.client.ipc import address
 from dips.client.ipc.messages import Attach, Attached, ManifestSent
-from dips.client.ipc.packed_manifest import pack_manifest
 from dips.client.ipc.process import process_name
 from dips.client.parallel.host_sum import HostSum
 from dips.client.rank.agent_client import AgentClient
@@ -23,6 +22,7 @@ from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.protocol.effects import ManifestWanted
 from dips.protocol.manifest import Manifest
+from dips.wire.packed_manifest import pack_manifest
 
 _loops = count(1)  # OuterLoops that this process has made: each is an attempt of its own
 

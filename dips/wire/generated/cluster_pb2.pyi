@@ -30,7 +30,6 @@ class ClusterJoined(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
-    MANIFEST_FIELD_NUMBER: _builtins.int
     FORMER_FIELD_NUMBER: _builtins.int
     TAKE_OVER_FIELD_NUMBER: _builtins.int
     FROZEN_DIGEST_FIELD_NUMBER: _builtins.int
@@ -41,8 +40,6 @@ class ClusterJoined(_message.Message):
     manifest_digest: _builtins.str
     """SHA-256 of the JSON, in hexadecimal"""
     config_digest: _builtins.str
-    manifest: _builtins.str
-    """JSON; empty unless the master wanted it"""
     former: _builtins.int
     """the incarnation that this agent was last, or that its directory remembers; 0: none"""
     take_over: _builtins.bool
@@ -59,7 +56,6 @@ class ClusterJoined(_message.Message):
         run: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         config_digest: _builtins.str = ...,
-        manifest: _builtins.str = ...,
         former: _builtins.int = ...,
         take_over: _builtins.bool = ...,
         frozen_digest: _builtins.str = ...,
@@ -67,11 +63,38 @@ class ClusterJoined(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "frozen_digest", b"frozen_digest", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "frozen_digest", b"frozen_digest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterJoined: _TypeAlias = ClusterJoined  # noqa: Y015
+
+@_typing.final
+class ManifestOffered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    digest: _builtins.str
+    """SHA-256 of the JSON, in hexadecimal"""
+    packed: _builtins.bytes
+    """the JSON, by zlib"""
+    def __init__(
+        self,
+        *,
+        cluster: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        packed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "digest", b"digest", "packed", b"packed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestOffered: _TypeAlias = ManifestOffered  # noqa: Y015
 
 @_typing.final
 class ClusterHeartbeat(_message.Message):
@@ -458,7 +481,7 @@ Global___ClusterLeft: _TypeAlias = ClusterLeft  # noqa: Y015
 class ManifestWanted(_message.Message):
     """---- answers -----------------------------------------------------------------------------------------------------------
 
-    The model is not the run's: join again with the manifest, and hear where they differ.
+    The model is not the run's: offer the manifest, and hear where they differ.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -875,6 +898,30 @@ class JoinReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
+
+@_typing.final
+class CompareManifestReply(_message.Message):
+    """The offered manifest is the run's after all: join again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___CompareManifestReply: _TypeAlias = CompareManifestReply  # noqa: Y015
 
 @_typing.final
 class RequestPushReply(_message.Message):

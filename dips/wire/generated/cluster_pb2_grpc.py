@@ -39,6 +39,11 @@ class ClusterServiceStub(object):
                 request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterJoined.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_cluster__pb2.JoinReply.FromString,
                 _registered_method=True)
+        self.CompareManifest = channel.unary_unary(
+                '/dips.v1.ClusterService/CompareManifest',
+                request_serializer=dips_dot_v1_dot_cluster__pb2.ManifestOffered.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_cluster__pb2.CompareManifestReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/dips.v1.ClusterService/Heartbeat',
                 request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.SerializeToString,
@@ -96,6 +101,13 @@ class ClusterServiceServicer(object):
 
     def Join(self, request, context):
         """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompareManifest(self, request, context):
+        """The model is not the run's: hear where they differ, as an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,6 +191,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterJoined.FromString,
                     response_serializer=dips_dot_v1_dot_cluster__pb2.JoinReply.SerializeToString,
             ),
+            'CompareManifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompareManifest,
+                    request_deserializer=dips_dot_v1_dot_cluster__pb2.ManifestOffered.FromString,
+                    response_serializer=dips_dot_v1_dot_cluster__pb2.CompareManifestReply.SerializeToString,
+            ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.FromString,
@@ -257,6 +274,33 @@ class ClusterService(object):
             '/dips.v1.ClusterService/Join',
             dips_dot_v1_dot_cluster__pb2.ClusterJoined.SerializeToString,
             dips_dot_v1_dot_cluster__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompareManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.ClusterService/CompareManifest',
+            dips_dot_v1_dot_cluster__pb2.ManifestOffered.SerializeToString,
+            dips_dot_v1_dot_cluster__pb2.CompareManifestReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,8 @@ class ClusterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]
     """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
+    CompareManifest: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ManifestOffered, _cluster_pb2.CompareManifestReply]
+    """The model is not the run's: hear where they differ, as an error."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]
     """Shows that the peer is alive; the answer lists what is live for the cluster."""
     RequestPush: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]
@@ -59,6 +61,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]  # type: ignore[assignment]
     """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
+    CompareManifest: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ManifestOffered, _cluster_pb2.CompareManifestReply]  # type: ignore[assignment]
+    """The model is not the run's: hear where they differ, as an error."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]  # type: ignore[assignment]
     """Shows that the peer is alive; the answer lists what is live for the cluster."""
     RequestPush: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]  # type: ignore[assignment]
@@ -88,6 +92,14 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.JoinReply, _abc.Awaitable[_cluster_pb2.JoinReply]]:
         """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
+
+    @_abc_1.abstractmethod
+    def CompareManifest(
+        self,
+        request: _cluster_pb2.ManifestOffered,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.CompareManifestReply, _abc.Awaitable[_cluster_pb2.CompareManifestReply]]:
+        """The model is not the run's: hear where they differ, as an error."""
 
     @_abc_1.abstractmethod
     def Heartbeat(

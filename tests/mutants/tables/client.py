@@ -16,8 +16,10 @@ FEEDBACK = "tests/unit/client/rank/test_feedback.py"
 FRAGMENTS = "tests/unit/client/rank/test_fragments.py"
 OVERLAP, PACE = "tests/unit/client/agent/test_overlap.py", "tests/unit/client/agent/test_pace.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
+WIRE, MASTER = "dips/wire", "dips/master"
+DESK = "tests/unit/master/test_manifest_desk.py"
 IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
-PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
+PACKED = "tests/unit/wire/test_packed_manifest.py"
 PLAN = "tests/unit/client/parallel/test_plan_twins.py"
 BUFFERS = "tests/unit/client/parallel/test_shared_buffers.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
@@ -163,10 +165,40 @@ MUTANTS = (
         "result.exhausted",
         "tests/unit/client/agent/test_checkpoints.py",
     ),
+    Mutant(
+        "a cluster at its bound waits without a push",
+        AGENT,
+        "s.ranges.hold_back()",
+        "pass",
+        "tests/unit/client/agent/test_end_of_data.py",
+    ),
+    Mutant(
+        "what an attempt was told is for the next",
+        AGENT,
+        "s.ranges.exhausted, s.ranges.held_back, requests.ended_at, requests.rest_again_at = False, 0, None, 0.0",
+        "s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0",
+        "tests/unit/client/agent/test_end_of_data.py",
+    ),
     # ---- the manifest, and the plan of a large job
-    Mutant("another manifest than the announced is taken", IPC, "if found != digest:", "if False:", PACKED),
-    Mutant("a torn manifest is taken", IPC, "not inflate.eof or", "False and", PACKED),
-    Mutant("a manifest that unpacks to too much is taken", IPC, "len(text) > MAX_JSON_BYTES:", "False:", PACKED),
+    Mutant("models are compared all at once", MASTER, "if self._reading or begun", "if begun", DESK),
+    Mutant("models are compared all the time", MASTER, "now + REST * (now - begun)", "now", DESK),
+    Mutant(
+        "a model of any size is compared",
+        MASTER,
+        "max(LEAST_BYTES, TIMES * len(text.encode()))",
+        "MAX_JSON_BYTES",
+        DESK,
+    ),
+    Mutant(
+        "models are compared on the loop",
+        MASTER,
+        "await asyncio.to_thread(self._find_differences, offered)",
+        "self._find_differences(offered)",
+        DESK,
+    ),
+    Mutant("another manifest than the announced is taken", WIRE, "if found != digest:", "if False:", PACKED),
+    Mutant("a torn manifest is taken", WIRE, "not inflate.eof or", "False and", PACKED),
+    Mutant("a manifest that unpacks to too much is taken", WIRE, "len(text) > most:", "False:", PACKED),
     Mutant(
         "an older attempt's manifest is compared",
         AGENT,

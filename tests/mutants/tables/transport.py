@@ -13,7 +13,38 @@ TURNS = "tests/unit/transport/test_turns.py"
 SHARES = "tests/unit/transport/test_shares.py"
 LIMITS = "tests/unit/transport/test_limits.py"
 
+RECEPTION = "tests/unit/transport/test_reception.py"
+
 MUTANTS = (
+    Mutant(
+        "a peer takes all places of messages",
+        "dips/transport",
+        "async with self._peers[peer].places, self._all:",
+        "async with self._all:",
+        RECEPTION,
+    ),
+    Mutant(
+        "any number of messages arrives at once",
+        "dips/transport",
+        "async with self._peers[peer].places, self._all:",
+        "async with self._peers[peer].places:",
+        RECEPTION,
+    ),
+    Mutant(
+        "a peer calls over any number of connections",
+        "dips/transport",
+        "and len(calls.connections) >= most:",
+        "and not most:",
+        RECEPTION,
+    ),
+    Mutant("who has gone is kept among those who call", "dips/transport", "del self._peers[peer]", "pass", RECEPTION),
+    Mutant(
+        "a message is waited for without end",
+        "dips/transport",
+        "async with asyncio.timeout(within_s):",
+        "async with asyncio.timeout(9):",
+        RECEPTION,
+    ),
     Mutant(
         "a header's checksum is not checked",
         WIRE,

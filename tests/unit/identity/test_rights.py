@@ -26,6 +26,7 @@ HEALTH = "/grpc.health.v1.Health/Check"
 # a star may in its own name only.
 EXPECTED = """
     ClusterService/Join           cluster* operator*
+    ClusterService/CompareManifest cluster* operator*
     ClusterService/Heartbeat      cluster* operator*
     ClusterService/RequestPush    cluster*
     ClusterService/FinishPush     cluster*

@@ -90,7 +90,7 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
 
 def test_who_may_not_join_is_kept_once_and_counted() -> None:
     """With the reason; whoever only has to ask again is nobody's news."""
-    seen, joined = PageMemory(), ClusterJoined(1, "west", "n", "run", "m", "c", "", PROTOCOL)
+    seen, joined = PageMemory(), ClusterJoined(1, "west", "n", "run", "m", "c", PROTOCOL)
     for wall in (1.0, 2.0, 3.0):
         see(seen, wall, Reply(1, Failed(DifferentModel, "this model is not the run's")), event=joined)
         see(seen, wall, Reply(1, Failed(UnavailableMaster, "not yet registered: ps0")), event=joined)

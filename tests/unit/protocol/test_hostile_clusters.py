@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dips.errors import ConfigError, UnavailableSlave
 from dips.protocol import events as ev
-from dips.protocol.effects import Dropped, Failed, OpenPush, Pending
-from dips.protocol.options import StopOptions
+from dips.protocol.data import HELD_TIMES
+from dips.protocol.effects import Dropped, Failed, OpenPush, Pending, Ranges
+from dips.protocol.options import DataOptions, StopOptions
 from dips.protocol.rules.weights import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.seeding import SEEDER
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
@@ -59,3 +60,54 @@ def test_a_young_run_believes_what_clusters_bring() -> None:
         run.wait(10.0)
         run.outcome(push)
     assert [row.folds[0].tokens for row in run.committed][-1] == 10_000
+
+
+FEW = 3  # data ranges that a cluster may hold
+
+
+def lease(
+    run: ScriptedRun, cluster: str, seq: int, count: int = 1024, claims: tuple[int, ...] = ()
+) -> Ranges | Pending:
+    answer = run.ask(ev.RangesRequested(0, cluster, run.inc(cluster), seq, count, claims))
+    assert isinstance(answer, Ranges | Pending)
+    return answer
+
+
+def test_one_cluster_leases_a_few_data_ranges_and_no_more() -> None:
+    """3,970 of 4,000 before, and the others were told that no range is left; by number or by name, it is the same."""
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=40), ranges_held=FEW))
+    run.train("a", "b")
+    assert lease(run, "a", 1) == Ranges((0, 1, 2), False)
+    assert lease(run, "a", 2) == lease(run, "a", 3, claims=(7, 8)) == Ranges((), False)
+    assert lease(run, "b", 1, claims=tuple(range(10, 30))) == Ranges((10, 11, 12), False)
+    push = run.push("a", ranges=(0, 1, 2))
+    run.wait(11.0)
+    run.outcome(push)
+    assert lease(run, "a", 4) == Ranges((*range(3, 10), *range(13, 18)), False), f"{HELD_TIMES} times what it trained"
+
+
+def test_ranges_that_others_hold_may_come_back() -> None:
+    """Whoever has settled its own waits, and gets what another left; none is left only when nobody holds any."""
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=4), ranges_held=FEW))
+    run.train("a", "b")
+    assert lease(run, "a", 1, 1) == Ranges((0,), False)
+    assert lease(run, "b", 1) == Ranges((1, 2, 3), False)
+    assert lease(run, "a", 2) == Ranges((), False), "its own first, or two would wait for each other"
+    push = run.push("a", ranges=(0,))
+    run.wait(11.0)
+    run.outcome(push)
+    waits = lease(run, "a", 3)
+    assert isinstance(waits, Pending) and "3 are leased by b" in waits.reason
+    run.ask(ev.ClusterLeft(0, "b", run.inc("b"), 0))
+    assert lease(run, "a", 3) == Ranges((1, 2, 3), False)
+    assert lease(run, "a", 4) == Ranges((), True)
+
+
+def test_a_committed_push_of_who_left_is_waited_for() -> None:
+    """Its round may be skipped, and then its ranges are free again: no cluster ends before that is known."""
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=2)))
+    run.train("a", "b")
+    assert lease(run, "a", 1, 2) == Ranges((0, 1), False)
+    run.push("a", ranges=(0, 1))
+    run.ask(ev.ClusterLeft(0, "a", run.inc("a"), 100))
+    assert isinstance(lease(run, "b", 1), Pending)

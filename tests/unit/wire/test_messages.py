@@ -82,6 +82,7 @@ def value_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
     return {
         int: st.integers(0, messages.MAX_INTEGER),
         bool: st.booleans(),
+        bytes: st.binary(max_size=99),
         float: st.floats(reals.least, reals.most, allow_nan=False),
     }[hint]
 
@@ -211,6 +212,7 @@ TOO_MUCH: dict[int, tuple[Any, ...]] = {
     FieldDescriptor.TYPE_UINT64: (1 << 53, (1 << 64) - 1),
     FieldDescriptor.TYPE_STRING: ("x" * (messages.MAX_TEXT + 1),),
     FieldDescriptor.TYPE_BOOL: (),
+    FieldDescriptor.TYPE_BYTES: (),  # bounded by gRPC's limit
 }
 LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons stand in wire/messages.py
     ("ClusterHeartbeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
@@ -219,7 +221,6 @@ LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons
     ("Measured", "layer_dot"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("Prepared", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
-    ("ClusterJoined", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("RunProposed", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("Registered", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
 }
@@ -241,7 +242,7 @@ def _filled(name: str, hint: Any) -> Any:
         return next(iter(hint))
     if dataclasses.is_dataclass(hint):
         return full(typing.cast(type, hint))
-    return {str: "a", int: 1, float: 1.0, bool: True}[hint]
+    return {str: "a", int: 1, float: 1.0, bool: True, bytes: b"a"}[hint]
 
 
 def spoilt(cls: type) -> list[tuple[str, Any, Message]]:

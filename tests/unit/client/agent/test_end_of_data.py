@@ -7,6 +7,7 @@ import pytest
 from dips.client.agent.actions import Channel
 from dips.client.agent.pushes import AGAIN_S
 from dips.client.agent.ranges import END_S
+from dips.client.agent.remarks import write_note
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,
@@ -18,7 +19,7 @@ from dips.client.ipc.messages import (
     RangeWanted,
 )
 from dips.ids import GENESIS
-from dips.protocol.effects import Acknowledged, Committed, Finished, Ranges, Refused
+from dips.protocol.effects import Acknowledged, Committed, Finished, Pending, Ranges, Refused
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
 from tests.unit.client.agent.play import V1, Play, outcome
@@ -151,3 +152,69 @@ def test_a_finished_run_takes_no_rest(steps: int) -> None:
     play.send(play.want_push())
     play.reply(Finished(GENESIS))
     assert play.send(RangeWanted(1, 2)) == RangesEnded(f"the run is finished with {GENESIS}", True)
+
+
+# ---- others hold what is left ----------------------------------------------------------------------------------------
+
+FIRST = RangesEnded("no more data ranges are leased before those that this cluster holds are settled", False, True)
+
+
+def held_back(play: Play) -> None:
+    """One range is trained, and the master has no more before it is settled."""
+    play.begin(ranges=(7,))
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(7)
+    play.reply(Ranges((), False), Channel.RANGES)
+    play.step(3)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain), "it may have some by now"
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 2
+    play.reply(Ranges((), False), Channel.RANGES)
+    assert play.send(RangeWanted(1, 2)) == FIRST
+
+
+def test_its_own_are_settled_before_it_waits_for_those_of_others() -> None:
+    """It pushes, then asks again, and trains on with what comes back: it does not end, though nothing was free."""
+    play = Play()
+    held_back(play)
+    assert push(play).ranges == (7,)
+    want = RangeWanted(1, 2)
+    assert isinstance(play.send(want), AskAgain)
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 3
+    waits = "no data range is free: 3 are leased by east"
+    play.reply(Pending(waits), Channel.RANGES)
+    assert play.send(want) == AskAgain(waits) and play.s.trainer.starved
+    assert waits in write_note(play.s), "`dips status` names whom it waits for"
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 3, "the same question, repeated"
+    play.now += 10 * END_S
+    assert isinstance(play.send(want), AskAgain), "others may take as long as they like"
+    play.reply(Ranges((9,), False), Channel.RANGES)
+    assert play.send(want) == RangeGiven(9) and not write_note(play.s)
+
+
+def test_what_cannot_be_settled_is_not_given_up_while_more_may_come() -> None:
+    """END_S is for a run whose data is at its end; a cluster at its bound tries on, and counts from then."""
+    play = Play()
+    held_back(play)
+    play.now += 2 * END_S
+    assert play.send(RangeWanted(1, 2)) == FIRST
+
+
+def test_the_end_is_told_when_the_last_of_others_is_settled() -> None:
+    play = Play()
+    held_back(play)
+    push(play)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.reply(Ranges((), True), Channel.RANGES)
+    assert play.send(RangeWanted(1, 2)) == ENDED
+
+
+def test_the_next_attempt_asks_anew() -> None:
+    """Its questions are counted from 1 again, and what the one before was told is not for it."""
+    play = Play()
+    play.begin(ranges=(7,))
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(7)
+    play.reply(Ranges((), False), Channel.RANGES)
+    play.do(play.core.on_trainer_gone("it broke", play.now))
+    play.send(play.attach(launch=2, pid=8))
+    play.pull(V1)
+    assert play.send(RangeWanted(2, 1)) == RangeGiven(7)
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 2

@@ -21,12 +21,12 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
-from dips.client.ipc.packed_manifest import pack_manifest
 from dips.errors import DifferentModel
 from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Pending, Refused
 from dips.protocol.enums import ClusterStanding, OutcomeKind
-from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
+from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered, PullFinished
 from dips.protocol.manifest import Manifest
+from dips.wire.packed_manifest import pack_manifest
 from tests.unit.client.agent.play import DIGEST, MODEL, NONE_YET, V1, Play, grant, outcome
 
 
@@ -117,7 +117,7 @@ def wanted(play: Play) -> None:
     """The master has another digest, and rank 0 is asked for the manifest."""
     assert isinstance(play.send(play.attach()), AskAgain)
     joining = play.asked(ClusterJoined)
-    assert (joining.manifest_digest, joining.manifest) == (DIGEST, "")
+    assert joining.manifest_digest == DIGEST
     play.reply(ManifestWanted("f" * 64))
     assert play.send(play.attach()) == ManifestWanted(DIGEST)
 
@@ -127,10 +127,17 @@ def test_the_manifest_travels_only_when_its_digest_is_not_the_runs(play: Play) -
     wanted(play)
     sent = ManifestSent("7", pack_manifest(MODEL))
     assert isinstance(play.send(sent), AskAgain)
-    joining = play.asked(ClusterJoined)
-    assert (joining.manifest_digest, joining.manifest) == (DIGEST, MODEL.to_json())
+    assert play.asked(ManifestOffered) == ManifestOffered("west", DIGEST, sent.packed)
     play.do(play.core.on_error(play.asks[Channel.SYNC], DifferentModel("norm.weight: expected …"), 0.0))
     assert play.send(sent) == ErrorReply("DifferentModel", "norm.weight: expected …")
+
+
+def test_a_model_that_is_the_runs_after_all_joins(play: Play) -> None:
+    """The master was started anew meanwhile, on a run of this model."""
+    wanted(play)
+    play.send(ManifestSent("7", pack_manifest(MODEL)))
+    play.reply(Acknowledged())
+    assert play.asked(ClusterJoined).manifest_digest == DIGEST
 
 
 @pytest.mark.parametrize(

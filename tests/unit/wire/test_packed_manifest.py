@@ -10,9 +10,9 @@ import pytest
 from benchmarks.large_model import large_shapes
 from dips.client.ipc.encoding import MOST_BYTES, encode_message
 from dips.client.ipc.messages import ManifestSent
-from dips.client.ipc.packed_manifest import pack_manifest, unpack_manifest
 from dips.errors import CorruptManifest, RemoteProtocolError
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
+from dips.wire.packed_manifest import pack_manifest, unpack_manifest
 
 SMALL = Manifest.from_shapes([("norm.weight", (8,))])
 
