@@ -99,11 +99,11 @@ MUTANTS = (
     Mutant(
         "half a transaction is written",
         ROOM,
-        'db.execute("ROLLBACK")\n        raise',
-        'db.execute("COMMIT")\n        raise',
+        'db.execute("ROLLBACK")\n        if isinstance(',
+        'db.execute("COMMIT")\n        if isinstance(',
         LEDGER,
     ),
-    Mutant("a ledger of another format is opened", ROOM, "elif not is_upgradable(schema):", "elif False:", LEDGER),
+    Mutant("a ledger of another format is opened", ROOM, "if not is_upgradable(schema):", "if False:", LEDGER),
     Mutant("any SQLite file is a ledger", ROOM, "if application != APPLICATION_ID:", "if False:", LEDGER),
     Mutant(
         "a push is in two versions",
@@ -125,6 +125,13 @@ MUTANTS = (
         "sync_path(aside)\n        aside.replace(listing)",
         "aside.replace(listing)",
         GENESIS,
+    ),
+    Mutant(
+        "a disk that fails is called a damaged ledger",
+        ROOM,
+        "return code & PRIMARY in FAILING and ",
+        "return False and ",
+        "tests/unit/master/test_ledger_chain.py",
     ),
     # ---- recovery, journal
     Mutant("a recovered term is not above what was seen", ROOM, "found_term + SPARE", "found_term", RECOVER),
