@@ -31,6 +31,7 @@ import numpy as np
 import yaml
 
 from benchmarks.harness import ROOT, Bench, main
+from dips.commands.planning import MASTER_BYTES
 from dips.config import RunFile, load_run
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master import genesis
@@ -58,7 +59,7 @@ HISTORY = 50  # rounds in the score history
 TMPFS = Path("/dev/shm")
 START_S = 300.0
 MOST_S = 60.0  # for 100,000 versions: 70 days of a round a minute, and a restart is not to be felt as an outage
-MOST_BYTES = 420 * 2**20  # what `dips plan memory` counts for a master
+MOST_BYTES = MASTER_BYTES  # what `dips plan memory` counts for a master
 LEAST = 0.2  # what the versions add is at most five times what SQLite alone takes
 
 

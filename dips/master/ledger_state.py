@@ -16,6 +16,7 @@ from dips.master.ledger_rebalances import read_first_placement, read_rebalances,
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
+from dips.protocol.intervals import Intervals
 from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import (
     ClusterTotals,
@@ -52,13 +53,13 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         penalty=_newest_penalty(db),
         history=_score_history(db),
         leased=leased,
-        settled=tuple(sorted(settled)),
+        settled=settled,
         finished=VersionId(*finished) if finished else None,
         totals=read_totals(db),
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
         undone=undone,
         begun=_begun_ranges(db),
-        undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
+        undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
         tuned=read_tuned(db),
@@ -245,13 +246,13 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
     return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)), tuple(digests))
 
 
-def _settled_ranges(db: sqlite3.Connection) -> set[int]:
+def _settled_ranges(db: sqlite3.Connection) -> Intervals:
     """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
     rows = db.execute(
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
            WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
     )
-    return {r for (ranges,) in rows for r in read_ints(ranges)}
+    return Intervals.of(r for (ranges,) in rows for r in read_ints(ranges))
 
 
 def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:

@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 9  # 8 knew nothing of frozen parameters
+FORMAT = 10  # 9 had settled ranges one by one
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

@@ -133,6 +133,13 @@ MUTANTS = (
         "return False and ",
         "tests/unit/master/test_ledger_chain.py",
     ),
+    Mutant(
+        "a lease that is over is kept",
+        ROOM,
+        "if not left and place != self._newest:",
+        "if False:",
+        LEDGER,
+    ),
     # ---- recovery, journal
     Mutant("a recovered term is not above what was seen", ROOM, "found_term + SPARE", "found_term", RECOVER),
     Mutant("a recovered round is not above what was seen", ROOM, "found_round + SPARE", "found_round", RECOVER),

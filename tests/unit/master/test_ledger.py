@@ -23,6 +23,7 @@ from dips.master.schema import SCHEMA_VERSION
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
+from dips.protocol.intervals import Intervals
 from dips.protocol.records import (
     ClusterEnded,
     FoldRow,
@@ -83,7 +84,8 @@ def test_a_new_run(ledger: Ledger) -> None:
     assert state.row == ROW
     assert (state.term, state.next_round, state.finished) == (0, 1, None)
     assert [v.version for v in state.versions] == [GENESIS]
-    assert (state.clusters, state.slaves, state.outcomes, state.penalty, state.leased, state.settled) == ((),) * 6
+    assert (state.clusters, state.slaves, state.outcomes, state.penalty, state.leased) == ((),) * 5
+    assert state.settled == Intervals()
     assert state.history == ScoreHistory((), ())
 
 
@@ -119,7 +121,7 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
     )
     assert state.penalty == (penalty("a", 1), penalty("b", 2))
     assert state.history == ScoreHistory((0.5, 0.5), (3.0, 3.0))
-    assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
+    assert (state.leased, (*state.settled,)) == ((("a", 1, 1, (1,)),), (0,))
 
 
 def test_ranges_that_are_trained_in_part(ledger: Ledger) -> None:
@@ -156,7 +158,7 @@ def test_ranges_of_a_incarnation(ledger: Ledger) -> None:
     ledger.write_records([ClusterEnded("a", 1, "silent", 7, 1.0)])
     state = ledger.read_state()
     assert state.leased == (("b", 1, 1, (2,)),)
-    assert state.settled == (1,)
+    assert [*state.settled] == [1]
     assert state.clusters[0] == PeerRow("a", 1, "n", True, 10, 17)
     ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
     assert ledger.read_state().clusters[0] == PeerRow("a", 2, "m", False, 0, 17)
@@ -218,7 +220,7 @@ def test_after_a_rollback(ledger: Ledger) -> None:
     assert [v.version for v in state.versions] == [GENESIS, V1]
     assert [(v.version, v.retired) for v in state.undone] == [(V2, True), (V3, True)]
     assert (state.next_round, state.finished) == (5, None)
-    assert (state.settled, state.undone_ranges) == ((0, 3), (1, 2))
+    assert ((*state.settled,), state.undone_ranges) == ((0, 3), (1, 2))
     assert state.leased == (("a", 1, 1, ()), ("b", 1, 1, (4,)))
     assert ledger.read_tokens()["a"] == {"accepted": 10, "gated": 0, "lost": 0, "undone": 20}
     assert ledger.read_tokens()["b"]["gated"] == 10
@@ -252,7 +254,7 @@ def test_undone_ranges_are_leased_again(ledger: Ledger) -> None:
     assert state.undone_ranges == ()
     ledger.write_records([RoundReserved(5, 3.0), committed(V2B, V1, A4, ranges=(1,))])
     state = ledger.read_state()
-    assert state.settled == (0, 1, 3)
+    assert [*state.settled] == [0, 1, 3]
     assert state.leased[1] == ("a", 1, 2, ())
 
 
