@@ -22,6 +22,7 @@ from dips.protocol.effects import Apply, Effect, Fold, Measure, Order, OrderBody
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options, TimingOptions
@@ -48,7 +49,7 @@ class ScaleRun:
         self.layers = {name: len(held) for name, held in placement}
         row = RunRow("scale", "digest", self.manifest.to_json(), placement, ("0" * 32,) * layers, (1.0,) * layers)
         versions, peers = (VersionRow(GENESIS, GENESIS, True, 0, False),), tuple(map(_peer, self.clusters))
-        state = LedgerState(row, 1, 1, versions, peers, (), (), (), ScoreHistory((), ()), (), (), None)
+        state = LedgerState(row, 1, 1, versions, peers, (), (), (), ScoreHistory((), ()), (), Intervals(), None)
         timing = TimingOptions(window_s=1.0, lease_heartbeats=100_000, hang_s=1e6)  # nobody is silent, or hangs
         options = Options(timing=timing)
         self.now = 100.0

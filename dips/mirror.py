@@ -101,6 +101,8 @@ class MirrorStore:
                 if self._local:
                     file.flush()
                     os.fsync(file.fileno())
+            if self._local:
+                sync_path(Path(path).parent)
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:

@@ -12,9 +12,8 @@ from math import isfinite
 
 from dips.config import RunFile
 from dips.errors import ConfigError, RemoteProtocolError
-from dips.fsync import sync_path
 from dips.master import genesis
-from dips.master.ledger import Ledger, hold_ledger
+from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
@@ -83,8 +82,6 @@ def _write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> No
     try:
         built = aside / path.name
         Ledger.create(built, row, wall).close()  # the last connection moves the WAL into the file
-        sync_path(built)
-        built.rename(path)
-        sync_path(path.parent)
+        put_in_place(built, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

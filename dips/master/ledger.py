@@ -17,6 +17,7 @@ from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
 from dips.master.ledger_chain import ChainedRows, require_no_chain, verify_chain, verify_pages
+from dips.master.ledger_errors import refuse_failing
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
     RoundHistory,
@@ -57,6 +58,7 @@ class Ledger:
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
         lock = _take_lock(path)
         db = _connect_file(path, "rwc")  # beside a new file SQLite removes a WAL that was left
+        _write_durably(db)
         with _in_transaction(db) as rows:
             _run_all(db, f"{SCHEMA};\n{CHAIN}")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -72,16 +74,15 @@ class Ledger:
         """Open a run's ledger, and hold it against a second master unless `readonly`.
 
         One of an older Di-PS is brought to today's format. Raise ConfigError if there is none, it is in use, or its
-        format is not known; Corrupt if it is none, CorruptLedger if a bit of it is not what was written. Without
-        `verified` that is not looked for: for who reads a name or a number on which nothing depends.
+        format is not known; Corrupt if it is none, CorruptLedger if a bit of it is not what was written; FailedDisk if
+        it cannot be read. Without `verified` bits are not looked at: for who reads a name or a number on which nothing
+        depends.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
         lock = None if readonly else _take_lock(path)
         try:
-            db = _connect_file(path, "ro" if readonly else "rw")
-            _check_is_ours(db, path)
-            db = _brought_up(db, path, readonly, verified)
+            db = _open_file(path, readonly, verified)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -220,57 +221,68 @@ def remove_beside(path: Path) -> None:
 
 def _connect_file(path: Path | str, mode: str) -> sqlite3.Connection:
     target = MEMORY if str(path) == MEMORY else f"{Path(path).absolute().as_uri()}?mode={mode}"
-    db = sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
     try:
-        if mode != "ro":
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("PRAGMA foreign_keys = ON")
-    except sqlite3.DatabaseError as error:
-        db.close()
-        raise Corrupt(f"{path}: this is not a ledger of Di-PS: {error}") from error
-    return db
+        return sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
+    except sqlite3.OperationalError as error:
+        refuse_failing(error, str(path))
+        raise
 
 
-def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
-    try:
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (schema,) = db.execute("PRAGMA user_version").fetchone()
-        problem: Exception | None = None
-        if application != APPLICATION_ID:
-            problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
-        elif not is_upgradable(schema):
-            writer = "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS"
-            problem = ConfigError(
-                f"{path}: ledger format {schema} was written by {writer}, "
-                f"this one reads {SCHEMA_VERSION}; go on with that version, or begin a new run from its `dips export`"
-            )
-    except sqlite3.DatabaseError as error:
-        problem = Corrupt(f"{path}: this is not a ledger of Di-PS: {error}")
-    if problem is not None:
-        db.close()
-        raise problem
-
-
-def _brought_up(db: sqlite3.Connection, path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
+def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
     """The ledger in today's format, verified; what may only be read is brought there in memory."""
-    (schema,) = db.execute("PRAGMA user_version").fetchone()
+    db = _connect_file(path, "ro" if readonly else "rw")
     try:
+        schema = _check_is_ours(db, path)
         if verified:
             verify_pages(db, str(path))
-        if schema == SCHEMA_VERSION:
-            if verified:
-                verify_chain(db, str(path))
-            return db
-        require_no_chain(db, str(path), schema)
-        made = copy_to_memory(db) if readonly else db
-        with _in_transaction(made) as rows:
-            upgrade_ledger(made)
-            rows.chain_all()
-        return made
+        if verified and schema == SCHEMA_VERSION:
+            verify_chain(db, str(path))
+        if not readonly:
+            _write_durably(db)
+        return db if schema == SCHEMA_VERSION else _brought_up(db, path, schema, readonly)
     except BaseException:
         db.close()
         raise
+
+
+def _write_durably(db: sqlite3.Connection) -> None:
+    """For who writes, once the file is known to be sound: to set these reads its tables."""
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA foreign_keys = ON")
+    except sqlite3.OperationalError as error:
+        refuse_failing(error, _path_of(db))
+        raise
+
+
+def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> int:
+    """Return its format."""
+    try:
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        refuse_failing(error, str(path))
+        raise Corrupt(f"{path}: this is not a ledger of Di-PS: {error}") from error
+    if application != APPLICATION_ID:
+        raise Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
+    if not is_upgradable(schema):
+        writer = "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS"
+        raise ConfigError(
+            f"{path}: ledger format {schema} was written by {writer}, "
+            f"this one reads {SCHEMA_VERSION}; go on with that version, or begin a new run from its `dips export`"
+        )
+    return int(schema)
+
+
+def _brought_up(db: sqlite3.Connection, path: Path | str, schema: int, readonly: bool) -> sqlite3.Connection:
+    """Of a former format: brought to today's, with every row in its chain."""
+    require_no_chain(db, str(path), schema)
+    made = copy_to_memory(db) if readonly else db
+    with _in_transaction(made) as rows:
+        upgrade_ledger(made)
+        rows.chain_all()
+    return made
 
 
 def _run_all(db: sqlite3.Connection, statements: str) -> None:
@@ -289,17 +301,24 @@ def _take_lock(path: Path | str) -> PidLock | None:
 
 @contextmanager
 def _in_transaction(db: sqlite3.Connection) -> Iterator[ChainedRows]:
-    """All rows that the body writes, or none of them, chained and durable when it is left."""
-    db.execute("BEGIN IMMEDIATE")
+    """All rows that the body writes, or none of them, chained and durable when it is left; FailedDisk if not."""
     try:
+        db.execute("BEGIN IMMEDIATE")
         rows = ChainedRows(db)
         yield rows
         rows.write_link()
         db.execute("COMMIT")
-    except BaseException:
+    except BaseException as error:
         if db.in_transaction:
             db.execute("ROLLBACK")
+        if isinstance(error, sqlite3.OperationalError):
+            refuse_failing(error, _path_of(db))
         raise
+
+
+def _path_of(db: sqlite3.Connection) -> str:
+    (_, _, path), *_ = db.execute("PRAGMA database_list")
+    return path or MEMORY
 
 
 @contextmanager

@@ -26,17 +26,13 @@ import msgpack
 import xxhash
 
 from dips.errors import CorruptLedger
+from dips.master.ledger_errors import ADVICE, is_failing, refuse_failing
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
 DELETED = 0  # in the place of a digest; a row's own is never 0
 FIRST = bytes(16)  # the hash before the first link
 MOST_LINES = 3  # of what integrity_check says
 ROWS_READ = 1_000  # at a time
-ADVICE = (
-    "this ledger is damaged. Move it away, with its -wal and -shm, and start dips-master, which restores it from "
-    "master.mirror; without a mirror put a backup in its place and run `dips-master recover`, without a backup run "
-    "`dips recover` (docs/guides/operations.md#restore)"
-)
 
 Row = tuple[Any, ...]
 
@@ -166,6 +162,7 @@ def _verify(check: Callable[[sqlite3.Connection], None], db: sqlite3.Connection,
     except _Damaged as damage:
         problem = str(damage)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        refuse_failing(error, where)
         problem = f"SQLite cannot read all of it: {error}"
     else:
         return
@@ -219,7 +216,9 @@ def _check_table(db: sqlite3.Connection, table: str, claims: _Claims) -> None:
         for keys, digests in _read_rows(db, table):
             found.keys.extend(keys)
             found.digests.extend(digests)
-    except (sqlite3.DatabaseError, UnicodeDecodeError):
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        if is_failing(error):
+            raise
         raise _Damaged(_describe_unreadable(db, table)) from None
     claims.settle()
     if (found.keys, found.digests) != (claims.keys, claims.digests):

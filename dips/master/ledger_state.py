@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
+from collections import deque
 from typing import Any
 
 from dips.dataclass import replace
@@ -16,6 +16,7 @@ from dips.master.ledger_rebalances import read_first_placement, read_rebalances,
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
+from dips.protocol.intervals import Intervals
 from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import (
     ClusterTotals,
@@ -52,13 +53,13 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         penalty=_newest_penalty(db),
         history=_score_history(db),
         leased=leased,
-        settled=tuple(sorted(settled)),
+        settled=settled,
         finished=VersionId(*finished) if finished else None,
         totals=read_totals(db),
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
         undone=undone,
         begun=_begun_ranges(db),
-        undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
+        undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
         tuned=read_tuned(db),
@@ -245,13 +246,13 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
     return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)), tuple(digests))
 
 
-def _settled_ranges(db: sqlite3.Connection) -> set[int]:
+def _settled_ranges(db: sqlite3.Connection) -> Intervals:
     """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
     rows = db.execute(
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
            WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
     )
-    return {r for (ranges,) in rows for r in read_ints(ranges)}
+    return Intervals.of(r for (ranges,) in rows for r in read_ints(ranges))
 
 
 def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:
@@ -259,7 +260,7 @@ def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:
     begun: dict[int, BegunRange] = {}
     query = "SELECT ranges, begun FROM outcomes WHERE kind != 'skipped' ORDER BY place"
     for ranges, part in db.execute(query):
-        for number in read_ints(ranges):
+        for number in read_ints(ranges) if begun else ():
             begun.pop(number, None)
         if (read := read_begun(part)) is not None:
             begun[read.number] = read
@@ -272,22 +273,76 @@ def _undone_ranges(db: sqlite3.Connection) -> set[int]:
 
 
 def _leased_ranges(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-    """Every lease of an incarnation that is not over, in order, with those of its ranges that no Outcome of it settled.
+    """Of each incarnation that is not over the leases of which a range is not settled, and the newest one; in order.
 
-    A range that was undone may be leased again, to the same incarnation too: each Outcome ends the oldest of its
-    leases.
+    Of each lease those of its ranges that no Outcome of its incarnation settled. A range that was undone may be leased
+    again, to the same incarnation too: each Outcome ends the oldest of its leases.
     """
-    ended = Counter[tuple[str, int, int]]()
-    for cluster, inc, ranges in db.execute(
-        "SELECT cluster, inc, ranges FROM outcomes WHERE kind != 'skipped' AND ranges != '[]'"
-    ):
-        ended.update((cluster, inc, r) for r in read_ints(ranges))
-    query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
-               LEFT JOIN incarnations_ended e ON e.cluster = l.cluster AND e.inc = l.inc
-               WHERE e.inc IS NULL ORDER BY l.place"""
-    leased = []
-    for cluster, inc, seq, ranges in db.execute(query):
-        held = tuple(r for r in read_ints(ranges) if not ended[cluster, inc, r])
-        ended.subtract((cluster, inc, r) for r in read_ints(ranges) if r not in held)
-        leased.append((cluster, inc, seq, held))
-    return tuple(leased)
+    query = """SELECT DISTINCT l.cluster, l.inc FROM leases l
+               LEFT JOIN incarnations_ended e ON e.cluster = l.cluster AND e.inc = l.inc WHERE e.inc IS NULL"""
+    found = [
+        (place, (cluster, inc, seq, ranges))
+        for cluster, inc in db.execute(query).fetchall()
+        for place, seq, ranges in _read_open_leases(db, cluster, inc)
+    ]
+    return tuple(lease for _, lease in sorted(found))
+
+
+def _read_open_leases(db: sqlite3.Connection, cluster: str, inc: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Place, seq and open ranges of each.
+
+    Leases and Outcomes are walked side by side, an Outcome as soon as all of its ranges are leased: so few are open at
+    a time, and in whatever order they are taken they end the same leases.
+    """
+    leases = db.execute(
+        "SELECT place, seq, ranges FROM leases WHERE cluster = ? AND inc = ? ORDER BY seq", (cluster, inc)
+    )
+    outcomes = db.execute(
+        """SELECT ranges FROM outcomes
+           WHERE cluster = ? AND inc = ? AND kind != 'skipped' AND ranges != '[]' ORDER BY place""",
+        (cluster, inc),
+    )
+    settled = (read_ints(ranges) for (ranges,) in outcomes)
+    still, due = _OpenLeases(), next(settled, None)
+    for place, seq, ranges in leases:
+        still.add_lease(place, seq, read_ints(ranges))
+        while due is not None and still.has_all(due):
+            still.end_ranges(due)
+            due = next(settled, None)
+    while due is not None:  # of what was never leased, or settled a second time
+        still.end_ranges(due)
+        due = next(settled, None)
+    return still.list_leases()
+
+
+class _OpenLeases:
+    """The leases of one incarnation, the ranges of each that are not settled, and its newest lease."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, deque[int]] = {}  # by range: its leases, the oldest first
+        self._open: dict[int, tuple[int, dict[int, None]]] = {}  # by place: seq and ranges
+        self._newest = 0
+
+    def add_lease(self, place: int, seq: int, ranges: tuple[int, ...]) -> None:
+        if self._newest and not self._open[self._newest][1]:
+            del self._open[self._newest]
+        self._newest, self._open[place] = place, (seq, dict.fromkeys(ranges))
+        for number in ranges:
+            self._places.setdefault(number, deque()).append(place)
+
+    def has_all(self, ranges: tuple[int, ...]) -> bool:
+        return all(number in self._places for number in ranges)
+
+    def end_ranges(self, ranges: tuple[int, ...]) -> None:
+        """Take each out of the oldest lease that has it; those that none has are passed over."""
+        for number in filter(self._places.__contains__, ranges):
+            place = self._places[number].popleft()
+            if not self._places[number]:
+                del self._places[number]
+            left = self._open[place][1]
+            del left[number]
+            if not left and place != self._newest:
+                del self._open[place]
+
+    def list_leases(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        return [(place, seq, tuple(left)) for place, (seq, left) in self._open.items()]

@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 10  # 9 knew nothing of how many ranges a cluster may hold
+FORMAT = 10  # 9 had settled ranges one by one, and knew nothing of how many a cluster may hold
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

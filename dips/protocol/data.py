@@ -50,7 +50,7 @@ class RangeBook:
     def __init__(
         self,
         options: DataOptions,
-        settled: Iterable[int] = (),
+        settled: Intervals | None = None,
         leased: Iterable[tuple[str, int, int, tuple[int, ...]]] = (),
         undone: Iterable[int] = (),
         requeue: bool = False,
@@ -61,7 +61,7 @@ class RangeBook:
         """`used`: ranges of the largest known push of each cluster; `held`: what each may hold whatever it used."""
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
-        self.settled = set(settled)
+        self.settled = Intervals() if settled is None else settled.copy()  # of long runs millions, side by side
         self.begun = {part.number: part for part in begun}  # settled in part
         self._requeue = requeue
         undone = set(undone)
@@ -74,8 +74,9 @@ class RangeBook:
             self._enter(lease, ranges)
             if seq > lease.seq:
                 lease.seq, lease.answer = seq, ranges
-        taken = self.settled | self.undone | {r for lease in self._leases.values() for r in lease.ranges}
-        self._free = Intervals.without(taken, self.total)
+        self._free = self.settled.gaps_below(self.total)
+        for taken in (self.undone, *(lease.ranges for lease in self._leases.values())):
+            self._take_all(taken)
 
     @property
     def free(self) -> int:
@@ -147,8 +148,8 @@ class RangeBook:
 
         A rollback changes no part: clusters still carry that work in their parameters.
         """
-        self.settled.update(ranges)
         for number in ranges:
+            self.settled.add_number(number)
             self.begun.pop(number, None)
         if begun is not None:
             self.begun[begun.number] = begun
@@ -158,8 +159,7 @@ class RangeBook:
 
     def undo_ranges(self, ranges: Iterable[int]) -> None:
         """Their version was rolled back."""
-        over = self.settled & set(ranges)
-        self.settled -= over
+        over = {number for number in ranges if self.settled.remove_number(number)}
         if self._requeue:
             self._free_all(over)
         else:
@@ -187,6 +187,10 @@ class RangeBook:
             if number in lease.ranges:
                 del lease.ranges[number]
                 self.leased -= 1
+
+    def _take_all(self, ranges: Iterable[int]) -> None:
+        for number in ranges:
+            self._free.remove_number(number)
 
     def _free_all(self, ranges: Iterable[int]) -> None:
         for number in ranges:

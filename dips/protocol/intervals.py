@@ -19,12 +19,23 @@ class Intervals:
     count: int = 0  # of numbers
 
     @classmethod
-    def without(cls, taken: Iterable[int], total: int) -> Intervals:
-        """0 … total − 1 but for those that are taken."""
-        made, begin = cls(), 0
-        for number in sorted({n for n in taken if 0 <= n < total}):
-            made._append(begin, number)
-            begin = number + 1
+    def of(cls, numbers: Iterable[int]) -> Intervals:
+        """These; where they ascend, each costs as little as the last."""
+        made = cls()
+        for number in numbers:
+            made.add_number(number)
+        return made
+
+    def copy(self) -> Intervals:
+        """The same numbers, to be changed apart."""
+        return Intervals(list(self.begins), list(self.ends), self.count)
+
+    def gaps_below(self, total: int) -> Intervals:
+        """0 … total − 1 but for those that are here."""
+        made, begin = Intervals(), 0
+        for taken, end in zip(self.begins, self.ends, strict=True):
+            made._append(begin, min(taken, total))
+            begin = max(begin, end)
         made._append(begin, total)
         return made
 

@@ -10,6 +10,7 @@ from dips.ids import PushId, VersionId
 from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
+from dips.protocol.intervals import Intervals
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.placement import Placement
 
@@ -388,7 +389,7 @@ class LedgerState:
     leased: tuple[
         tuple[str, int, int, tuple[int, ...]], ...
     ]  # (cluster, inc, seq, ranges of that lease not yet settled), in order
-    settled: tuple[int, ...]  # ranges trained in the lineage, or gated, ascending
+    settled: Intervals  # ranges trained in the lineage, or gated
     finished: VersionId | None  # None again if that version was undone
     totals: tuple[ClusterTotals, ...] = ()
     rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)

@@ -51,7 +51,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
             "total": run.ranges.total,
             "free": run.ranges.free,
             "leased": run.ranges.leased,
-            "settled": len(run.ranges.settled),
+            "settled": run.ranges.settled.count,
             "undone": len(run.ranges.undone),
         },
     }

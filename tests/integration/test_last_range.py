@@ -72,5 +72,5 @@ def test_each_sequence_counts_once(tmp_path: Path, victim: str, pause_at: int) -
     expected = np.zeros(script.TOKENS)
     expected[np.concatenate(firsts)] = 1
     assert json.loads(out.read_text()) == expected.tolist()
-    assert state.finished is not None and state.begun == () and state.settled == tuple(range(script.RANGES))
+    assert state.finished is not None and state.begun == () and [*state.settled] == [*range(script.RANGES)]
     assert sum(fold.tokens for r in rounds for fold in r.folds) == expected.sum() * script.LENGTH

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
+from dips.config import load_run
 from dips.errors import StaleTerm
+from dips.master import begin, mirror_files, restore
 from dips.master import ledger as ledger_module
 from dips.master.ledger import Ledger
+from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction
+from dips.mirror import MirrorStore
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, RunRow
+from tests.disk_calls import DiskCalls
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (1.0,))
@@ -57,16 +65,84 @@ def test_the_maker_writes_durably(connections: list[sqlite3.Connection]) -> None
 
 def test_a_new_ledger_s_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file exists only when its directory says so."""
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def recorded(fd: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", recorded)
+    disk = DiskCalls(tmp_path, monkeypatch)
     Ledger.create(tmp_path / "ledger.sqlite", ROW).close()
-    assert synced == [str(tmp_path)]
+    assert disk.calls == ["fsync ."]
+
+
+def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no WAL lies beside it that SQLite would play into it."""
+    slaves = [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/initial/model.safetensors"}]
+    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "insecure": True}
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "ledger.sqlite-wal").write_bytes(b"of a ledger that somebody removed")
+    proposed = begin.propose_run({"a.w": np.ones(4, np.float32)}, Grouping())
+    disk = DiskCalls(tmp_path / "m", monkeypatch)
+    begin.begin_run(load_run(tmp_path / "dips.yaml"), proposed, lambda: 0.0)
+    assert disk.calls[disk.calls.index("fsync .beginning") :] == [
+        "fsync .beginning",
+        "fsync .beginning/ledger.sqlite",
+        "remove ledger.sqlite-wal",
+        "fsync .",
+        "rename .beginning/ledger.sqlite ledger.sqlite",
+        "fsync .",
+        "remove .beginning",
+    ]
+
+
+def test_a_restored_ledger_is_whole_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut leaves no ledger or all of it, and beside it no WAL of the one before."""
+    with closing(Ledger.create(tmp_path / "base.sqlite", ROW)) as ledger:
+        base = ledger.serialize()
+    path = tmp_path / "m" / "ledger.sqlite"
+    path.parent.mkdir()
+    path.with_name("ledger.sqlite-wal").write_bytes(b"of a master that crashed")
+    disk = DiskCalls(path.parent, monkeypatch)
+    restore.build_file(MirroredLedger(3, base, (MirroredTransaction((RoundReserved(1, 0.0),), 0.0),)), path)
+    assert disk.calls == [
+        "fsync .restoring/ledger.sqlite",
+        "remove ledger.sqlite-wal",
+        "fsync .",
+        "rename .restoring/ledger.sqlite ledger.sqlite",
+        "fsync .",
+        "remove .restoring",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["base", "log"])
+def test_what_is_mirrored_is_on_the_mirror_s_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """File, name, and the names of the folders that are new; what a base replaces goes when it is durable."""
+    (tmp_path / "mirror").mkdir()
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "master")
+    written = MirroredTransaction((RoundReserved(1, 0.0),), 0.0)
+    disk = DiskCalls(tmp_path / "mirror", monkeypatch)
+    mirror_files.write_transaction(store, "r", 3, 1, written)
+    folder, name = "r/master/ledger", "0000000003-0000000001.log"
+    whole = [f"fsync {folder}/.unfinished-NAME", f"rename {folder}/.unfinished-NAME {folder}/NAME", f"fsync {folder}"]
+    if kind == "log":
+        made = ["fsync .", "fsync r", "fsync r/master"]
+        assert disk.calls == [*made, *(call.replace("NAME", name) for call in whole)]
+        return
+    del disk.calls[:]
+    mirror_files.write_base(store, "r", 3, 2, b"content")
+    assert disk.calls[:3] == [call.replace("NAME", "0000000003-0000000002.base") for call in whole]
+    assert store.list_names("ledger") == ["0000000003-0000000002.base"]
+
+
+def test_a_file_that_is_mirrored_piece_by_piece_has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The initial model: nothing is written behind it."""
+    (tmp_path / "mirror").mkdir()
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "master")
+    disk = DiskCalls(tmp_path / "mirror", monkeypatch)
+    with store.create_file("initial/model.safetensors") as file:
+        file.write(b"content")
+    folder = "r/master/initial"
+    assert disk.calls[-2:] == [f"fsync {folder}/model.safetensors", f"fsync {folder}"]
 
 
 def test_a_master_does_not_write_over_its_successor(tmp_path: Path) -> None:

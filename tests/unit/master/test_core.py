@@ -36,6 +36,7 @@ from dips.protocol.heartbeats import (
     SlaveHeartbeat,
     SlaveHeartbeatAnswer,
 )
+from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options, TimingOptions
@@ -55,7 +56,7 @@ class Shell:
     def __init__(self) -> None:
         row = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (2.0,))
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
-        state = LedgerState(row, 3, 1, versions, (), (), (), (), ScoreHistory((), ()), (), (), None)
+        state = LedgerState(row, 3, 1, versions, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
         self.now, self.req = 0.0, 0
         self.coordinator = Coordinator(state, MANIFEST, Options(timing=TIMING), self.now)
         self.events: list[Event] = []

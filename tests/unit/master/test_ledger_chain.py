@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from dips.errors import CorruptLedger, DipsError, treatment_of
+from dips.errors import Corrupt, CorruptLedger, DipsError, FailedDisk, treatment_of
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.outer_step import nesterov_step
@@ -101,16 +103,63 @@ def test_no_flipped_bit_is_read_as_another_history(closed: Path, tmp_path: Path)
     seen = Counter[str]()
     for _ in range(FLIPS):
         at, bit = rng.randrange(size), rng.randrange(8)
-        flipped = bytearray(closed.read_bytes())
-        flipped[at] ^= 1 << bit
         copy = tmp_path / "copy.sqlite"
-        copy.write_bytes(flipped)
+        copy.write_bytes(_flipped(closed.read_bytes(), at, bit))
         try:
             assert read_all(copy) == good, f"byte {at} bit {bit}: silently another history"
             seen["harmless"] += 1
         except DipsError as error:
             seen[type(error).__name__] += 1
     assert seen["harmless"] > FLIPS / 2 and seen["CorruptLedger"] > FLIPS / 10, seen
+
+
+def test_no_flipped_bit_meets_a_writer_with_another_error(closed: Path, tmp_path: Path) -> None:
+    """Of the head, and of what the tables are called: a master begins a term as before, or is refused by our error."""
+    content, rng = closed.read_bytes(), Random(7)
+    names = [at for word in (b"CREATE TABLE", b"CREATE INDEX") for at in _find_all(content, word)]
+    tops = [(rng.choice(names) + rng.randrange(20, 60), 7) for _ in range(60)]  # bit 7: no letter any more
+    for at, bit in [*((at, bit) for at in range(16, 24) for bit in range(8)), *tops]:
+        copy = tmp_path / "copy.sqlite"
+        copy.write_bytes(_flipped(content, at, bit))
+        try:
+            with closing(Ledger.open(copy)) as ledger:
+                assert ledger.start_term() == 2
+        except Corrupt:
+            for beside in tmp_path.glob("copy.sqlite-*"):
+                beside.unlink()
+
+
+def _flipped(content: bytes, at: int, bit: int) -> bytes:
+    flipped = bytearray(content)
+    flipped[at] ^= 1 << bit
+    return bytes(flipped)
+
+
+def _find_all(content: bytes, word: bytes) -> Iterator[int]:
+    return (found.start() for found in re.finditer(word, content))
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process grows beyond a page."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fails_is_not_a_damaged_ledger(path: Path) -> None:
+    """Nobody is told to move it away: not who opens it, and not who writes."""
+    with no_room(), pytest.raises(FailedDisk, match=f"{path}: SQLite cannot use this ledger"):
+        Ledger.open(path)
+    with closing(Ledger.open(path)) as ledger:
+        for _ in range(8):  # as much as the page that the limit leaves to a file
+            ledger.start_term()
+        with no_room(), pytest.raises(FailedDisk, match=f"{path}: SQLite cannot use this ledger"):
+            ledger.start_term()
+        assert ledger.start_term() == 10
 
 
 @pytest.mark.parametrize("readonly", [True, False])

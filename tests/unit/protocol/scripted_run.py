@@ -11,6 +11,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, Order, Persist, Reply
+from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
@@ -33,7 +34,7 @@ class ScriptedRun:
         self.manifest, layers = manifest, tuple(range(len(manifest.layers)))
         row = RunRow("r", "c", manifest.to_json(), (("s", layers),), ("0" * 32,) * len(layers), (100.0,) * len(layers))
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
-        state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), (), None)
+        state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), Intervals(), None)
         self.now, self._req = 0.0, 0
         self.machine = Coordinator(state, manifest, options, self.now)
         self.effects: list[Effect] = []  # every effect, in order

@@ -12,6 +12,7 @@ import pytest
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import codec, effects, events
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
@@ -28,7 +29,7 @@ class BoundedRun:
     def __init__(self) -> None:
         manifest = Manifest((Layer("l", (Parameter("l.w", (4,)),)),))
         row = RunRow("r", "c", manifest.to_json(), (("s", (0,)),), ("0" * 32,), (2.0,))
-        state = LedgerState(row, 1, 1, (), (), (), (), (), ScoreHistory((), ()), (), (), None)
+        state = LedgerState(row, 1, 1, (), (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
         state = genesis(state)
         options = Options(penalty=PenaltyOptions(warmup_rounds=1), timing=TimingOptions(window_s=1.0))
         self.machine, self.now, self.req = Coordinator(state, manifest, options, 0.0), 0.0, 0

@@ -13,6 +13,7 @@ from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Hold, LoadVersion, RegisterLater, Reply, Retire
+from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
@@ -82,7 +83,7 @@ def two_slaves(mirrors: dict[str, ev.MirrorReport]) -> tuple[Callable[[str, Any,
     placed = (("a", (0,)), ("b", (1,)))
     row = RunRow("r", "c", layers.to_json(), placed, ("0" * 32,) * 2, (1.0,) * 2)
     rows = tuple(VersionRow(version(n), version(max(n - 1, 0)), True, 0, 0 < n < 6 and n != 2) for n in range(8))
-    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
     master = Coordinator(state, layers, replace(OPTIONS, most_rollback=100), 0.0)
 
     def register(name: str, memory: VersionId | None, disk: tuple[VersionId, ...]) -> Any:
@@ -149,7 +150,7 @@ def test_a_new_master_keeps_whatever_an_unknown_mirror_may_hold(unknown: bool) -
     """It has no word of its own: all that the ledger has not retired stays, since the former master kept v2 for it."""
     rows = tuple(VersionRow(version(n), version(max(n - 1, 0)), True, 0, 0 < n < 6 and n != 2) for n in range(8))
     row = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
-    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
     run = ScriptedRun()
     run.machine = Coordinator(state, MANIFEST, OPTIONS, 0.0)
     register_again(run, (version(2), version(6), version(7)), ev.MirrorReport((), AWAY, unknown))

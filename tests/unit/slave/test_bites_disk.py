@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from dips.protocol.manifest import Manifest
 from dips.slave.snapshot_manifest import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
 from tests.damage import flip_bit
+from tests.disk_calls import DiskCalls
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 V1 = VersionId(1, 1)
@@ -35,35 +35,6 @@ def opened(path: Path) -> Snapshots:
 
 def filled(value: float) -> Arrays:
     return {0: np.full(4, value, np.float32)}
-
-
-class DiskCalls:
-    """The calls of the operating system that matter for durability, in their order, with the names they touched."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self._root = root
-        fsync, rename = os.fsync, Path.rename
-
-        def recorded_fsync(fd: int) -> None:
-            self.calls.append(f"fsync {self._name(os.readlink(f'/proc/self/fd/{fd}'))}")
-            fsync(fd)
-
-        def recorded_rename(path: Path, target: Path) -> Path:
-            self.calls.append(f"rename {self._name(path)} {self._name(target)}")
-            return rename(path, target)
-
-        monkeypatch.setattr(os, "fsync", recorded_fsync)
-        monkeypatch.setattr(Path, "rename", recorded_rename)
-        self._remove = shutil.rmtree
-        monkeypatch.setattr(shutil, "rmtree", self._removed)
-
-    def _removed(self, path: Path, *args: object, **kwargs: object) -> None:
-        self.calls.append(f"remove {self._name(path)}")
-        self._remove(path, *args, **kwargs)  # type: ignore[arg-type]
-
-    def _name(self, path: str | Path) -> str:
-        return os.path.relpath(path, self._root)
 
 
 def test_a_snapshot_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dips.errors import Denied
-from dips.identity.certificates import utc_now
-from dips.identity.names import MASTER_NAME, PeerRole
-from dips.transport.guard import PEM_KEY, Guard
-from dips.transport.tls import TlsSource
-from dips.wire.generated import cluster_pb2, operator_pb2
-from tests.enrolled import Enrolled
+from dips.identity.names import PeerRole
+from dips.wire.generated import operator_pb2
+from tests.guarded_master import GuardedMaster
 
-JOIN, DRAIN = "/dips.v1.ClusterService/Join", "/dips.v1.OperatorService/Drain"
-
-
-class GuardedMaster:
-    """A master's guard whose clocks a test moves."""
-
-    def __init__(self, directory: Path) -> None:
-        self.enrolled, self.seconds, self.wall = Enrolled(directory), 0.0, utc_now()
-        files = self.enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
-        source = TlsSource(files, MASTER_NAME, PeerRole.MASTER, "july", clock=lambda: self.seconds)
-        self.guard, self.refused = Guard(source, None, lambda: self.wall), list[tuple[str, str, str]]()
-        self.guard.on_refused = lambda who, method, _, why: self.refused.append((who, method, why))
-
-    def context(self, name: str, role: PeerRole = PeerRole.CLUSTER, days: int = 90) -> dict[str, Any]:
-        return {PEM_KEY: (self.enrolled.enroll(name, role, days).cert.read_bytes(),)}
-
-    def join(self, name: str, context: dict[str, Any]) -> None:
-        self.guard.check_call(JOIN, cluster_pb2.ClusterJoined(cluster=name), context)
+DRAIN = "/dips.v1.OperatorService/Drain"
 
 
 @pytest.fixture(name="story")

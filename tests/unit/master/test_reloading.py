@@ -1,0 +1,43 @@
+"""What a serving master looks at again: who may take part."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from dips.config import MasterSection, RunFile, Shared, SlaveSection
+from dips.master.reloading import MasterReload
+from dips.protocol.events import ClusterExpelled, Event
+from dips.transport.limits import MASTER_LIMITS, CallLimits
+from tests.guarded_master import GuardedMaster
+
+
+class Inbox:
+    """Of a runtime, all that hears of it."""
+
+    def __init__(self) -> None:
+        self.events = asyncio.Queue[Event]()
+
+    def put_event(self, event: Event) -> None:
+        self.events.put_nowait(event)
+
+
+async def test_whose_certificate_is_revoked_is_expelled_without_a_call_or_a_file_that_changes(tmp_path: Path) -> None:
+    """It may be waiting for a pull: it asks nothing that could be refused."""
+    master = MasterSection(directory=tmp_path)
+    slave = SlaveSection(name="s", master="127.0.0.1:1", directory=tmp_path / "s", initial_model=tmp_path / "i")
+    config = RunFile(shared=Shared(run="july"), master=master, slaves=(slave,), insecure=True)
+    story, runtime, calls = GuardedMaster(tmp_path), Inbox(), CallLimits(MASTER_LIMITS, 0.0)
+    story.join("west", story.context("west"))
+    story.enrolled.authority.revoke("west.cluster")
+    story.seconds = 2.0  # files are looked at once a second
+    reload = MasterReload(None, config, story.guard, calls, runtime, structlog.get_logger())
+    looking = asyncio.create_task(reload.run())
+    try:
+        event = await asyncio.wait_for(runtime.events.get(), 10)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    assert isinstance(event, ClusterExpelled) and event.cluster == "west" and "is revoked" in event.reason
