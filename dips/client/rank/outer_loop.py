@@ -123,6 +123,7 @@ class OuterLoop:
             *codecs,
             lambda: self._optimizers.steps,
             self._config.fragments,
+            self._warn,
         )
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         moving = self._shard_transfer

@@ -12,6 +12,8 @@ SLAVE, CODECS = "dips/slave", "dips/wire/codecs.py"
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
 SPELT, STEPPED = "tests/unit/wire/test_updates.py", "tests/unit/outer/test_updates.py"
 MOVED = "tests/unit/client/parallel/test_moved_memory.py"
+REPLICA, REPLICAS = "dips/client/rank/replica_check.py", "tests/unit/client/rank/test_replica_check.py"
+TRANSFERS, RANKS = "dips/client/rank/shard_transfer.py", "tests/integration/test_client_ranks.py"
 WATCHED, LATER = "tests/unit/client/rank/test_undo_watch.py", "tests/unit/client/parallel/test_lazy.py"
 STEPS = "tests/unit/wire/test_bites_codecs.py tests/unit/slave/test_bites_receiver.py"
 
@@ -135,6 +137,26 @@ MUTANTS = (
         "remainder.reshape(-1)[cut]",
         "remainder.reshape(-1)[: len(elements)]",
         MOVED,
+    ),
+    # ---- ranks that are taken for replicas
+    Mutant("replicas are not compared", TRANSFERS, "        self._replica_check.check_push()\n", "", RANKS),
+    Mutant("replicas are compared once", REPLICA, "% EVERY == 0", "== 0", REPLICAS),
+    Mutant("replicas of other ranks are not told apart", REPLICA, "_key(ranks): views", "0: views", REPLICAS),
+    Mutant("rounding ends the job", REPLICA, "else COARSE_ROUNDING", "else ROUNDING", REPLICAS),
+    Mutant("a small difference is named first", REPLICA, "-one.share / one.limit", "one.share / one.limit", REPLICAS),
+    Mutant(
+        "ranks' own buffers are replicas",
+        "dips/client/parallel/plan.py",
+        " and not is_shared_buffer(",
+        " or is_shared_buffer(",
+        REPLICAS,
+    ),
+    Mutant(
+        "a checksum copies a whole parameter",
+        "dips/client/parallel/checksum.py",
+        "device.block_items // COPIES",
+        "1 << 40",
+        REPLICAS,
     ),
     # ---- who undoes a pull
     Mutant("training is taken for undoing", UNDO, "LEFT_OVER = 0.05", "LEFT_OVER = 2.0", WATCHED),
