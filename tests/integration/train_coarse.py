@@ -2,6 +2,7 @@
 
     train_coarse.py idle OUT       bf16 parameters that nobody trains
     train_coarse.py hidden OUT     bf16 parameters under an optimizer with fp32 masters that the outer loop is not given
+    train_coarse.py buried OUT     likewise, under one that keeps them where nobody looks
     train_coarse.py copies OUT     likewise, under one that steps fp32 copies
     train_coarse.py given OUT      the same, given
     train_coarse.py compiled OUT   torch.compile around DistributedDataParallel
@@ -41,6 +42,22 @@ class MasterSgd(torch.optim.Optimizer):
                     self.state[p]["master_param"] = p.detach().float().clone()
                 self.state[p]["master_param"] -= 0.01
                 p.copy_(self.state[p]["master_param"])
+
+
+class FlatSgd(torch.optim.Optimizer):
+    """fp32 masters in one flat buffer, as fused optimizers have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self._masters = torch.cat([p.detach().float().reshape(-1) for p in self.param_groups[0]["params"]])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._masters -= 0.01
+        held, at = self.param_groups[0]["params"], 0
+        for p in held:
+            p.copy_(self._masters[at : at + p.numel()].view_as(p))
+            at += p.numel()
 
 
 def build() -> nn.Module:
@@ -137,6 +154,7 @@ def main(mode: str, out: Path) -> None:
     found = {
         "idle": lambda: train_idle(model),
         "hidden": lambda: train_with_masters(model, given=False),
+        "buried": lambda: train_with_masters(model, given=False, kind=FlatSgd),
         "copies": lambda: train_with_masters(model, given=False, kind=CopySgd),
         "given": lambda: train_with_masters(model, given=True),
         "compiled": lambda: train_compiled(model),

@@ -44,6 +44,11 @@ class InnerOptimizers:
         """Each step of some optimizer is reported."""
         return self._followed is not None
 
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """All of this process that have stepped: some may step copies of the parameters, and hold none of ours."""
+        return list(self._steps)
+
     def follow_steps(self, optimizer: Any, on_step: Callable[[], None]) -> None:
         """Call `on_step` at the end of each step of this optimizer, or of what it wraps.
 
