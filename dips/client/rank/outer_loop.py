@@ -344,7 +344,8 @@ class OuterLoop:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
             self._trained_names.check_names()
-            self._kept_weights.check_optimizers()
+            if self._agent is not None:  # alone there is no pull that could be undone
+                self._kept_weights.check_optimizers()
             if told := self._buffer_watch.describe_changed():
                 self._warn(told)
         self._settle_steps()

@@ -164,9 +164,9 @@ MUTANTS = (
     Mutant(
         "kept weights are not looked for",
         "dips/client/rank/outer_loop.py",
-        "            self._kept_weights.check_optimizers()\n",
-        "",
-        OUTER,
+        "self._kept_weights.check_optimizers()",
+        "pass",
+        LOOP,
     ),
     Mutant(
         "kept weights are looked for once", KEPT, "if number >= EARLY and number % EVERY:", "if number:", KEPT_TESTS

@@ -207,6 +207,16 @@ def test_moments_are_no_weights(make: Any, coarse: bool) -> None:
     assert trained.look() == ""
 
 
+def test_ones_beside_ones_are_no_master() -> None:
+    """A norm's weights in bf16, and a scale in fp32 that nobody has changed yet."""
+    trained = TrainedLayers(lambda params: torch.optim.SGD(params, 0.0))
+    norm = trained.model[0][0]
+    norm.weight.data = norm.weight.data.bfloat16()
+    trained.train(1)
+    trained.optimizer.state[norm.weight]["scale"] = torch.ones(12)
+    assert trained.look() == ""
+
+
 def test_a_counter_beside_a_scalar_is_no_weight() -> None:
     """`step` of a parameter of no dimensions has its shape, and the cosine of two numbers is 1."""
     trained = TrainedLayers(lambda params: torch.optim.AdamW(params, 1e-3))
