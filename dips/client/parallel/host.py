@@ -60,7 +60,7 @@ class HostMemory:
         self._adapter, self._plan = adapter, plan
         self._model_memory, self._remainders = ModelMemory(adapter, held), Remainders()
         self._device = find_device([b.view for h in held for b in (*h.reads, *h.writes)])
-        self._exchange, self._kept = PartExchange(exchange, self._device), KeptShard(self._device)
+        self._kept = KeptShard(self._device)
         self._held = self._sort_by_layer(held)
         written = [[[b.rect for b in h.writes] if h else [] for h in layer] for layer in self._held]
         self._buffer = ShardBuffer(
@@ -69,7 +69,8 @@ class HostMemory:
         shards, me = self._buffer.shards, exchange.rank
         self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
         self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
-        self._ranks = exchange
+        wanted = any(moves.sends or moves.receives for moves in (*plan.gather, *self._spread))
+        self._ranks, self._exchange = exchange, PartExchange(exchange, self._device, wanted)
         self._bind_copies()
 
     @property
