@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from train_constant import ConstantModel, local
 from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.replica_check import EVERY
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
@@ -202,6 +204,51 @@ def sharded_late(collectives: JobCollectives) -> str:
     return ""
 
 
+class LocalExperts(nn.Module):
+    """Expert parallelism of one's own: each rank's expert is a plain tensor of the same name."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.expert = nn.Linear(4, 2), nn.Linear(4, 4, bias=False)
+        nn.init.constant_(self.expert.weight, 1.0 + rank)
+
+
+@torch.no_grad()
+def pushed_first(collectives: JobCollectives, model: nn.Module, off_by: float = 0.0, pushes: int = 1) -> list[str]:
+    """What the first pushes come to: the error that this rank gets, or what it is warned of; "" if none.
+
+    off_by  what is added to the model of rank 1 before the last
+    """
+    shard_transfer, told = make_shard_transfer(model, collectives), []
+    transfer.push_pieces = lambda *_, **__: TransferStats(0, 0.0, 1)
+    for number in range(pushes):
+        if number == pushes - 1 and collectives.rank == 1:
+            local(next(model.parameters())).add_(off_by)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                request = order(TransferIdentity("run", "c", 1, 7 + number, shard_transfer.rank))
+                assert shard_transfer.begin_push(request).wait(0.2).ok
+                told.append("".join(str(one.message) for one in warned))
+            except ConfigError as error:
+                told.append(f"ConfigError: {error}")
+    return told
+
+
+def trained_apart(collectives: JobCollectives) -> nn.Module:
+    """A model that each rank trained with its own data, without DistributedDataParallel."""
+    torch.manual_seed(1)
+    model = ConstantModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    torch.manual_seed(collectives.rank)
+    for _ in range(16):
+        model(torch.randint(7, (4,))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -231,6 +278,13 @@ def main(out: Path) -> None:
         "diverged": pull_and_merge(collectives, diverged=True),
         "sharded late": sharded_late(collectives),
         "replaced on rank 1": replaced_on(collectives, {1}),
+        "ddp": pushed_first(collectives, nn.parallel.DistributedDataParallel(ConstantModel())),
+        "shards": pushed_first(collectives, sharded(flat), off_by=0.5),
+        "no ddp": pushed_first(collectives, trained_apart(collectives)),
+        "experts": pushed_first(collectives, LocalExperts(collectives.rank)),
+        "hsdp apart": pushed_first(collectives, sharded(replicated), off_by=0.5),
+        "rounding": pushed_first(collectives, nn.Linear(64, 64), off_by=1e-8),
+        "later": pushed_first(collectives, nn.Linear(4, 4), off_by=0.5, pushes=EVERY + 1),
         "pulls": all_ranks_pull(collectives, sharded(flat)),
     }
     out.with_name(f"{out.name}.{collectives.rank}").write_text(json.dumps(found))

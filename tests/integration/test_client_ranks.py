@@ -118,3 +118,39 @@ def test_parameters_that_were_replaced_are_not_pushed(ranks: list[dict[str, Any]
         (refusal,) = {found[kind] for found in ranks}
         assert refusal.startswith(f"{where}: blocks.0."), refusal
         assert "call fully_shard first, then OuterLoop" in refusal
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("no ddp", ""),
+        ("experts", "expert.weight (ranks 0 and 1: 0.5 of its norm apart). "),
+        ("hsdp apart", "embed.weight (ranks 0 and 1: "),
+    ],
+)
+def test_replicas_that_differ_are_not_pushed(ranks: list[dict[str, Any]], case: str, named: str) -> None:
+    """DDP forgotten, experts of each rank's own, HSDP's replicas: of each a part would be pushed. One error for all."""
+    ((told,), other) = (found[case] for found in ranks)
+    assert other == [told]
+    assert told.startswith(f"ConfigError: ranks hold different values as replicas of {named}"), told
+    assert "Is DistributedDataParallel or fully_shard forgotten? Experts of each rank's own must be DTensors" in told
+
+
+@pytest.mark.parametrize("case", ["ddp", "shards"])
+def test_replicas_that_are_alike_are_pushed(ranks: list[dict[str, Any]], case: str) -> None:
+    """And shards, which differ anyhow."""
+    assert [found[case] for found in ranks] == [[""], [""]]
+
+
+def test_what_kernels_round_is_warned_of(ranks: list[dict[str, Any]]) -> None:
+    """Replicas that another order of additions moved apart are pushed, with a warning: which, and by how much."""
+    for found in ranks:
+        (told,) = found["rounding"]
+        assert told.startswith("ranks hold different values as replicas of weight (ranks 0 and 1: 9.5e-07 of"), told
+
+
+def test_replicas_are_compared_now_and_then(ranks: list[dict[str, Any]]) -> None:
+    """At the first push and each sixteenth after it."""
+    for found in ranks:
+        *former, last = found["later"]
+        assert not any(former) and last.startswith("ConfigError: ranks hold different values as replicas of weight")

@@ -105,12 +105,13 @@ def diverging_run(
 
 
 def run_alone(
-    tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, **options: Any
+    tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, ranks: int = 0, **options: Any
 ) -> str:
-    """One cluster of one rank runs a script of train_coarse.py to its end; return what it printed."""
+    """One cluster, of one process or of so many ranks, runs a script of train_coarse.py to its end; what it printed."""
     tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
     shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"gates": []}}
-    command = [sys.executable, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
+    start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
+    command = [*start, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
         run.start_master()
         run.start_slaves()
@@ -144,16 +145,31 @@ def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path
         ("hidden", "whole", 78),
         ("copies", "whole", 78),
         ("given", "whole", 0),
-        ("hidden", "lazy", 78),
-        ("copies", "lazy", 78),
-        ("hidden", "streaming", 78),
+        ("buried", "whole", 78),
+        ("buried", "lazy", 78),
+        ("buried", "streaming", 78),
     ],
 )
 def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, install: str, code: int) -> None:
-    """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
+    """Not known to the outer loop: found in the optimizer before the first push, with what to write. Given: it trains.
+
+    Where even the optimizer does not show them, the first step after a pull does.
+    """
     said = run_alone(tmp_path, mode, versions=6, steps=5, code=code, install=install)
-    named = "wrote back the values from before it" in said and "OuterLoop(model, optimizer=optimizer)" in said
-    assert named is (mode != "given")
+    assert ("keeps an fp32 master of it (" in said) is (mode in ("hidden", "copies"))
+    assert ("wrote back the values from before it" in said) is (mode == "buried")
+    assert ("OuterLoop(model, optimizer=optimizer)" in said) is (mode != "given")
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(90)
+def test_ranks_that_train_apart_push_nothing(tmp_path: Path) -> None:
+    """DDP is forgotten: half of each rank's model would be pushed, and the pull would make both look alike again."""
+    said = run_alone(tmp_path, "apart", versions=3, steps=3, code=78, ranks=2)
+    assert "ranks hold different values as replicas of" in said
+    assert "Is DistributedDataParallel or fully_shard forgotten?" in said
+    with closing(Ledger.open(tmp_path / "master" / LEDGER, readonly=True)) as ledger:
+        assert not [r for r in ledger.read_history(1000) if r.outcomes], "nothing of it was ever pushed"
 
 
 @pytest.mark.timeout(90)

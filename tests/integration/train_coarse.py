@@ -1,10 +1,12 @@
-"""Training scripts of one plain process that would be wrong in silence.
+"""Training scripts of plain processes that would be wrong in silence.
 
     train_coarse.py idle OUT       bf16 parameters that nobody trains
     train_coarse.py hidden OUT     bf16 parameters under an optimizer with fp32 masters that the outer loop is not given
+    train_coarse.py buried OUT     likewise, under one that keeps them where nobody looks
     train_coarse.py copies OUT     likewise, under one that steps fp32 copies
     train_coarse.py given OUT      the same, given
     train_coarse.py compiled OUT   torch.compile around DistributedDataParallel
+    train_coarse.py apart OUT      ranks that train apart: DistributedDataParallel is forgotten
     train_coarse.py early OUT      a checkpoint that is loaded before OuterLoop is made, after a crash
 
 Each writes to OUT what it found, as JSON.
@@ -40,6 +42,22 @@ class MasterSgd(torch.optim.Optimizer):
                     self.state[p]["master_param"] = p.detach().float().clone()
                 self.state[p]["master_param"] -= 0.01
                 p.copy_(self.state[p]["master_param"])
+
+
+class FlatSgd(torch.optim.Optimizer):
+    """fp32 masters in one flat buffer, as fused optimizers have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self._masters = torch.cat([p.detach().float().reshape(-1) for p in self.param_groups[0]["params"]])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._masters -= 0.01
+        held, at = self.param_groups[0]["params"], 0
+        for p in held:
+            p.copy_(self._masters[at : at + p.numel()].view_as(p))
+            at += p.numel()
 
 
 def build() -> nn.Module:
@@ -98,6 +116,19 @@ def train_compiled(model: nn.Module) -> dict[str, Any]:
     return {"losses": losses}
 
 
+def train_apart(model: nn.Module) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(torch.distributed.get_rank())  # each rank has its own data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OuterLoop(model) as outer:
+        while not outer.finished:
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            outer.step(local_tokens=8)
+    return {}
+
+
 def train_early(model: nn.Module, saved: Path) -> dict[str, Any]:
     said = ""
     if saved.exists():
@@ -123,9 +154,11 @@ def main(mode: str, out: Path) -> None:
     found = {
         "idle": lambda: train_idle(model),
         "hidden": lambda: train_with_masters(model, given=False),
+        "buried": lambda: train_with_masters(model, given=False, kind=FlatSgd),
         "copies": lambda: train_with_masters(model, given=False, kind=CopySgd),
         "given": lambda: train_with_masters(model, given=True),
         "compiled": lambda: train_compiled(model),
+        "apart": lambda: train_apart(model),
         "early": lambda: train_early(model, out.with_suffix(".pt")),
     }[mode]()
     out.write_text(json.dumps(found))

@@ -16,6 +16,7 @@ from dips.client.parallel.slabs import Slab, cut_slabs
 CUT_ITEMS = 1024  # pieces of a range are cut at multiples of it
 
 Copy = tuple[int, int]  # rank, block: who holds a rectangle
+Replicas = tuple[int, ...]  # ranks that hold one rectangle, in order
 
 
 class TransferRanks:
@@ -90,6 +91,15 @@ class Arrangement:
                 self._reads.setdefault(rect, []).append((rank, block))
         self._writes = [(rank, block, rect) for rank, holding in held for block, rect in enumerate(holding.writes)]
         self._own_writes = [write for write in self._writes if write[0] == me]
+        by_rect = {rect: tuple(sorted({rank for rank, _ in copies})) for rect, copies in self._reads.items()}
+        self.has_replicas = any(len(ranks) > 1 for ranks in by_rect.values())
+        self.own_replicas = [
+            (block, by_rect[rect])
+            for rect in sorted(self._reads)
+            for rank, block in self._reads[rect]
+            if rank == me and len(by_rect[rect]) > 1
+        ]
+        """Blocks that this rank reads and others read, too, in an order that is the same on all of these."""
         self.cuts = [self._cut_slab(slab) for slab in cut_slabs(name, sorted(self._reads), prod(held[0][1].shape))]
 
     def _cut_slab(self, slab: Slab) -> SlabCut:

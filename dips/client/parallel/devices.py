@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class Accelerator(Device):
         if self.where.type != "cuda" or array.size == 0:  # the name of ROCm's devices, too; no other has such a call
             return array.size == 0
         driver: Any = torch.cuda.cudart()
-        if int(driver.cudaHostRegister(array.ctypes.data, array.nbytes, 0)) != 0:
+        if not register_pages(driver, array, lambda: torch.zeros(1, device=self.where)):
             return False
         # The array's memory must outlive the registration: the finalizer holds its owner, and runs before that goes.
         weakref.finalize(array, _unregister, driver, array.ctypes.data, array.base).atexit = False
@@ -139,9 +139,28 @@ def find_device(views: Sequence[torch.Tensor]) -> Device:
     return Device() if found is None else Accelerator(found)
 
 
+def register_pages(driver: Any, array: np.ndarray[Any, Any], launch: Callable[[], object]) -> bool:
+    """Have the driver pin an array's pages; False if it refuses.
+
+    launch  launches a kernel. A refusal stays behind as the runtime's last error, which the next launch of anybody
+            would raise as its own: this one raises it here, and by that clears it
+    """
+    if int(driver.cudaHostRegister(array.ctypes.data, array.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):
+        launch()
+    return False
+
+
 def map_pages(numel: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """f32[numel] in pages of its own: exactly so many, physical memory only for those that are touched."""
+    """f32[numel] in pages of its own: exactly so many, physical memory only for those that are touched.
+
+    A process that is forked from this one has none of them, as a DataLoader's worker is: it would hold a copy of each
+    that is written since, and where the pages are pinned the fork copies all at once, or this process gets the copies
+    while the device goes on with the former ones.
+    """
     pages = mmap.mmap(-1, max(FLOAT_BYTES, FLOAT_BYTES * numel), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(pages, np.float32, numel)
 
 
@@ -151,7 +170,8 @@ class DeferredScalar:
     def __init__(self, scalar: torch.Tensor) -> None:
         """`scalar`: of one element, on an accelerator; it may be overwritten afterwards."""
         self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        self._host.copy_(scalar.detach().reshape(()), non_blocking=True)
+        exact = scalar.detach().reshape(()).float()  # on the device: a copy that converts would block
+        self._host.copy_(exact, non_blocking=True)
         self._arrived = torch.Event(device=scalar.device)
         self._arrived.record(torch.accelerator.current_stream(scalar.device))
 
@@ -164,6 +184,11 @@ class DeferredScalar:
         """The number; waits for it."""
         self._arrived.synchronize()
         return float(self._host)
+
+
+def is_captured(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether what is done with them now is recorded in a CUDA graph, to be done by its replays."""
+    return next((t.device.type for t in tensors), "cpu") == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_deferred(value: Any) -> bool:

@@ -29,7 +29,7 @@ class RankExchange(Protocol):
 
     def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None: ...
 
-    def can_exchange(self, device: torch.device) -> bool: ...
+    def can_exchange(self, device: torch.device, wanted: bool) -> bool: ...
 
     def all_gather(self, message: bytes) -> list[bytes]: ...
 
@@ -54,13 +54,14 @@ class PartExchange:
         self,
         ranks: RankExchange,
         device: Device,
+        wanted: bool,
         transit_items: int = TRANSIT_ITEMS,
         least_block_items: int = LEAST_BLOCK_ITEMS,
     ) -> None:
-        """Collective."""
+        """`wanted`: this rank has something to exchange. Collective."""
         self._ranks, self._device = ranks, device
         self._block_items = max(least_block_items, transit_items // ranks.world_size)
-        self._on_device = ranks.can_exchange(device.where)
+        self._on_device = ranks.can_exchange(device.where, wanted)
         self._transit: dict[tuple[str, int], torch.Tensor] = {}  # by direction and peer
 
     def most_numel(self, exchanges: Iterable[Redistribution]) -> int:

@@ -23,6 +23,7 @@ from itertools import chain
 
 import torch
 
+from dips.client.parallel.arrangement import Replicas
 from dips.client.parallel.checksum import sum_bits
 from dips.client.parallel.copies import read_tensor, write_merged, write_pulled
 from dips.client.parallel.devices import find_device
@@ -59,7 +60,7 @@ class HostMemory:
         self._adapter, self._plan = adapter, plan
         self._model_memory, self._remainders = ModelMemory(adapter, held), Remainders()
         self._device = find_device([b.view for h in held for b in (*h.reads, *h.writes)])
-        self._exchange, self._kept = PartExchange(exchange, self._device), KeptShard(self._device)
+        self._kept = KeptShard(self._device)
         self._held = self._sort_by_layer(held)
         written = [[[b.rect for b in h.writes] if h else [] for h in layer] for layer in self._held]
         self._buffer = ShardBuffer(
@@ -68,7 +69,8 @@ class HostMemory:
         shards, me = self._buffer.shards, exchange.rank
         self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
         self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
-        self._ranks = exchange
+        wanted = any(moves.sends or moves.receives for moves in (*plan.gather, *self._spread))
+        self._ranks, self._exchange = exchange, PartExchange(exchange, self._device, wanted)
         self._bind_copies()
 
     @property
@@ -141,13 +143,30 @@ class HostMemory:
 
     @torch.no_grad()
     def sum_bits(self) -> int:
-        """This rank's share of the checksum of θ: of what it would push or hand over, each element on one rank."""
+        """This rank's share of the checksum of θ: of what it would push or hand over, each element on one rank.
+
+        The sum over the ranks is the same in every layout.
+        """
         gathered = (
             (layer, rect)
             for layer, moves in enumerate(self._plan.gather)
             for rect in chain((source for source, _ in moves.local), *moves.sends.values())
         )
-        return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
+        weighed = ((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
+        return sum_bits(weighed, self._device)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Some ranks hold the same part of a parameter; the same on all ranks."""
+        return self._plan.has_replicas
+
+    def replicated_views(self) -> dict[Replicas, list[tuple[str, torch.Tensor]]]:
+        """By ranks that hold the same: names and memory of what each would push, in one order on all of them."""
+        return {ranks: [self._read_block(*at) for at in blocks] for ranks, blocks in self._plan.replicated.items()}
+
+    def sum_bits_of(self, views: Sequence[torch.Tensor]) -> int:
+        """A checksum of these, in their order."""
+        return sum_bits(enumerate(views, 1), self._device)
 
     @property
     def pending(self) -> Collection[str]:
@@ -301,6 +320,11 @@ class HostMemory:
         assert held is not None
         block = held.reads[rect.index]
         return part_of(block.view, block.rect, rect.rect)
+
+    def _read_block(self, layer: int, param: int, block: int) -> tuple[str, torch.Tensor]:
+        held = self._held[layer][param]
+        assert held is not None
+        return held.name, held.reads[block].view
 
     def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
         """Where `gather_pieces` copies a rectangle of a piece to; None if it is read from the model as it travels."""

@@ -19,15 +19,15 @@ its rectangles in the same order. Pure: no torch, no clock, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dips.client.parallel.arrangement import Arrangement, PieceExchange, SlabCut, TransferRanks
+from dips.client.parallel.arrangement import Arrangement, PieceExchange, Replicas, SlabCut, TransferRanks
 from dips.client.parallel.rank_layout import RankLayout
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.ways import ParameterWays, Way
 from dips.errors import ConfigError
-from dips.protocol.grouping import PLAIN_GROUPING, Grouping
+from dips.protocol.grouping import PLAIN_GROUPING, Grouping, is_shared_buffer
 from dips.protocol.manifest import Manifest
 from dips.wire.chunks import Range
 
@@ -70,6 +70,10 @@ class TransferPlan:
     gather: tuple[Redistribution, ...]  # by layer, before a push: from blocks that are read to pieces
     spread: tuple[Redistribution, ...]  # by layer, after a pull: from pieces to blocks that are written
     replicas: tuple[tuple[int, ...], ...] = ()  # of each rank: those on its host that write the same, itself included
+    has_replicas: bool = False  # on some rank: a part of a parameter that another rank reads, too
+    # Of this rank: (layer, parameter, block), by the ranks that read the same. Without buffers, which ranks may have
+    # each for itself between two forwards.
+    replicated: Mapping[Replicas, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -94,14 +98,22 @@ def make_plan(
         if (way := ways.by_name[parameter.name]) not in found:
             found[way] = Arrangement(parameter.name, ways.holders[way], me, transfer_ranks, spread_items)
     by_name = {name: found[way] for name, way in ways.by_name.items()}
-    return _Planner(me, len(ranks), manifest, by_name).make_plan()
+    return _Planner(me, len(ranks), manifest, by_name, grouping.share_buffers).make_plan()
 
 
 class _Planner:
     """Gives each piece to a transfer rank, in the order of the manifest."""
 
-    def __init__(self, me: int, ranks: int, manifest: Manifest, arrangements: Mapping[str, Arrangement]) -> None:
+    def __init__(
+        self,
+        me: int,
+        ranks: int,
+        manifest: Manifest,
+        arrangements: Mapping[str, Arrangement],
+        share_buffers: Collection[str],
+    ) -> None:
         self._me, self._manifest, self._arrangements = me, manifest, arrangements
+        self._share_buffers = share_buffers
         self._load = [0] * ranks  # elements, by rank; of those only that decide who moves what this rank holds
         self._pieces: list[Range] = []
         self._gather = [Redistribution() for _ in manifest.layers]
@@ -109,15 +121,24 @@ class _Planner:
         self._cuts = _find_cuts(arrangements.values())
 
     def make_plan(self) -> TransferPlan:
+        replicated: dict[Replicas, list[tuple[int, int, int]]] = {}
+        has_replicas = False
         for l, layer in enumerate(self._manifest.layers):
             for k, parameter in enumerate(layer.parameters):
                 arrangement = self._arrangements[parameter.name]
+                if arrangement.has_replicas and not is_shared_buffer(parameter.name, self._share_buffers):
+                    has_replicas = True
+                    for block, ranks in arrangement.own_replicas:
+                        replicated.setdefault(ranks, []).append((l, k, block))
                 for cut in self._cuts[arrangement]:
                     for begin, end, mover in self._deal_cut(cut):
                         if cut.concerns_me:
                             exchange = arrangement.find_exchange(cut, begin, end, mover)
                             self._add_piece(Range(l, k, begin, end - begin), mover, exchange)
-        return TransferPlan(self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread))
+        return TransferPlan(
+            self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread),
+            has_replicas=has_replicas, replicated=replicated,
+        )  # fmt: skip
 
     def _deal_cut(self, cut: SlabCut) -> Iterator[tuple[int, int, int]]:
         """Deal a slab's pieces to its candidates, those with the least load first."""

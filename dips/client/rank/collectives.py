@@ -89,13 +89,18 @@ class JobCollectives:
         for one in dist.batch_isend_irecv(work) if work else ():
             one.wait()
 
-    def can_exchange(self, device: torch.device) -> bool:
-        """Whether the job's own process group moves tensors on every rank's device: then none go by the host."""
+    def can_exchange(self, device: torch.device, wanted: bool) -> bool:
+        """Whether the job's own process group moves tensors on every rank's device: then none go by the host.
+
+        wanted  this rank will exchange something. If no rank will, the group is not used: its first use costs each rank
+                a communicator of all of them, hundreds of MB of the device in a large job
+        """
         if self._group is None:
             return False
         pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
         able = any(pair[0] == device.type != "cpu" and pair[-1] != "gloo" for pair in pairs)
-        if not self.all_min([int(able)])[0]:
+        all_able, none_wants = self.all_min([int(able), int(not wanted)])
+        if not all_able or none_wants:
             return False
         dist.all_reduce(torch.zeros(1, device=device))  # the first use of a group must be by all of its ranks
         return True

@@ -16,10 +16,19 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from dips.client.parallel.devices import is_captured
 from dips.client.parallel.masters import unwrap_optimizers
 from dips.errors import ConfigError, LocalProtocolError
 
 UNSEEN_STEPS = 16  # of another optimizer of this model, while the followed one takes none: nobody would be told of them
+
+
+FIRST_RATES = ("step_size", "eta")  # of Rprop and ASGD: what the state of a first step is, beside zeros
+FIRST_VALUES = {"mu_product": 1.0, "mu": 1.0}  # of NAdam, of ASGD
+CAPTURED = (
+    "follow_optimizer: the step of {kind} is captured in a CUDA graph, whose replays call no hook and would not be "
+    "counted: call outer.step after each replay"
+)
 
 
 class InnerOptimizers:
@@ -34,8 +43,9 @@ class InnerOptimizers:
         """Steps taken since this was made, by the one that took most: parameters may be divided among several.
 
         Of any optimizer of this process: one that steps copies of the parameters holds none of ours. It is read at
-        every inner step, so it is kept.
+        every inner step, so it is kept. 0 once a step was captured in a CUDA graph: it is not known.
         """
+        self._captured = False
         self._followed: tuple[Optimizer, Callable[[], None]] | None = None
         self._handle = register_optimizer_step_post_hook(self._on_step)
 
@@ -43,6 +53,11 @@ class InnerOptimizers:
     def follows(self) -> bool:
         """Each step of some optimizer is reported."""
         return self._followed is not None
+
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """All of this process that have stepped: some may step copies of the parameters, and hold none of ours."""
+        return list(self._steps)
 
     def follow_steps(self, optimizer: Any, on_step: Callable[[], None]) -> None:
         """Call `on_step` at the end of each step of this optimizer, or of what it wraps.
@@ -66,9 +81,13 @@ class InnerOptimizers:
             return "its optimizer is not known: pass it, OuterLoop(model, optimizer=optimizer)"
         for optimizer in self._found:
             _clear_state(optimizer)
+        fixed = {p for o in self._found for group in o.param_groups if group.get("capturable") for p in group["params"]}
         for part in self._parts:
             for parameter in part.parameters():
-                parameter.grad = None  # it may be added to
+                if parameter.grad is not None and parameter in fixed:  # a CUDA graph may write there
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None  # it may be added to
         spoilt = next((name for part in self._parts for name, b in part.named_buffers() if _holds_nan(b)), "")
         return f"{spoilt}, a buffer that no pull replaces, holds NaN" if spoilt else ""
 
@@ -78,6 +97,10 @@ class InnerOptimizers:
         self._handle.remove()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._captured = self._captured or is_captured(p for group in optimizer.param_groups for p in group["params"])
+        if self._captured:
+            self._on_captured(optimizer)
+            return
         steps = self._steps.get(optimizer, 0) + 1
         if steps == 1:
             if self._is_ours(optimizer):
@@ -91,6 +114,14 @@ class InnerOptimizers:
             self._followed[1]()  # after it is counted: an outer step compares what it installs with the steps taken
         elif optimizer in self._found and self._followed[0] not in self._steps:
             self._count_unseen(optimizer, type(self._followed[0]).__name__)
+
+    def _on_captured(self, optimizer: Optimizer) -> None:
+        """From now on steps are replays, which nobody sees."""
+        if self._is_ours(optimizer):
+            self._found.add(optimizer)
+        self.steps = 0
+        if self._followed is not None and self._followed[0] is optimizer:
+            raise LocalProtocolError(CAPTURED.format(kind=type(optimizer).__name__))
 
     def _count_unseen(self, optimizer: Optimizer, followed: str) -> None:
         self._unseen[optimizer] = self._unseen.get(optimizer, 0) + 1
@@ -107,6 +138,13 @@ class InnerOptimizers:
 
 
 def _clear_state(optimizer: Optimizer) -> None:
+    known = type(optimizer).__module__.startswith("torch.optim.")  # another's may hold masters, too
+    if known and any(group.get("capturable") for group in optimizer.param_groups):
+        for group in optimizer.param_groups:  # a CUDA graph that holds the step goes on with this memory
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    value.fill_(float(group["lr"]) if key in FIRST_RATES else FIRST_VALUES.get(key, 0.0))
+        return
     if isinstance(optimizer, torch.optim.Adagrad):  # the only one of torch's that makes its state before the first step
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -33,6 +33,7 @@ from dips.client.rank.data_ranges import DataRanges
 from dips.client.rank.frozen_base import UNKNOWN, digest_frozen
 from dips.client.rank.inner_optimizers import InnerOptimizers
 from dips.client.rank.joining import attach_trainer, find_agent, find_config, tell_memory, warn_of_coarse, watch_run
+from dips.client.rank.kept_weights import KeptWeights
 from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
@@ -110,6 +111,7 @@ class OuterLoop:
         parts = [model] if isinstance(model, nn.Module) else model
         self._optimizers = InnerOptimizers(parts, optimizer)
         self._trained_names = TrainedNames(parts, self._collectives)
+        self._kept_weights = KeptWeights(parts, layout.adapter, self._optimizers, self._collectives, self._warn)
         self._buffer_watch = BufferWatch(parts, self._config.shared.share_buffers)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
@@ -123,6 +125,7 @@ class OuterLoop:
             *codecs,
             lambda: self._optimizers.steps,
             self._config.fragments,
+            self._warn,
         )
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         moving = self._shard_transfer
@@ -341,6 +344,8 @@ class OuterLoop:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
             self._trained_names.check_names()
+            if self._agent is not None:  # alone there is no pull that could be undone
+                self._kept_weights.check_optimizers()
             if told := self._buffer_watch.describe_changed():
                 self._warn(told)
         self._settle_steps()

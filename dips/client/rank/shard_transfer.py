@@ -8,6 +8,7 @@ once and holds either what was frozen or what was pulled; nothing else is writte
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from dips.client.rank.background_transfer import (
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.fragments import FragmentGate, cut_fragments
+from dips.client.rank.replica_check import ReplicaCheck
 from dips.client.rank.staggered import Stagger, StaggeredMerge, StaggeredTransfer
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.client.rank.undo_watch import UndoWatch
@@ -88,11 +90,13 @@ class ShardTransfer:
         pull_codec: str = "fp32",
         optimizer_steps: Callable[[], int] = lambda: 0,
         fragments: int = 1,
+        warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         """
         codec, pull_codec  the run's: a lossy one takes 8 B more for each parameter that this rank moves
         optimizer_steps    how often the inner optimizer has stepped
         fragments          groups of layers in which pushes and merges are staggered
+        warn               takes what a person should know, the same on all ranks
         Errors             ConfigError: more fragments than layers
         """
         self._fragments = cut_fragments([memory.layer_numel(layer) for layer in memory.layers], fragments)
@@ -102,7 +106,7 @@ class ShardTransfer:
         self._merge: StaggeredMerge | None = None  # of the last pull, if its fragments were staggered
         self._undo_watch, self._optimizer_steps = self._watches[-1], optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
-        self._memory = memory
+        self._memory, self._replica_check = memory, ReplicaCheck(memory, collectives, warn)
         memory.on_installed = self._undo_watch.on_installed
         self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
         self._takes_updates = pull_codec != "fp32"
@@ -126,12 +130,14 @@ class ShardTransfer:
 
         keep      keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
         interval  inner steps after which the next fragment is frozen, if anything is kept
-        Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
+        Errors  the same on all ranks. LocalProtocolError: the model's memory was replaced since it was laid out.
+                ConfigError: ranks hold different values of what they replicate
         """
         self._memory.finish_install()
         self._check_parameters()
         if reason := self._find_not_finite():
             return EndedTransfer(TransferResult(False, reason, 0, diverged=True))
+        self._replica_check.check_push()
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)

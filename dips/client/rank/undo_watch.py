@@ -72,12 +72,12 @@ class UndoWatch:
         if not self._compares or optimizer_steps == self._optimizer_steps:
             return
         self._compares = False
-        undone = [sample.name for sample in self._samples if _was_undone(sample)]
-        moved = sum(_was_moved(sample) for sample in self._samples)
-        if len(undone) * 2 > moved:
+        moved = [sample for sample in self._samples if _was_moved(sample)]
+        undone = [sample for sample in moved if _was_undone(sample)]
+        if 2 * _sum_elements(undone) > _sum_elements(moved):
             raise ConfigError(
-                f"{undone[0]}: the first optimizer step after a pull wrote back the values from before it, in "
-                f"{len(undone)} of {moved} parameters looked at: it keeps fp32 masters of its own. Give it to "
+                f"{undone[0].name}: the first optimizer step after a pull wrote back the values from before it, in "
+                f"{len(undone)} of {len(moved)} parameters looked at: it keeps fp32 masters of its own. Give it to "
                 "the outer loop, OuterLoop(model, optimizer=optimizer), or a function that makes masters from the "
                 "parameters, OuterLoop(model, optimizer=function)"
             )
@@ -87,6 +87,11 @@ class UndoWatch:
 def _read_sample(view: torch.Tensor) -> torch.Tensor:
     flat = view.reshape(-1) if view.is_contiguous() else view[0]
     return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].to(torch.float32, copy=True)
+
+
+def _sum_elements(samples: Sequence[Sample]) -> int:
+    """Of the parameters themselves: an optimizer may have masters of the matrices alone, which are most of a model."""
+    return sum(sample.view.numel() for sample in samples)
 
 
 def _was_moved(sample: Sample) -> bool:

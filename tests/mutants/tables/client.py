@@ -25,6 +25,8 @@ BUFFERS = "tests/unit/client/parallel/test_shared_buffers.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
+DEVICES = "tests/unit/client/parallel/test_devices.py"
+OPTIMIZERS = "tests/unit/client/rank/test_inner_optimizers.py"
 LATE = "tests/unit/client/parallel/test_late_device.py"
 PARTS = "tests/unit/client/agent/test_parts.py"
 
@@ -268,5 +270,38 @@ MUTANTS = (
         "for number in range(self.open) if",
         "for number in range(self.count) if",
         FRAGMENTS,
+    ),
+    # ---- what a device must be told
+    Mutant(
+        "a refusal stays the runtime's last error",
+        PARALLEL,
+        "    with suppress(RuntimeError):\n        launch()\n",
+        "",
+        DEVICES,
+    ),
+    Mutant("a fork copies the shard", PARALLEL, "pages.madvise(mmap.MADV_DONTFORK)", "pass", DEVICES),
+    Mutant("a loss is converted on its way", PARALLEL, ".reshape(()).float()", ".reshape(())", DEVICES),
+    Mutant("a communicator is made for nothing", RANK, "if not all_able or none_wants:", "if not all_able:", DEVICES),
+    Mutant(
+        "no rank wants to exchange",
+        PARALLEL,
+        "PartExchange(exchange, self._device, wanted)",
+        "PartExchange(exchange, self._device, False)",
+        LATE,
+    ),
+    Mutant(
+        "a graph's moments are left to it",
+        RANK,
+        'known and any(group.get("capturable") for group in',
+        "any(False for group in",
+        OPTIMIZERS,
+    ),
+    Mutant("a graph's gradients are left to it", RANK, "and parameter in fixed:", "and False:", OPTIMIZERS),
+    Mutant(
+        "a captured step counts",
+        RANK,
+        "        self.steps = 0\n        if self._followed",
+        "        if self._followed",
+        OPTIMIZERS,
     ),
 )

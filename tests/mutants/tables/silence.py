@@ -12,6 +12,10 @@ SLAVE, CODECS = "dips/slave", "dips/wire/codecs.py"
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
 SPELT, STEPPED = "tests/unit/wire/test_updates.py", "tests/unit/outer/test_updates.py"
 MOVED = "tests/unit/client/parallel/test_moved_memory.py"
+REPLICA, REPLICAS = "dips/client/rank/replica_check.py", "tests/unit/client/rank/test_replica_check.py"
+TRANSFERS, RANKS = "dips/client/rank/shard_transfer.py", "tests/integration/test_client_ranks.py"
+KEPT, KEPT_TESTS = "dips/client/rank/kept_weights.py", "tests/unit/client/rank/test_kept_weights.py"
+LOOP = "tests/unit/client/rank/test_outer_loop.py"
 WATCHED, LATER = "tests/unit/client/rank/test_undo_watch.py", "tests/unit/client/parallel/test_lazy.py"
 STEPS = "tests/unit/wire/test_bites_codecs.py tests/unit/slave/test_bites_receiver.py"
 
@@ -136,25 +140,69 @@ MUTANTS = (
         "remainder.reshape(-1)[: len(elements)]",
         MOVED,
     ),
+    # ---- ranks that are taken for replicas
+    Mutant("replicas are not compared", TRANSFERS, "        self._replica_check.check_push()\n", "", RANKS),
+    Mutant("replicas are compared once", REPLICA, "% EVERY == 0", "== 0", REPLICAS),
+    Mutant("replicas of other ranks are not told apart", REPLICA, "_key(ranks): views", "0: views", REPLICAS),
+    Mutant("rounding ends the job", REPLICA, "else COARSE_ROUNDING", "else ROUNDING", REPLICAS),
+    Mutant("a small difference is named first", REPLICA, "-one.share / one.limit", "one.share / one.limit", REPLICAS),
+    Mutant(
+        "ranks' own buffers are replicas",
+        "dips/client/parallel/plan.py",
+        " and not is_shared_buffer(",
+        " or is_shared_buffer(",
+        REPLICAS,
+    ),
+    Mutant(
+        "a checksum copies a whole parameter",
+        "dips/client/parallel/checksum.py",
+        "device.block_items // COPIES",
+        "1 << 40",
+        REPLICAS,
+    ),
     # ---- who undoes a pull
+    Mutant(
+        "kept weights are not looked for",
+        "dips/client/rank/outer_loop.py",
+        "self._kept_weights.check_optimizers()",
+        "pass",
+        LOOP,
+    ),
+    Mutant(
+        "kept weights are looked for once", KEPT, "if number >= EARLY and number % EVERY:", "if number:", KEPT_TESTS
+    ),
+    Mutant("masters in copies are passed over", KEPT, "list(_pair_copies(optimizer, ours, known))", "[]", KEPT_TESTS),
+    Mutant("known masters end the job", KEPT, "if id(one[2]) not in known:", "if True:", KEPT_TESTS),
+    Mutant("a function's masters end the job", KEPT, "if not self._adapter.hides_masters:", "if True:", KEPT_TESTS),
+    Mutant("drifted slow weights pass", KEPT, "alike > ALIKE_BY_NAME", "alike > 0.99999", KEPT_TESTS),
+    Mutant("a step counter is a weight", KEPT, "LEAST_ELEMENTS = 32", "LEAST_ELEMENTS = 0", KEPT_TESTS),
+    Mutant("ASGD's mean is warned of", KEPT, " and key not in HARMLESS", "", KEPT_TESTS),
+    Mutant("ones are masters of ones", KEPT, "LEAST_VALUES = 4", "LEAST_VALUES = 1", KEPT_TESTS),
+    Mutant("a matrix undone counts as a norm", UNDO, "sum(sample.view.numel() for", "sum(1 for", WATCHED),
     Mutant("training is taken for undoing", UNDO, "LEFT_OVER = 0.05", "LEFT_OVER = 2.0", WATCHED),
     Mutant(
         "a step is not told from an undone pull", UNDO, " - sample.before - sample.step)", " - sample.before)", WATCHED
     ),
-    Mutant("one parameter by chance ends the job", UNDO, "if len(undone) * 2 > moved:", "if undone:", WATCHED),
+    Mutant(
+        "one parameter by chance ends the job",
+        UNDO,
+        "if 2 * _sum_elements(undone) > _sum_elements(moved):",
+        "if undone:",
+        WATCHED,
+    ),
     Mutant(
         "what no pull moved is evidence",
         UNDO,
-        "moved = sum(_was_moved(sample) for sample in self._samples)",
-        "moved = len(self._samples)",
+        "[sample for sample in self._samples if _was_moved(sample)]",
+        "self._samples",
         WATCHED,
     ),
     Mutant("what no optimizer stepped is compared", UNDO, " or optimizer_steps == self._optimizer_steps", "", WATCHED),
     Mutant(
         "later steps are compared, too",
         UNDO,
-        "        self._compares = False\n        undone",
-        "        undone",
+        "        self._compares = False\n        moved",
+        "        moved",
         WATCHED,
     ),
     Mutant("a lazy install is sampled before it came", UNDO, ".difference(pending)", "", WATCHED),

@@ -190,8 +190,8 @@ class ThreadRanks:
         present = self.all_sum([int(included and r == self.rank) for r in range(self.world_size)])
         return sum(present[: self.rank]), sum(present)
 
-    def can_exchange(self, device: torch.device) -> bool:
-        return self._device is not None and device == ON_DEVICE
+    def can_exchange(self, device: torch.device, wanted: bool) -> bool:
+        return self._device is not None and device == ON_DEVICE and any(self._meeting.exchange(self.rank, wanted))
 
     def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """On a device: what is sent is what the current stream has made of it, what is received arrives late."""

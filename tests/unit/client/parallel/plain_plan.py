@@ -86,7 +86,23 @@ class PlainPlanner:
                     holders = sorted({rank for rect in slab.rects for rank, _ in reads[rect]})
                     for begin, end, mover in self._deal_slab(slab, holders):
                         self._add_piece(Range(l, k, begin, end - begin), mover, slab, parameter.name)
-        return TransferPlan(self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread))
+        places = {
+            p.name: (l, k) for l, layer in enumerate(self._manifest.layers) for k, p in enumerate(layer.parameters)
+        }
+        replicated: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        shared = [
+            (places[name], rect, sorted({rank for rank, _ in held}), held)
+            for name, reads in self._reads.items()
+            for rect, held in reads.items()
+            if len({rank for rank, _ in held}) > 1
+        ]
+        for place, _, ranks, held in sorted(shared, key=lambda one: one[:2]):
+            for block in [block for rank, block in held if rank == self._me]:
+                replicated.setdefault(tuple(ranks), []).append((*place, block))
+        return TransferPlan(
+            self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread),
+            has_replicas=bool(shared), replicated=replicated,
+        )  # fmt: skip
 
     def _deal_slab(self, slab: Slab, holders: list[int]) -> Iterator[tuple[int, int, int]]:
         """Cut a slab among as few transfer ranks as `spread_items` asks for, those with the least load first."""

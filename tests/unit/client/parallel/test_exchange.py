@@ -18,14 +18,14 @@ class LargeJob:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def can_exchange(self, device: object) -> bool:
+    def can_exchange(self, device: object, wanted: bool) -> bool:
         return False
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(2, 2 * 1000), (16, 2 * 1000), (1000, 2 * 999 * 4)])
 def test_blocks_of_all_peers_together_stay_below_the_bound(ranks: int, most: int) -> None:
     """To and from each peer much more is to travel than 1,000 elements; 4 are the least that is worth a message."""
-    exchange = PartExchange(LargeJob(ranks), Device(), transit_items=1000, least_block_items=4)  # type: ignore[arg-type]
+    exchange = PartExchange(LargeJob(ranks), Device(), True, transit_items=1000, least_block_items=4)  # type: ignore[arg-type]
     rects = [LocalRect(0, 0, Rect.flat_run(0, 10_000))]
     peers = dict.fromkeys(range(1, ranks), rects)
     numel = exchange.most_numel([Redistribution(peers, peers, [])])

@@ -192,3 +192,13 @@ def test_what_16_bits_rounded_away_goes_with_what_is_sent(kind: str, group: torc
             return rank.freeze()
 
     assert run_ranks(RANKS, life) == [[pulled]] * RANKS
+
+
+@pytest.mark.parametrize(("layout_kind", "used"), [("two hosts", True), ("columns", True), ("one host", False)])
+def test_a_device_group_is_used_where_parts_travel(layout_kind: str, used: bool) -> None:
+    """Replicas of one host share memory: nothing travels, and no communicator is made for it."""
+
+    def life(number: int, meeting: Meeting) -> bool:
+        return LateRank(number, meeting, layout_kind, "whole", torch.float32, ON_DEVICE).memory._exchange._on_device
+
+    assert run_ranks(RANKS, life) == [used] * RANKS

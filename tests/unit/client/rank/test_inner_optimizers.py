@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dips.client.rank import inner_optimizers
 from dips.client.rank.inner_optimizers import UNSEEN_STEPS, InnerOptimizers
 from dips.errors import ConfigError, LocalProtocolError
 
@@ -44,6 +45,62 @@ def test_a_dropped_state_is_that_of_a_new_optimizer(make: Callable[[Any], torch.
     step(model, optimizer)
     step(twin, make(twin.parameters()))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True),
+        lambda p: torch.optim.NAdam(p, 0.1),
+        lambda p: torch.optim.RAdam(p, 0.1),
+        lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.9, centered=True),
+        lambda p: torch.optim.Rprop(p, 0.1),
+        lambda p: torch.optim.Adadelta(p, 0.1),
+        lambda p: torch.optim.Adamax(p, 0.1),
+        lambda p: torch.optim.ASGD(p, 0.1),
+    ],
+)
+def test_a_state_that_a_cuda_graph_writes_is_cleared_in_its_place(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    """`capturable`: the graph goes on with the memory that it captured, gradients too; and a step is a first one."""
+    model = nn.Linear(3, 2)
+    watched, optimizer = InnerOptimizers([model]), make(model.parameters())
+    for _ in range(3):
+        step(model, optimizer)
+    optimizer.param_groups[0]["capturable"] = True
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    grads = [p.grad for p in model.parameters()]
+    for value in (*held, *grads):
+        value.fill_(float("nan"))
+    assert watched.drop_state() == ""
+    now = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(a is b for a, b in zip(now, held, strict=True))
+    assert all(p.grad is grad and not grad.any() for p, grad in zip(model.parameters(), grads, strict=True))
+    watched.close()
+    optimizer.param_groups[0]["capturable"] = False
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    step(model, optimizer)
+    step(twin, make(twin.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_step_that_is_captured_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay calls no hook: steps are not known from then on, and who follows them is told what to call."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    watched = InnerOptimizers([model])
+    for _ in range(3):  # as torch has one warm up
+        step(model, optimizer)
+    assert watched.steps == 3
+    monkeypatch.setattr(inner_optimizers, "is_captured", lambda tensors: True)
+    step(model, optimizer)
+    assert watched.steps == 0
+    watched.follow_steps(optimizer, lambda: None)
+    with pytest.raises(LocalProtocolError, match=r"AdamW is captured in a CUDA graph.*call outer\.step after each"):
+        step(model, optimizer)
+    watched.close()
 
 
 def test_what_a_reset_does_not_mend_is_named() -> None:

@@ -134,3 +134,17 @@ def test_steps_of_an_optimizer_are_counted_by_themselves(monkeypatch: pytest.Mon
             optimizer.step()
     optimizer.step()
     assert outer.inner_steps == 3
+
+
+def test_alone_any_optimizer_may_train() -> None:
+    """One that would undo pulls ends a run's job; here nothing is pulled."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match="OuterLoop trains alone"):
+        outer = OuterLoop(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        optimizer.state[p]["slow_buffer"] = p.detach().clone()
+    optimizer.step()
+    outer.push()
+    outer.close()

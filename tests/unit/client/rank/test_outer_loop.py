@@ -259,3 +259,33 @@ def test_a_parameter_that_trains_and_is_not_shared_ends_the_job(
         outer.step(local_tokens=4)
     outer.__exit__(ConfigError, None, None)
     agent.join()
+
+
+class SlowSgd(torch.optim.Optimizer):
+    """Lookahead: slow weights in the state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.01)
+            p.copy_(self.state[p].setdefault("slow_buffer", p.detach().clone()).lerp_(p, 0.5))
+
+
+def test_an_optimizer_that_undoes_pulls_ends_the_job_before_its_first_push(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent is not even asked whether a push is due."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    agent = ScriptedAgent(directory / "agent.sock", Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25))
+    model = nn.Linear(8, 8)
+    optimizer = SlowSgd(model.parameters())
+    outer = OuterLoop(model, directory / "cluster.yaml")
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"weight: SlowSgd makes it from weights of its own \(state 'slow_buffer'\)"):
+        outer.step(local_tokens=4)
+    outer.__exit__(ConfigError, None, None)
+    agent.join()
+    assert not any(isinstance(message, PushWanted) for message in agent.messages)

@@ -90,6 +90,36 @@ def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
         watch.on_inner_step(steps + 1)
 
 
+@pytest.mark.parametrize(("undone", "found"), [("matrices", True), ("norms", False)])
+def test_a_parameter_counts_by_its_elements(undone: str, found: bool) -> None:
+    """Masters of the matrices alone, a third of the parameters and most of the model, end the job."""
+    watch, steps = UndoWatch(), 0
+    weights = {
+        f"{kind}{i}": torch.zeros(n) for i in range(3) for kind, n in (("norms", 8), ("bias", 8), ("matrices", 64))
+    }
+
+    def install(moved: float) -> dict[str, torch.Tensor]:
+        watch.take_before(list(weights.items()))
+        before = {name: w.clone() for name, w in weights.items()}
+        for w in weights.values():
+            w += moved
+        watch.take_after(steps)
+        return before
+
+    install(0.0)
+    for _ in range(H):
+        steps += 1
+        for w in weights.values():
+            w += STEP
+        watch.on_inner_step(steps)
+    before = install(0.5)
+    for name, w in weights.items():
+        if name.startswith(undone):
+            w.copy_(before[name] + STEP)
+    with pytest.raises(ConfigError, match=r"matrices0: .* in 3 of 9 parameters") if found else nullcontext():
+        watch.on_inner_step(steps + 1)
+
+
 def test_a_lazy_install_is_sampled_where_it_has_come_to() -> None:
     """Before that the parameter holds what the pull replaces: a sample of it would tell nothing."""
     trained = Trained()

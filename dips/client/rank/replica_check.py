@@ -1,0 +1,146 @@
+"""Compares what ranks hold as replicas: DDP's parameters, HSDP's shards, what tensor parallelism does not cut.
+
+Of a replica each rank pushes a part, so ranks that trained different ones would push a mixture of their models, and the
+next pull would make them equal again as if nothing were wrong. That is what a forgotten DistributedDataParallel does,
+and experts of one's own that lie as plain tensors of one name on all ranks.
+
+Before the first push, and every so many, the ranks exchange one checksum for each set of ranks that holds the same.
+Parameters are looked at one by one only where these differ, and then it is measured by how much: replicas that are
+trained alike are equal bit for bit, but for kernels that add in another order on another rank. Buffers of
+`share_buffers` are not compared: DDP lets each rank change its own between two forwards.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+
+from dips.client.parallel import HostMemory
+from dips.client.parallel.arrangement import Replicas
+from dips.client.rank.collectives import JobCollectives
+from dips.errors import ConfigError
+
+EVERY = 16  # pushes: the replicas are read once more for it, as they are for the look at what is finite
+MEASURED = 16  # parameters that differ, of each set of ranks: their sums travel
+SUMS = 64  # of a parameter, over equal parts of it: by them the distance of two replicas is measured
+ROUNDING = 1e-3  # of its norm: 16 steps of AdamW at 1e-4 on other data are above it, kernels in another order below
+COARSE_ROUNDING = 1e-2  # of a parameter of 16 bits: an element that is rounded the other way is 0.4 % off (bf16)
+
+ADVICE = (
+    "Each rank pushes a part of what it shares with others, so these would push a mixture. Is DistributedDataParallel "
+    "or fully_shard forgotten? Experts of each rank's own must be DTensors that are cut along a mesh, or have names of "
+    "their own. Replicas that are averaged now and then must be averaged before a push"
+)
+PAIR = struct.Struct("<Qq")  # the set of ranks, the checksum
+
+
+@dataclass(frozen=True, slots=True)
+class UnlikeReplicas:
+    """A parameter of which two ranks hold different replicas."""
+
+    name: str
+    ranks: tuple[int, int]
+    share: float  # of its norm
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name} (ranks {self.ranks[0]} and {self.ranks[1]}: {self.share:.2g} of its norm apart)"
+
+
+class ReplicaCheck:
+    """One rank's side."""
+
+    def __init__(self, memory: HostMemory, collectives: JobCollectives, warn: Callable[[str], object]) -> None:
+        self._memory, self._collectives, self._warn = memory, collectives, warn
+        self._pushes = 0
+
+    def check_push(self) -> None:
+        """A push begins. Raise ConfigError, the same on all ranks, if replicas differ by more than rounding.
+
+        By less: a warning, on all ranks. Collective.
+        """
+        due = self._pushes % EVERY == 0
+        self._pushes += 1
+        if not due or not self._memory.has_replicas:
+            return
+        mine = {_key(ranks): views for ranks, views in self._memory.replicated_views().items()}
+        unlike = self._compare_sets(mine)
+        if not unlike:
+            return
+        found, count = self._measure_differences({key: views for key, views in mine.items() if key in unlike})
+        worst = sorted(found, key=lambda one: -one.share / one.limit)
+        more = f" and {count - 1} more" if count > 1 else ""
+        text = f"ranks hold different values as replicas of {worst[0]}{more}. {ADVICE}"
+        if worst[0].share > worst[0].limit:
+            raise ConfigError(text)
+        self._warn(text)
+
+    def _compare_sets(self, mine: Mapping[int, Sequence[tuple[str, torch.Tensor]]]) -> set[int]:
+        """The sets of ranks of which some hold other values."""
+        sums = ((key, self._memory.sum_bits_of([view for _, view in views])) for key, views in mine.items())
+        told = self._collectives.all_gather(b"".join(PAIR.pack(key, total) for key, total in sums))
+        first: dict[int, int] = {}
+        pairs = (pair for message in told for pair in PAIR.iter_unpack(message))
+        return {key for key, total in pairs if first.setdefault(key, total) != total}
+
+    def _measure_differences(
+        self, mine: Mapping[int, Sequence[tuple[str, torch.Tensor]]]
+    ) -> tuple[list[UnlikeReplicas], int]:
+        """Of each set of ranks the first parameters that differ, and of how many blocks that is true in all."""
+        sums = {key: [self._memory.sum_bits_of([view]) for _, view in views] for key, views in mine.items()}
+        by_set: dict[int, list[list[int]]] = {}  # one list of each rank
+        for told in self._gather(list(sums.items())):
+            for key, totals in told:
+                by_set.setdefault(key, []).append(totals)
+        unlike = {key: _list_unlike(of) for key, of in by_set.items()}
+        measured = [
+            (key, i, views[i][0], _limit(views[i][1]), *_measure_view(views[i][1]))
+            for key, views in mine.items()
+            for i in unlike[key][:MEASURED]
+        ]
+        by_block: dict[tuple[int, int], list[tuple[int, list[Any]]]] = {}
+        for rank, told in enumerate(self._gather(measured)):
+            for key, i, *of in told:
+                by_block.setdefault((key, i), []).append((rank, of))
+        return [_find_farthest(held) for held in by_block.values()], sum(map(len, unlike.values()))
+
+    def _gather(self, told: Any) -> Iterator[Any]:
+        return map(msgpack.unpackb, self._collectives.all_gather(msgpack.packb(told)))
+
+
+def _list_unlike(by_rank: Sequence[Sequence[int]]) -> list[int]:
+    return [i for i, totals in enumerate(zip(*by_rank, strict=True)) if len(set(totals)) > 1]
+
+
+def _key(ranks: Replicas) -> int:
+    return xxhash.xxh3_64_intdigest(msgpack.packb(ranks))
+
+
+def _limit(view: torch.Tensor) -> float:
+    return ROUNDING if view.dtype is torch.float32 else COARSE_ROUNDING
+
+
+def _measure_view(view: torch.Tensor) -> tuple[float, list[float]]:
+    """Its norm, and sums over parts of it: by what these differ two replicas are apart, or less if all moved alike."""
+    flat = view.detach().reshape(-1)
+    parts = flat.split(-(-flat.numel() // SUMS))
+    sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float32)), sums.tolist()
+
+
+def _find_farthest(held: Sequence[tuple[int, list[Any]]]) -> UnlikeReplicas:
+    """Of the ranks that hold a block: the first, and that which is farthest from it."""
+    (first, (name, limit, norm, sums)), *others = held
+    apart = [
+        (sqrt(sum((a - b) ** 2 for a, b in zip(sums, theirs, strict=True))) / (max(norm, other) or 1.0), rank)
+        for rank, (_, _, other, theirs) in others
+    ]
+    share, rank = max(apart, key=lambda one: one[0])
+    return UnlikeReplicas(name, (first, rank), share, limit)
