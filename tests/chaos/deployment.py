@@ -59,6 +59,7 @@ SHARED = {
     "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "step": "nesterov", "clip": {"norm": predict.CLIP}},
     "penalty": {"gates": []}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
 }  # fmt: skip
+ROLLS_BACK = {"most_rollback": 20}  # by itself: a round here takes 0.15 s, a mirror lags by some, and nobody is asked
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")
 AGENT_BUGS = ("LocalProtocolError", "a task of the agent failed")
 PARTS = ("accepted", "gated", "carried", "lost", "undone")
@@ -99,7 +100,12 @@ class Deployment(Run):
         ranges  each inner step takes a data range of its own, without which a cluster that is cut off cannot train on
         """
         self.ranges, self.groups = ranges, dict[str, int]() if groups else None
-        self.loop, self.clusters, self.step_s, self._more = loop, tuple(clusters), step_s, dict(master or {})
+        self.loop, self.clusters, self.step_s, self._more = (
+            loop,
+            tuple(clusters),
+            step_s,
+            {**ROLLS_BACK, **(master or {})},
+        )
         self._mirrors = {"mirror": "mirror"} if mirrors else {}
         if mirrors:
             (directory / "mirror").mkdir()

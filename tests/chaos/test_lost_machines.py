@@ -100,7 +100,8 @@ def test_a_directory_removed_under_a_living_slave_is_written_anew(mirrored: Depl
     """It serves from memory, makes the directory again and goes on; nothing is undone, the mirror stays."""
     deployment = mirrored
     since = time.time()
-    shutil.rmtree(deployment.directory / "ps0")
+    (deployment.directory / "ps0").rename(deployment.directory / "removed")  # at once: it writes there meanwhile
+    shutil.rmtree(deployment.directory / "removed")
     deployment.progress(3, by=deployment.clusters)
     assert "directory_gone" in (deployment.directory / "ps0.log").read_text()
     assert not deployment.marks(deployment.master_timeline, "rolled_back")

@@ -136,12 +136,13 @@ def rank(args: argparse.Namespace) -> None:
     with OuterLoop(model) as outer:
         ranges = outer.ranges() if args.ranges else iter(int, 1)
         while not outer.finished:
+            while hold.exists():
+                time.sleep(0.02)
+            over = next(ranges, None) is None  # it may push, and pull: then the next step is of another version
             if outer.version != last:
                 last = outer.version
                 seen.write(json.dumps([str(last), number()]) + "\n")
-            while hold.exists():
-                time.sleep(0.02)
-            if next(ranges, None) is None:
+            if over:
                 break
             factor = wild[pushes] if pushes < len(wild) else 1.0
             with torch.no_grad():
