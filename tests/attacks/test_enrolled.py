@@ -165,8 +165,12 @@ def test_tokens_beyond_all_reason(leasing: AttackedRun, run_goes_on: None) -> No
     leasing.run.until(lambda: min(leasing.read_standing().accepted.values()) >= 5, 60.0, "what is usual is known")
     evil = leasing.run.start_cluster("evil", [sys.executable, LIAR, "20", str(CLAIMED)], steps=10)
     log = leasing.directory / "evil" / "timeline.jsonl"
-    leasing.run.until(lambda: log.exists() and f"of its {10 * CLAIMED} tokens" in log.read_text(), 90.0, "it is told")
-    evil.terminate()
+    told = f"of its {10 * CLAIMED} tokens"
+    leasing.run.until(
+        lambda: evil.code is not None or (log.exists() and told in log.read_text()), 90.0, "it is told, or has its way"
+    )
+    if evil.code is None:
+        evil.terminate()
     with leasing.run.ledger() as ledger:
         state, folds = ledger.read_state(), [fold for row in ledger.read_history(1_000) for fold in row.folds]
     assert state.finished is None and sum(v.tokens for v in state.versions) < 10**9
