@@ -22,6 +22,7 @@ from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.transport.endpoints import Endpoint
+from dips.wire.packed_manifest import unpack_manifest
 
 Tensors = Mapping[str, Any]
 
@@ -95,7 +96,8 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
     if "waiting" in found:
         await operator.ask_master(peer, "Begin", proposed)
         bar.show_wait("the run's ledger is made")
-    transfer = SeedTransfer(peer, str(found["run"]), Manifest.from_json(proposed.manifest), tensors, watch, wait_s)
+    manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
+    transfer = SeedTransfer(peer, str(found["run"]), manifest, tensors, watch, wait_s)
     await transfer.bring_model(proposed.genesis)
 
 

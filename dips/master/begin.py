@@ -19,6 +19,7 @@ from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import describe_other_model
+from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 ASIDE = ".beginning"
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -29,7 +30,10 @@ def propose_run(tensors: Mapping[str, genesis.Tensor], grouping: Grouping) -> Ru
     manifest = genesis.manifest_of(tensors, grouping)
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
     norms = tuple(genesis.layer_norm(layer, tensors) for layer in manifest.layers)
-    return RunProposed(manifest.to_json(), digests, norms)
+    packed = pack_manifest(manifest)
+    if not packed:
+        raise ConfigError(f"the manifest of this model takes more than {MOST_PACKED} bytes: `dips init` makes the run")
+    return RunProposed(packed, manifest.digest, digests, norms)
 
 
 def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float]) -> RunRow:
@@ -59,7 +63,7 @@ def check_repeated(row: RunRow, proposed: RunProposed) -> None:
 
 
 def _check_proposed(config: RunFile, proposed: RunProposed) -> Manifest:
-    manifest = Manifest.from_json(proposed.manifest)
+    manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
     shapes = ((p.name, p.shape) for layer in manifest.layers for p in layer.parameters)
     ours = Manifest.from_shapes(shapes, config.shared.grouping)
     if not manifest.numel or ours.digest != manifest.digest:

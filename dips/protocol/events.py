@@ -334,7 +334,8 @@ class OperatorReported:
 class RunProposed:
     """The model that a run without a ledger is to begin with, as `dips init` would measure it; never a step's event."""
 
-    manifest: str  # JSON
+    packed: bytes  # the manifest's JSON: wire/packed_manifest.py
+    digest: str  # of the JSON
     genesis: tuple[str, ...]  # xxh3-128 of each layer, in hexadecimal
     genesis_norms: tuple[float, ...]
 

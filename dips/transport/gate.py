@@ -89,8 +89,8 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                     self._check_right(method, request, context)
                     return await inner(request, context)
             except DipsError as error:
-                waiting.heard = True
-                await _abort_call(context, error)
+                waiting.heard, request = True, None  # a refused message is let go before its sender is told
+                await _abort_call(context, error.with_traceback(None))
             except aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a handler raised: the caller must get an answer)

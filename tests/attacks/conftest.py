@@ -25,7 +25,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
 
 @pytest.fixture(scope="module")
 def leasing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
-    """Its clusters train on data that the run owns; honest ones never reach its end, 10⁹ tokens."""
+    """Its clusters train on data that the run owns; it ends after 10⁹ tokens: never, while clusters are honest."""
     options = {"data": {"ranges": 1_000_000, "digest": ""}, "stop": {"tokens": 10**9}}
     directory = tmp_path_factory.mktemp("attacks") / "leasing"
     with AttackedRun(directory, True, "ranges:2", options, {"keep_every": 5}) as deployment:

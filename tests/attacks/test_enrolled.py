@@ -107,7 +107,7 @@ def test_all_data_ranges_are_leased(leasing: AttackedRun) -> None:
 def test_huge_models_of_one_cluster(leasing: AttackedRun, run_goes_on: None) -> None:
     """s13: two at a time, and no version was made for as long as they came. Neither is their text in the journal."""
     files, answers, over = leasing.certificate_of("north", PeerRole.CLUSTER), list[tuple[str, str]](), threading.Event()
-    large = Manifest((Layer("evil", tuple(Parameter(f"evil.{i:07d}", (1, 1)) for i in range(500_000))),)).to_json()
+    large = Manifest((Layer("evil", tuple(Parameter(f"evil.{i:07d}", (1, 1)) for i in range(350_000))),)).to_json()
     offered = events.ManifestOffered("north", hashlib.sha256(large.encode()).hexdigest(), zlib.compress(large.encode()))
     before = leasing.read_standing()
     with callers.channel_to(leasing.run.address, files, MASTER_SAN) as channel:
@@ -127,9 +127,9 @@ def test_huge_models_of_one_cluster(leasing: AttackedRun, run_goes_on: None) -> 
         whole = to_proto(events.ClusterJoined(0, "north", "n", RUN, offered.digest, describe(channel)["config_digest"]))
         status, details = callers.ask(channel, "ClusterService/Join", whole)
         assert (status, details) == ("OK", ""), "it is asked for its manifest, and has no incarnation"
-    told = {(status, details[:60]) for status, details in answers}
+    told = {(status, details[:90]) for status, details in answers}
     assert any("has more than 65536 bytes" in details for _, details in answers), told
-    assert {status for status, _ in answers} <= {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"}, told
+    assert {status for status, _ in answers} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, told
     journal = b"".join(file.read_bytes() for file in (leasing.directory / "master").glob("journal-*.jsonl"))
     assert journal and b"evil." not in journal
     leasing.note_attack(f"{len(large) >> 20} MiB of another model, {len(answers)} times", "north.cluster",
@@ -165,8 +165,12 @@ def test_tokens_beyond_all_reason(leasing: AttackedRun, run_goes_on: None) -> No
     leasing.run.until(lambda: min(leasing.read_standing().accepted.values()) >= 5, 60.0, "what is usual is known")
     evil = leasing.run.start_cluster("evil", [sys.executable, LIAR, "20", str(CLAIMED)], steps=10)
     log = leasing.directory / "evil" / "timeline.jsonl"
-    leasing.run.until(lambda: log.exists() and f"of its {10 * CLAIMED} tokens" in log.read_text(), 90.0, "it is told")
-    evil.terminate()
+    told = f"of its {10 * CLAIMED} tokens"
+    leasing.run.until(
+        lambda: evil.code is not None or (log.exists() and told in log.read_text()), 90.0, "it is told, or has its way"
+    )
+    if evil.code is None:
+        evil.terminate()
     with leasing.run.ledger() as ledger:
         state, folds = ledger.read_state(), [fold for row in ledger.read_history(1_000) for fold in row.folds]
     assert state.finished is None and sum(v.tokens for v in state.versions) < 10**9

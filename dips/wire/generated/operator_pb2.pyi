@@ -199,11 +199,14 @@ Global___QuarantineAsked: _TypeAlias = QuarantineAsked  # noqa: Y015
 class RunProposed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    MANIFEST_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     GENESIS_FIELD_NUMBER: _builtins.int
     GENESIS_NORMS_FIELD_NUMBER: _builtins.int
-    manifest: _builtins.str
-    """JSON"""
+    packed: _builtins.bytes
+    """the manifest's JSON, by zlib"""
+    digest: _builtins.str
+    """SHA-256 of the JSON, in hexadecimal"""
     @_builtins.property
     def genesis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """xxh3-128 of each layer, in hexadecimal"""
@@ -213,13 +216,14 @@ class RunProposed(_message.Message):
     def __init__(
         self,
         *,
-        manifest: _builtins.str = ...,
+        packed: _builtins.bytes = ...,
+        digest: _builtins.str = ...,
         genesis: _abc.Iterable[_builtins.str] | None = ...,
         genesis_norms: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "genesis_norms", b"genesis_norms", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "genesis", b"genesis", "genesis_norms", b"genesis_norms", "packed", b"packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

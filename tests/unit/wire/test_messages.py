@@ -221,7 +221,6 @@ LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons
     ("Measured", "layer_dot"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("Prepared", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
-    ("RunProposed", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
     ("Registered", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
 }
 
