@@ -162,6 +162,27 @@ MUTANTS = (
         "tests/unit/master/test_bites_ledger.py",
     ),
     Mutant(
+        "nothing is written any more at a stop",
+        ROOM,
+        "            await self._flush_records()\n",
+        "",
+        "tests/unit/master/test_runtime.py",
+    ),
+    Mutant(
+        "whoever hangs up is asked for again",
+        ROOM + "/runtime.py",
+        "            self._core.withdraw_question(req)\n",
+        "",
+        "tests/unit/master/test_runtime.py",
+    ),
+    Mutant(
+        "gates and rules name no code",
+        ROOM,
+        'root.rglob("*.py")',
+        'root.glob("*.py")',
+        JOURNAL + " -k is_other_code",
+    ),
+    Mutant(
         "a lease that is over is kept",
         ROOM,
         "if not left and place != self._newest:",

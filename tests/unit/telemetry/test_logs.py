@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 
 import pytest
+import structlog
 
 from dips.errors import ConfigError
 from dips.telemetry import logs
 
 
-@pytest.fixture(autouse=True)
-def level_of_before() -> Iterator[None]:
-    before = logs._LevelledLogger.level
-    yield
-    logs._LevelledLogger.level = before
+@pytest.mark.parametrize("nth", ["one test", "the next"])
+def test_a_log_ends_with_the_test_that_configured_it(nth: str) -> None:
+    """tests/conftest.py puts it back: the stream is closed by then, and a level would silence the tests that follow."""
+    assert not structlog.is_configured() and logs._LevelledLogger.level == logging.INFO, nth
+    logs.configure_log("slave", "s0", "error")
 
 
 def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +33,6 @@ def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str])
 
 
 def _raise_drop() -> dict[str, str]:
-    import structlog
-
     raise structlog.DropEvent
 
 
