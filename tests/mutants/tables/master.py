@@ -180,7 +180,7 @@ MUTANTS = (
         ROOM,
         'root.rglob("*.py")',
         'root.glob("*.py")',
-        JOURNAL + " -k is_other_code",
+        JOURNAL + "::test_a_gate_or_rule_that_changed_is_other_code",
     ),
     Mutant(
         "a lease that is over is kept",
