@@ -183,6 +183,13 @@ MUTANTS = (
         JOURNAL + "::test_a_gate_or_rule_that_changed_is_other_code",
     ),
     Mutant(
+        "a log that cannot be written ends who logs",
+        "dips/telemetry",
+        "            self._lost += 1",
+        "            raise",
+        "tests/unit/telemetry/test_logs.py",
+    ),
+    Mutant(
         "a lease that is over is kept",
         ROOM,
         "if not left and place != self._newest:",

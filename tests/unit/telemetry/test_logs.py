@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 
 import pytest
@@ -40,3 +42,29 @@ def test_a_word_that_is_no_level_is_refused() -> None:
     assert logs.check_level(None) is None and logs.check_level("WARNING") == "WARNING"
     with pytest.raises(ConfigError, match="expected debug, info, warning or error, got 'loud'"):
         logs.check_level("loud")
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while it is full."""
+
+    full = True
+
+    def flush(self) -> None:
+        if self.full:
+            self.seek(0)
+            self.truncate()
+            raise OSError(errno.ENOSPC, "no space left on the device")
+
+
+def test_lines_that_cannot_be_written_end_nothing_and_are_counted() -> None:
+    """Who logs is in the middle of something; the next line that is written says how many are missing."""
+    disk = FullDisk()
+    stream = logs.LogStream(disk)
+    stream.write("one\n")
+    stream.write("two\n")
+    disk.full = False
+    stream.write("three\n")
+    stream.write("four\n")
+    assert disk.getvalue() == "2 lines of this log could not be written\nthree\nfour\n"
+    disk.close()
+    stream.write("five\n")
