@@ -12,6 +12,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from dips.telemetry import logs
 from dips.transport import pipeline
 from tests.forkserver.fixtures import guarded
 
@@ -116,9 +117,11 @@ def no_thread_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_log_outlives_its_test() -> Iterator[None]:
-    """A command configures the process's log onto a stream that is closed when its test is over."""
+    """A command configures the process's log, onto a stream that is closed when its test is over, and its level."""
+    level = logs._LevelledLogger.level
     yield
     structlog.reset_defaults()
+    logs._LevelledLogger.level = level
 
 
 @pytest.fixture(params=[0, 1], ids=["in place", "threads"])

@@ -44,7 +44,12 @@ class Child:
                 start_new_session=True,
                 umask=umask_given(),
             )
-        return cls(popen.pid, popen, whole_group=whole_group)
+        try:
+            return cls(popen.pid, popen, whole_group=whole_group)
+        except OSError:  # no descriptor is left: nobody would see it die
+            popen.kill()
+            popen.wait()
+            raise
 
     @property
     def alive(self) -> bool:

@@ -253,6 +253,7 @@ def newest_term(directory: Path) -> int:
 def code_digest() -> str:
     """Name the deciding code by its sources: other code may decide otherwise, and a replay says so."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(Path(dips.protocol.__path__[0]).glob("*.py")):
-        digest.update(path.read_bytes())
+    root = Path(dips.protocol.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()

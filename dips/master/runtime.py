@@ -69,9 +69,8 @@ class Runtime:
     async def ask_core(self, make: Callable[[int], Event]) -> Result:
         """Put a question on the inbox and return its answer, once everything before it is durable."""
         req, answer = self._new_answer()
-        event = make(req)
-        self.put_event(event)
         try:
+            self.put_event(make(req))  # reads what came: it may be refused
             result: Result = await answer
             return result
         finally:

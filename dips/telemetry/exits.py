@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from dips.distribution import refuse_other_dips
-from dips.errors import DipsError, advice_for, treatment_of
+from dips.errors import DipsError, FailedDisk, advice_for, treatment_of
 from dips.printable import make_lines_printable
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 
 
+OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # no bug of ours to be traced
+
+
 def run_command(command_line: Callable[[], object]) -> None:
-    """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
+    """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS).
+
+    So does what the system says of a disk that is full, read-only or broken, wherever it was met.
+    """
     try:
         refuse_other_dips()
         command_line()
     except DipsError as error:
-        advice = advice_for(error)
-        sys.stderr.write(f"error: {make_lines_printable(str(error))}\n" + (f"{advice}\n" if advice else ""))
-        sys.exit(treatment_of(error).exit_code)
+        _end_with(error)
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        _end_with(FailedDisk(str(error)))
+
+
+def _end_with(error: DipsError) -> NoReturn:
+    advice = advice_for(error)
+    sys.stderr.write(f"error: {make_lines_printable(str(error))}\n" + (f"{advice}\n" if advice else ""))
+    sys.exit(treatment_of(error).exit_code)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from dips.errors import ConfigError, DifferentModel, UnavailableMaster, advice_for, treatment_of
@@ -48,3 +51,23 @@ def test_a_command_that_fails_says_why_and_exits_by_its_class(capsys: pytest.Cap
         run_command(fail)
     assert ended.value.code == 78
     assert capsys.readouterr().err.startswith("error: a.w: expected shape (4,), got (5,)\\x1b[2J\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_fails_anywhere_is_a_sentence(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A master whose directory cannot be written must not end as if that were our bug: 74, and it is started again."""
+
+    def fail() -> None:
+        raise OSError(number, "what the system says", "/var/lib/dips")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    assert ended.value.code == 74
+    said, advised = capsys.readouterr().err.splitlines()
+    assert said == f"error: [Errno {number}] what the system says: '/var/lib/dips'"
+    assert advised == "make room on that disk, or repair it"
+
+
+def test_another_error_of_the_system_is_shown_with_where_it_was_met() -> None:
+    with pytest.raises(FileNotFoundError):
+        run_command(Path("/nowhere/at/all").read_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -54,6 +55,23 @@ async def test_another_ones_child_is_adopted(tmp_path: Path) -> None:
     assert await child.wait(10.0)
     assert child.code is None
     assert other.wait() == -signal.SIGKILL
+
+
+async def test_one_that_nobody_could_see_die_is_not_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last descriptor went while it was started: whoever asked is told that it is not, so it must not be."""
+    seen = list[int]()
+
+    def refuse(pid: int) -> int:
+        seen.append(pid)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="too many open files"):
+        Child.start(SLEEP, tmp_path / "log")
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen[0], 0)
 
 
 async def test_a_dead_number_is_not_adopted() -> None:

@@ -19,6 +19,7 @@ import structlog
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+import dips.protocol
 from dips.config import JournalSection
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
@@ -322,3 +323,17 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     journal.record_step(Ticked(), 1.0, [])
     assert journal.read_status()["writing"] == 0
     journal.close()
+
+
+@pytest.mark.parametrize("folder", ["gates", "rules", "."])
+def test_a_gate_or_rule_that_changed_is_other_code(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decides lies in folders, too; a replay that differs says whether its code does."""
+    shutil.copytree(Path(dips.protocol.__path__[0]), tmp_path / "p", ignore=shutil.ignore_patterns("__pycache__"))
+    before = journal_module.code_digest()
+    monkeypatch.setattr(dips.protocol, "__path__", [str(tmp_path / "p")])
+    assert journal_module.code_digest() == before
+    with (tmp_path / "p" / folder / "__init__.py").open("a") as file:
+        file.write("# changed")
+    assert journal_module.code_digest() != before

@@ -99,7 +99,7 @@ class Place:
     def begin(self) -> VersionProcesses:
         master, section = self.config.master, self.config.master.on_version
         assert section is not None
-        log = logs.configure_log("master", "r")  # of the whole process: a level would silence the tests that follow
+        log = logs.configure_log("master", "r")
         made = VersionProcesses(self.file, section, master.directory, self.find_due, self.write, log)
         made.start(pytest.fail)
         return made

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import structlog
 
-from dips.errors import UnavailableMaster
+from dips.errors import RemoteProtocolError, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.outbox import SlaveProgress
@@ -25,6 +25,7 @@ from dips.protocol.effects import (
     Joined,
     Note,
     Order,
+    Pending,
     Ping,
     Progress,
     Reply,
@@ -312,6 +313,48 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     with pytest.raises(UnavailableMaster):
         await asking
     made.timeline.close()
+
+
+async def test_what_is_decided_when_a_master_stops_is_written(tmp_path: Path) -> None:
+    """A disk that is slow at SIGTERM: whoever was given an incarnation would be given it twice."""
+    made = RunningMaster(tmp_path)
+    made.coordinator.script[ClusterJoined] = joins
+    made.outside.disk.clear()
+    ending = asyncio.create_task(made.runtime.run())
+    asking = asyncio.create_task(made.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
+    await made.heard(ClusterJoined)
+    made.runtime.stop()
+    done, _ = await asyncio.wait([ending], timeout=0.1)
+    assert not done
+    made.outside.disk.set()
+    assert await ending == 0 and isinstance(await asking, Joined)
+    assert made.outside.written == [IncarnationGiven(Role.CLUSTER, "a", 1, "nonce")]
+    made.timeline.close()
+
+
+async def test_a_question_whose_caller_has_gone_is_asked_no_more(tmp_path: Path) -> None:
+    """Else each that hangs up is carried along, and asked again and again, until its patience is over."""
+    async with running(tmp_path) as h:
+        h.coordinator.script[RoundAwaited] = lambda e: [Reply(e.req, Pending("the round is open"))]
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: RoundAwaited(req, PUSH)))
+        await h.heard(RoundAwaited)
+        assert h.runtime._core._held.next_deadline() < inf
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert h.runtime._core._held.next_deadline() == inf
+
+
+async def test_a_request_that_is_refused_while_it_is_read_leaves_nothing(tmp_path: Path) -> None:
+    """206 bytes each were 3.6 GB a day at the rate that one peer is allowed."""
+
+    def refuse(_req: int) -> Event:
+        raise RemoteProtocolError("no push is named")
+
+    async with running(tmp_path) as h:
+        for _ in range(3):
+            with pytest.raises(RemoteProtocolError):
+                await h.runtime.ask_core(refuse)
+        assert h.runtime._answers == {}
 
 
 def heartbeat(inner_steps: int = 0) -> ClusterHeartbeat:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import io
+import logging
 
 import pytest
+import structlog
 
 from dips.errors import ConfigError
 from dips.telemetry import logs
 
 
-@pytest.fixture(autouse=True)
-def level_of_before() -> Iterator[None]:
-    before = logs._LevelledLogger.level
-    yield
-    logs._LevelledLogger.level = before
+@pytest.mark.parametrize("nth", ["one test", "the next"])
+def test_a_log_ends_with_the_test_that_configured_it(nth: str) -> None:
+    """tests/conftest.py puts it back: the stream is closed by then, and a level would silence the tests that follow."""
+    assert not structlog.is_configured() and logs._LevelledLogger.level == logging.INFO, nth
+    logs.configure_log("slave", "s0", "error")
 
 
 def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +35,6 @@ def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str])
 
 
 def _raise_drop() -> dict[str, str]:
-    import structlog
-
     raise structlog.DropEvent
 
 
@@ -41,3 +42,29 @@ def test_a_word_that_is_no_level_is_refused() -> None:
     assert logs.check_level(None) is None and logs.check_level("WARNING") == "WARNING"
     with pytest.raises(ConfigError, match="expected debug, info, warning or error, got 'loud'"):
         logs.check_level("loud")
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while it is full."""
+
+    full = True
+
+    def flush(self) -> None:
+        if self.full:
+            self.seek(0)
+            self.truncate()
+            raise OSError(errno.ENOSPC, "no space left on the device")
+
+
+def test_lines_that_cannot_be_written_end_nothing_and_are_counted() -> None:
+    """Who logs is in the middle of something; the next line that is written says how many are missing."""
+    disk = FullDisk()
+    stream = logs.LogStream(disk)
+    stream.write("one\n")
+    stream.write("two\n")
+    disk.full = False
+    stream.write("three\n")
+    stream.write("four\n")
+    assert disk.getvalue() == "2 lines of this log could not be written\nthree\nfour\n"
+    disk.close()
+    stream.write("five\n")
