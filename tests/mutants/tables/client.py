@@ -24,6 +24,7 @@ GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
 LAZY, DOORS = "tests/unit/client/parallel/test_lazy.py", "tests/unit/client/test_doors.py"
+READER = "tests/unit/data/test_reader.py"
 DEVICES = "tests/unit/client/parallel/test_devices.py"
 OPTIMIZERS = "tests/unit/client/rank/test_inner_optimizers.py"
 LATE = "tests/unit/client/parallel/test_late_device.py"
@@ -273,6 +274,14 @@ MUTANTS = (
         "        if self._followed",
         OPTIMIZERS,
     ),
+    Mutant(
+        "a document's skipped tokens are read again",
+        "dips/data/reader.py",
+        "[start + skipped : start",
+        "[start : start",
+        READER,
+    ),
+    Mutant("a row ends with its first document", "dips/data/reader.py", "while filled < len(row):", "if True:", READER),
     # ---- found by chance: random mutants that survived
     Mutant("a pull's last word is not sent", RANK, 'FLUSH_MS if self.kind == "pull" else 0', "0", TRANSFER),
     Mutant("frames are read without a poll for ever", RANK, "return count == BATCH", "return count != BATCH", TRANSFER),
