@@ -217,7 +217,7 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         outer = self._outer
-        outer.mark_ranges(self._cutter.numbers_left)
+        outer.mark_ranges(self._cutter.numbers_left)  # from the first question on it is told what was taken back
         while True:
             for number in outer.ranges():
                 self._add_range(number)

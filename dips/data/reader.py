@@ -1,12 +1,14 @@
 """Reads a data set: the tokens of a range, and batches of sequences cut from them, the same on every machine.
 
-Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. The range that was read last
-lies in memory, nothing else does. Safe to copy into other processes: files are opened when they are first read.
+Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. Sequences are read from the
+files as they are asked for: of the range that was read last only the order lies in memory, and where its documents
+begin. Safe to copy into other processes: files are opened when they are first read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,18 @@ from dips.data import index
 from dips.data.order import I64, shuffle_numbers
 from dips.data.tokenfile import Tokens, open_tokens
 from dips.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRange:
+    """A range whose sequences are read."""
+
+    number: int
+    length: int  # of its sequences
+    documents: Any  # file, tokens, first token of each
+    begins: I64  # of each document in the range's tokens, and of what would follow
+    order: I64  # of its sequences: the first token of each
+    dtype: np.dtype[Any]
 
 
 class DataSet:
@@ -28,7 +42,7 @@ class DataSet:
         """
         self._index = index.open_index(Path(directory), verify)
         self._maps: dict[int, Tokens] = {}
-        self._last: tuple[int, int, Tokens, I64] | None = None  # range, length, its tokens, its sequences' first tokens
+        self._last: OpenRange | None = None
         self._seed = int(self._index.manifest["seed"])
 
     @property
@@ -78,13 +92,31 @@ class DataSet:
 
     def read_sequences(self, number: int, length: int, places: I64) -> Tokens:
         """Read [places, length + 1] tokens: the sequences at these places of the range's order."""
-        if self._last is None or self._last[:2] != (number, length):
-            self._last = None  # two ranges at once may be too much for the memory
-            tokens = self.tokens(number)
-            order = shuffle_numbers(max(len(tokens) - 1, 0) // length, self._seed, number) * length
-            self._last = (number, length, tokens, order)
-        _, _, tokens, order = self._last
-        return cast(Tokens, tokens[order[places][:, None] + np.arange(length + 1)])
+        of = self._last
+        if of is None or (of.number, of.length) != (number, length):
+            of = self._last = self._open_range(number, length)
+        found = np.empty((len(places), length + 1), of.dtype)
+        for row, first in zip(found, of.order[places].tolist(), strict=True):
+            self._read_row(of, first, row)
+        return cast(Tokens, found)
+
+    def _open_range(self, number: int, length: int) -> OpenRange:
+        place = number % self.ranges
+        documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
+        begins = np.concatenate([[0], np.cumsum(documents["tokens"], dtype=np.int64)])
+        order = shuffle_numbers(self.sequences(number, length), self._seed, number) * length
+        dtypes = [self._index.files[file].dtype for file in np.unique(documents["file"]).tolist()]
+        return OpenRange(number, length, documents, begins, order, np.result_type(*(dtypes or ["u2"])))
+
+    def _read_row(self, of: OpenRange, first: int, row: Tokens) -> None:
+        """Fill a row with the range's tokens from `first` on."""
+        number, filled = int(np.searchsorted(of.begins, first, side="right")) - 1, 0
+        while filled < len(row):
+            file, tokens, start = of.documents[number].tolist()
+            skipped = first + filled - int(of.begins[number])
+            part = self._open_file(file)[start + skipped : start + tokens][: len(row) - filled]
+            row[filled : filled + len(part)] = part
+            number, filled = number + 1, filled + len(part)
 
     def steps(self, number: int, sequences: int, length: int, world: int = 1) -> int:
         """How many batches a rank gets from a range."""

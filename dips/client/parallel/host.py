@@ -108,10 +108,9 @@ class HostMemory:
         Parameters whose memory was moved, and masters that an optimizer has made since, are found anew by this: it
         comes before whatever reads or writes the model.
         """
-        if replaced := self._model_memory.find_replaced():
+        replaced, moved = self._model_memory.compare_memory()
+        if not moved:
             return replaced
-        if not self._model_memory.has_moved():
-            return ""
         held, other = self._model_memory.describe_again()
         if not other:
             self._held = self._sort_by_layer(held)

@@ -42,6 +42,11 @@ class OptimizerMasters:
         return self._sync is not None
 
     @property
+    def has_optimizer(self) -> bool:
+        """Masters may be found in an optimizer that was given."""
+        return bool(self._optimizers)
+
+    @property
     def known(self) -> bool:
         """Pulls reach the masters: an optimizer or a function was given."""
         return self._sync is not None or bool(self._optimizers)

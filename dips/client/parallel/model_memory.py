@@ -7,10 +7,12 @@ module) is refused: nobody knows here which of the two is trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
-from typing import Any
+from itertools import chain
 from weakref import ref
+
+import torch
 
 from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.errors import ConfigError
@@ -23,17 +25,20 @@ class ModelMemory:
         self._adapter, self._held = adapter, list(held)
         self._names = {h.name for h in held}
         self._owners = [(name, ref(owner)) for name, owner, _ in adapter.local_tensors() if name in self._names]
-        self._lies_at = self._present_places()
+        self._lies_at = self._list_places(adapter.local_tensors())
 
-    def find_replaced(self) -> str:
-        """The first parameter that is another object by now; "" if there is none."""
-        present = {(name, id(owner)) for name, owner, _ in self._adapter.local_tensors()}
-        gone = [name for name, owner in self._owners if (name, id(owner())) not in present]
-        return min(gone, default="")
+    @torch.no_grad()
+    def compare_memory(self) -> tuple[str, bool]:
+        """The first parameter that is another object by now, or "", and whether some tensor lies elsewhere, or an
+        optimizer has other masters.
 
-    def has_moved(self) -> bool:
-        """Some tensor lies elsewhere, or an optimizer has other masters."""
-        return self._present_places() != self._lies_at
+        One walk over the model: mixtures of experts have tens of thousands of parameters, and it is made several times
+        in a round.
+        """
+        tensors = list(self._adapter.local_tensors())
+        present = {(name, id(owner)) for name, owner, _ in tensors}
+        gone = min((name for name, owner in self._owners if (name, id(owner())) not in present), default="")
+        return gone, not gone and self._list_places(tensors) != self._lies_at
 
     def describe_again(self) -> tuple[list[HeldParameter], str]:
         """What the adapter describes now, and the first parameter of which other parts lie here, or ""."""
@@ -44,13 +49,15 @@ class ModelMemory:
         before, now = {h.name: _extent(h) for h in self._held}, {h.name: _extent(h) for h in described}
         other = min((name for name in before.keys() | now.keys() if before.get(name) != now.get(name)), default="")
         if not other:
-            self._held, self._lies_at = described, self._present_places()
+            self._held, self._lies_at = described, self._list_places(self._adapter.local_tensors())
         return described, other
 
-    def _present_places(self) -> set[tuple[str, int, Any]]:
+    def _list_places(
+        self, tensors: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> set[tuple[str, int, torch.dtype]]:
         return {
             (name, memory.data_ptr(), memory.dtype)
-            for name, _, memory in (*self._adapter.local_tensors(), *self._adapter.local_masters())
+            for name, _, memory in chain(tensors, self._adapter.local_masters())
             if name in self._names
         }
 

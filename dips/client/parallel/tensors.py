@@ -12,6 +12,7 @@ none, what a pull rounds away is kept for the next push (remainders.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 Places = dict[tuple[Any, ...], tuple[tuple[int, ...], list[Rect]]]
 
 # Names that wrappers insert into a parameter's path.
+NAMES = 1 << 17  # kept: those of a model of many experts are asked for several times in a round
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -77,6 +79,8 @@ class TorchAdapter(Adapter):
         yield from ((name, buffer, _local_tensor(buffer)) for name, buffer in self._chosen_buffers())
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        if not self._optimizer.has_optimizer:
+            return
         self.reshard()
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
@@ -133,6 +137,7 @@ class TorchAdapter(Adapter):
         return choose_buffers(named, self._share_buffers)
 
 
+@lru_cache(NAMES)
 def plain_name(path: str) -> str:
     """A parameter's name in the model itself."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)

@@ -25,6 +25,8 @@ BUFFERS = "tests/unit/client/parallel/test_shared_buffers.py"
 GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
+LAZY, DOORS = "tests/unit/client/parallel/test_lazy.py", "tests/unit/client/test_doors.py"
+READER = "tests/unit/data/test_reader.py"
 DEVICES = "tests/unit/client/parallel/test_devices.py"
 OPTIMIZERS = "tests/unit/client/rank/test_inner_optimizers.py"
 LATE = "tests/unit/client/parallel/test_late_device.py"
@@ -133,7 +135,7 @@ MUTANTS = (
     Mutant(
         "masters that were made since are not found",
         PARALLEL,
-        "if not self._model_memory.has_moved():",
+        "if not moved:",
         "if True:",
         MOVED,
     ),
@@ -303,5 +305,58 @@ MUTANTS = (
         "        self.steps = 0\n        if self._followed",
         "        if self._followed",
         OPTIMIZERS,
+    ),
+    Mutant(
+        "a document's skipped tokens are read again",
+        "dips/data/reader.py",
+        "[start + skipped : start",
+        "[start : start",
+        READER,
+    ),
+    Mutant("a row ends with its first document", "dips/data/reader.py", "while filled < len(row):", "if True:", READER),
+    # ---- found by chance: random mutants that survived
+    Mutant("a pull's last word is not sent", RANK, 'FLUSH_MS if self.kind == "pull" else 0', "0", TRANSFER),
+    Mutant("frames are read without a poll for ever", RANK, "return count == BATCH", "return count != BATCH", TRANSFER),
+    Mutant(
+        "a replaced merge leaves its hooks",
+        PARALLEL,
+        "self._pending = {}\n        self._remove_hooks()",
+        "self._pending = {}",
+        LAZY,
+    ),
+    Mutant(
+        "what is gathered is another parameter",
+        PARALLEL,
+        "self.reshard()\n        for part in self._parts:\n            for path, parameter",
+        "for part in self._parts:\n            for path, parameter",
+        MOVED,
+    ),
+    Mutant(
+        "a model is walked over twice",
+        PARALLEL,
+        "tensors = list(self._adapter.local_tensors())",
+        "tensors = list(self._adapter.local_tensors()) and list(self._adapter.local_tensors())",
+        MOVED,
+    ),
+    Mutant(
+        "a feed marks its first step",
+        "dips/client/data.py",
+        "        outer.mark_ranges(self._cutter.numbers_left)  #",
+        "        #",
+        DOORS,
+    ),
+    Mutant(
+        "an incarnation that lives is not told",
+        AGENT,
+        'end_transfer(s, "the master took up this incarnation again")',
+        "pass",
+        HEARTBEATS,
+    ),
+    Mutant(
+        "an outer state is saved without an optimizer",
+        "dips/client/transformers.py",
+        "self.outer is None or args.save_only_model",
+        "self.outer is None",
+        "tests/unit/client/test_trainer.py",
     ),
 )

@@ -213,3 +213,14 @@ def test_a_hugging_face_data_set() -> None:
     seen = [text for number in range(6) for batch in batches.batches(number, 0) for text in batch["text"]]
     assert sorted(seen) == sorted(table["text"])
     assert table.select(batches.rows(3))["source"][:].count("a") in (3, 4)
+
+
+def test_what_is_taken_back_before_the_first_step_is_known(data: DataSet) -> None:
+    """The feed says that it marks its steps before it asks for a range: from then on the agent has it forget ranges
+    that the cluster has lost, and would not while steps may be unmarked.
+    """
+    outer, asked = Outer([3]), list[int]()
+    ranges = outer.ranges
+    outer.ranges = lambda: (asked.append(len(outer.marks)), ranges())[1]  # type: ignore[method-assign]
+    next(iter(feed(outer, TokenBatches(data, 2, 16), 0)))
+    assert asked == [1] and outer.marks[0] == ((), None)

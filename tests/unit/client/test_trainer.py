@@ -129,6 +129,16 @@ def test_the_outer_state_lies_in_each_checkpoint(tmp_path: Path, finished: bool)
     assert read_outer_state(checkpoint_path(args, state)) == ({"format": 3}, {})
 
 
+def test_without_an_optimizer_no_outer_state_is_saved(tmp_path: Path) -> None:
+    """`save_only_model`: nothing can be resumed from it, so no rank asks the agent what to save."""
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, save_only_model=True)
+    (tmp_path / "checkpoint-7").mkdir()
+    callback = OuterCallback()
+    callback.outer = cast(Any, SimpleNamespace(finished=False))  # it has no state_dict
+    callback.on_save(args, TrainerState(global_step=7), TrainerControl())
+    assert list((tmp_path / "checkpoint-7").iterdir()) == []
+
+
 @pytest.mark.parametrize("pace", [{"steps": 8}, {"aligned": 8}])
 def test_a_loss_that_is_logged_too_seldom_is_told(cluster_file: Path, pace: dict[str, int]) -> None:
     """Most pushes would carry none; a Trainer that logs at each push is fine."""

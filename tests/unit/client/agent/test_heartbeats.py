@@ -10,6 +10,7 @@ import pytest
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.heartbeats import HEAL_S, build_heartbeat
+from dips.client.agent.phases import SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,
@@ -267,3 +268,18 @@ def test_each_heartbeat_saves_what_was_consumed(play: Play) -> None:
     play.now = HEARTBEAT_S
     play.do(play.core.tick(play.now))
     assert play.saved[-1] == PastIncarnation(1, 30)
+
+
+def test_an_incarnation_that_lives_after_all_goes_on(play: Play) -> None:
+    """A push was refused as if it were over, and the master says that it lives: the trainer is told to train on."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), 1.0))
+    assert play.s.sync.phase is SyncPhase.UNSURE and isinstance(play.send(want), AskAgain)
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    assert play.s.sync.phase is SyncPhase.RESTING
+    answer = play.send(want)
+    assert isinstance(answer, TrainOn) and answer.reason == "the master took up this incarnation again"
+    assert play.s.account.carried.tokens == 10, "what was trained goes with the next push"

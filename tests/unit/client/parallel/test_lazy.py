@@ -332,3 +332,21 @@ def test_megatron_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
         MegatronAdapter([nn.Linear(2, 2)]).read_groups()
+
+
+def test_a_merge_that_another_rank_cannot_do_is_replaced() -> None:
+    """It was begun here: the install that all ranks do instead leaves nothing of it, and no second set of hooks."""
+    model = LazyModel()
+    memory = laid(model)
+    land(memory, 3.0)
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    for piece in memory.pieces:
+        piece.array[:] = 9.0
+    memory.scatter_pieces()
+    assert memory.merge_shard()
+    memory.install_shard()
+    model(TOKENS)
+    memory.finish_install()
+    assert at(model, 9.0) == {name for name, _ in model.named_parameters()}
+    assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import HeldParameter, TensorBlock, check_devices
+from dips.client.parallel.torch_types import is_dtensor
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
 from dips.wire.chunks import split_chunks
@@ -316,3 +320,28 @@ def test_compile_around_ddp_leaves_no_trace_in_names(tmp_path: Any) -> None:
             found.adapter.read_groups()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_look_at_the_model_walks_over_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 experts are looked at several times in a round, while training stands."""
+    memory, walks = memory_of(nn.Linear(3, 2)), list[int]()
+    walk = memory._adapter.local_tensors
+    monkeypatch.setattr(memory._adapter, "local_tensors", lambda: (walks.append(1), walk())[1])
+    assert memory.find_replaced_parameter() == "" and len(walks) == 1
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_what_an_evaluation_left_gathered_is_no_other_parameter(one_rank: Any) -> None:
+    """FSDP2 shows the gathered parameters of its root until the next backward: they are dropped before a look."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=one_rank)
+    memory = memory_of(model)
+    with torch.no_grad():
+        model(torch.zeros(1, 3))
+    assert not any(is_dtensor(p) for p in model.parameters()), "what tells it apart"
+    assert memory.find_replaced_parameter() == ""

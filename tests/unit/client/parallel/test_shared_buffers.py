@@ -56,9 +56,9 @@ def test_a_buffer_that_is_replaced_is_noticed() -> None:
     model = Mixture()
     layout = lay_out(model, JobCollectives(), grouping=Grouping(share_buffers=("*.expert_bias",)))
     memory = ModelMemory(layout.adapter, layout.held)
-    assert memory.find_replaced() == ""
+    assert memory.compare_memory()[0] == ""
     model.layers[1].expert_bias = torch.zeros(3)
-    assert memory.find_replaced() == "layers.1.expert_bias"
+    assert memory.compare_memory()[0] == "layers.1.expert_bias"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ import xxhash
 import zmq
 
 from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
+from dips.client.rank.transfer_loop import BATCH, FLUSH_MS, TransferLoop
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.transport.stream import Stream
 from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import Header, Kind, check_body, make_message, pack_header, run_id, unpack_header
@@ -144,3 +148,49 @@ def test_an_error_of_the_stage_is_raised_to_the_caller(lane: ScriptedLane) -> No
         push_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))], encode=encode)
     assert time.monotonic() - began < 5
     assert not [t.name for t in threading.enumerate() if t.name.startswith("push-")]
+
+
+@pytest.mark.parametrize("lane", [set()], indirect=True)
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_the_last_word_of_a_pull_is_sent(lane: ScriptedLane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's DONE may still be with libzmq when it is closed: a pull waits for it, a push has none to send."""
+    closed: list[int] = []
+    close = Stream.close
+    monkeypatch.setattr(
+        Stream, "close", lambda self, linger_ms=0: (closed.append(linger_ms), close(self, linger_ms))[1]
+    )
+    move = pull_pieces if kind == "pull" else push_pieces
+    move(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))])
+    assert closed[0] == (FLUSH_MS if kind == "pull" else 0)
+
+
+def test_more_is_read_at_once_only_behind_a_full_batch() -> None:
+    """Less: all was read that had come, and the loop waits in its poll instead of running round and round."""
+
+    class Frames(TransferLoop):
+        kind = "pull"
+
+        def __init__(self, frames: int) -> None:
+            self.left = frames
+
+        def read_frames(self, now: float, most: int) -> Iterator[int]:
+            for _ in range(min(most, self.left)):
+                self.left -= 1
+                yield self.left
+
+        def _on_frame(self, part: object, frame: object, now: float) -> None:
+            pass
+
+        def process_chunk(self, staged: object) -> int:
+            raise AssertionError("no chunk")
+
+        def on_processed(self, staged: object, value: int) -> None:
+            raise AssertionError("no chunk")
+
+        def _moved_bytes(self) -> int:
+            return 0
+
+    loop = Frames(BATCH + 1)
+    part: Any = SimpleNamespace(stream=loop, done=False)
+    assert loop._read_frames(part, 0.0)
+    assert not loop._read_frames(part, 0.0)
