@@ -96,17 +96,22 @@ def make_run(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
     mirrors = find_mirrors(config, force)
-    manifest = manifest_of(tensors, config.shared.grouping)
-    digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
-    row = make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
+    row = row_of_model(config, tensors)
     if force:
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
-    _write_initial(config, tensors, manifest)
+    write_initial(config, tensors)
     mirror_initial(config)
     Ledger.create(ledger, row, wall).close()
     return row
+
+
+def row_of_model(config: RunFile, tensors: Mapping[str, Tensor]) -> RunRow:
+    """The first row of the ledger of a run that begins with this model; ConfigError as `make_run`, nothing written."""
+    manifest = manifest_of(tensors, config.shared.grouping)
+    digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
+    return make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
 
 
 def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norms: tuple[float, ...]) -> RunRow:
@@ -224,7 +229,8 @@ def _throw_away(ledger: Path) -> None:
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is thrown away, too
 
 
-def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
+    """Write version 0, and what lies beside it, in the place of what is there."""
     directory = config.master.directory
     model = directory / INITIAL_MODEL
     model.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +240,7 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
     save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
-    write_listings(config, manifest)
+    write_listings(config, manifest_of(tensors, config.shared.grouping))
 
 
 def write_listings(config: RunFile, manifest: Manifest) -> None:

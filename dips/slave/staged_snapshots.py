@@ -1,9 +1,11 @@
-"""Snapshots that `dips rebalance` has written, until its row in the ledger makes them their slave's.
+"""Snapshots that `dips rebalance` or `dips recover` has written, until its row in the ledger makes them a version.
 
-    .rebalanced-v12@r17   whole and verified; beside v12@r17, which holds the layers of before, or without it
+    .rebalanced-v12@r17   whole; beside v12@r17, which holds the layers of before, or without it
 
-A crash may follow the row, so whoever learns the new placement puts them in their place: the command, or the slave when
-the master names its layers. Before the row nobody does: the layers that the master names are still those of v12@r17.
+A crash may follow the row, so whoever learns of it puts them in their place: the command when it is repeated, or the
+slave when the master names its layers. Before the row a rebalanced one is passed by: the layers that the master names
+are still those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master has it deleted,
+like what was persisted in a round that broke.
 """
 
 from __future__ import annotations
@@ -29,6 +31,15 @@ def staged_versions(directory: Path) -> list[VersionId]:
     """The versions of which a snapshot is staged here, ascending."""
     names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
     return sorted(version for name in names if (version := version_of(Path(name))) is not None)
+
+
+def stage_snapshot(aside: Path, version: VersionId) -> None:
+    """Give what was written aside, durably, its staged name; another try's of this version goes."""
+    staged = staged_path(aside.parent, version)
+    if staged.exists():
+        shutil.rmtree(staged)
+    aside.rename(staged)
+    sync_path(aside.parent)
 
 
 def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:

@@ -32,6 +32,7 @@ from dips.slave import tensorfile
 from dips.slave.snapshots import Snapshots
 from dips.slave.staged_snapshots import staged_path
 from tests.damage import flip_bit
+from tests.guillotine import Guillotine, Killed
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(3, 4)
 SHAPES = {f"block.{i}.w": (3 + i, 2) for i in range(6)} | {"head.b": (1,)}
@@ -42,10 +43,6 @@ Arrays = dict[int, np.ndarray]
 def own_log() -> None:
     """A test before this one may have left a log that writes to its own, closed file."""
     structlog.reset_defaults()
-
-
-class Killed(BaseException):
-    """The command is gone, as by SIGKILL."""
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -277,31 +274,6 @@ def test_what_is_not_on_the_disks_is_undone(run: StoppedRun) -> None:
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------
-
-
-class Guillotine:
-    """Kills the command at its k-th change of a disk; a change that was not made stands for one that was half made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.left, self.fell = at, False
-        for owner, name in ((Path, "rename"), (shutil, "rmtree"), (Ledger, "write_records")):
-            monkeypatch.setattr(owner, name, self._guarded(getattr(owner, name), after=owner is Ledger))
-
-    def _guarded(self, real: Any, after: bool) -> Any:
-        def guarded(*args: Any, **named: Any) -> Any:
-            self._count()
-            done = real(*args, **named)
-            if after:
-                self._count()  # and once when the transaction is durable, before anything else
-            return done
-
-        return guarded
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.fell = True
-            raise Killed
 
 
 @pytest.mark.parametrize(("new", "words"), [("three.yaml", ()), ("one.yaml", ("--old", "two.yaml"))])
