@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from dips.config import RunFile
 from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
-from dips.fsync import sync_path
+from dips.fsync import make_directory, sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
 from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
@@ -133,7 +133,7 @@ def fetch_initial(store: MirrorStore, directory: Path) -> None:
         path, there = directory / name, store.file_size(str(name))
         if path.exists() or there is None:
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         aside = path.with_suffix(".tmp")
         with store.open_file(str(name)) as source, aside.open("wb") as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
@@ -233,7 +233,7 @@ def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
     """Write version 0, and what lies beside it, in the place of what is there."""
     directory = config.master.directory
     model = directory / INITIAL_MODEL
-    model.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(model.parent)
     aside = model.with_suffix(".tmp")
     metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
     # ascontiguousarray gives a scalar one dimension.
@@ -246,7 +246,7 @@ def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
 def write_listings(config: RunFile, manifest: Manifest) -> None:
     """What lies beside the model, or in its place: for people and tools, and to name what differs later."""
     directory = config.master.directory
-    (directory / INITIAL_MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    make_directory((directory / INITIAL_MANIFEST).parent)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),
         (INITIAL_SHARED, json.dumps(config.shared.agreed, indent=1)),

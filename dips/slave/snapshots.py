@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.fsync import sync_path
+from dips.fsync import make_directory, sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
@@ -92,7 +92,7 @@ class Snapshots:
     def _take_directory(self) -> PidLock:
         busy = f"directory: {self._directory} is held by another running slave"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
