@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection
+from itertools import chain, count
 from pathlib import Path
 
 from dips.errors import CorruptSnapshot
@@ -70,8 +71,9 @@ def delete_snapshot(path: Path) -> None:
 
 
 def keep_snapshot(path: Path) -> None:
-    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it."""
-    path.rename(path.with_name(f"{KEPT}{path.name}"))
+    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it; beside what was kept before."""
+    names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
+    path.rename(next(name for name in names if not name.exists()))
     sync_path(path.parent)
 
 

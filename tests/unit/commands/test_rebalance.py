@@ -235,6 +235,15 @@ def test_what_was_before_may_be_kept(run: StoppedRun) -> None:
     run.assert_intact()
 
 
+def test_what_was_kept_before_stays_beside_it(run: StoppedRun) -> None:
+    """There and back at one version with --keep-old: the second one finds its name taken, behind the row."""
+    run.rebalance("three.yaml", "--keep-old")
+    run.rebalance("two.yaml", "--keep-old", "--old", str(run.path / "three.yaml"))
+    assert entries(run.path / "s0") == ["old-v1@r1", "old-v2@r3", "old-v2@r3-2", "v2@r3"]
+    assert sorted(run.placement()) == ["s0", "s1"]
+    run.assert_intact()
+
+
 def test_a_dry_run_changes_nothing(run: StoppedRun) -> None:
     """It prints the plan, also while master and slaves run."""
     lock = PidLock(run.path / "s0" / ".lock", busy="", advice="")
