@@ -36,6 +36,7 @@ from dips.slave.rebalance import manifest_digest
 from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
 from tests.guillotine import Guillotine, Killed
+from tests.power_cut import PowerCut
 
 V1 = VersionId(1, 1)
 SHAPES = {"a.w": (3,), "b.w": (2, 2)}
@@ -278,6 +279,36 @@ def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path
         pytest.fail("it never came to an end")
     assert seen == {True, False} and at > 8
     assert_recovered(config)
+
+
+@pytest.mark.parametrize("ledger_lost", [False, True])
+def test_what_it_wrote_outlives_a_power_cut(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ledger_lost: bool
+) -> None:
+    """What is staged, before its row; its names, the ledger's and the initial model's, before the command says done."""
+    if ledger_lost:
+        shutil.rmtree(config.master.directory)
+    cut, at_row = PowerCut(tmp_path, monkeypatch), list[list[str]]()
+    write_records = Ledger.write_records
+
+    def seen(ledger: Ledger, records: Any, wall: float | None = None) -> None:
+        if any(isinstance(record, VersionCommitted) for record in records):
+            staged = [path for s in config.slaves for path in s.directory.glob(".rebalanced-*")]
+            at_row.append([lost for path in staged for lost in cut.find_lost(path)] if len(staged) == 2 else ["both"])
+        write_records(ledger, records, wall)
+
+    monkeypatch.setattr(Ledger, "write_records", seen)
+    done = recover(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert at_row == [[]] and cut.early == []
+    head = head_of(config)
+    for slave in config.slaves:
+        assert cut.find_lost(slave.directory / str(head)) == []
+        assert not cut.would_return(slave.directory / f".rebalanced-{head}")
+    if ledger_lost:
+        for name in (genesis.LEDGER, *genesis.INITIAL_FILES):
+            assert cut.find_lost(config.master.directory / name) == []
+    cut.close()
 
 
 def test_what_was_killed_behind_its_row_is_finished(config: RunFile, tmp_path: Path) -> None:

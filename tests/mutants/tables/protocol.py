@@ -34,6 +34,13 @@ ANCHORED = "tests/unit/protocol/test_anchors.py"
 WINDOWS = "tests/unit/protocol/test_windows.py"
 
 MUTANTS = (
+    Mutant(
+        "one version more than the newest few stays",
+        ROOM,
+        "if len(complete) >= keep else",
+        "if len(complete) > keep else",
+        "tests/unit/protocol/test_archive.py",
+    ),
     # ---- a name that is taken
     Mutant(
         "a second agent takes a name from one that lives",

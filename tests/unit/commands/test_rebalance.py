@@ -33,6 +33,7 @@ from dips.slave.snapshots import Snapshots
 from dips.slave.staged_snapshots import staged_path
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
+from tests.power_cut import PowerCut
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(3, 4)
 SHAPES = {f"block.{i}.w": (3 + i, 2) for i in range(6)} | {"head.b": (1,)}
@@ -320,6 +321,26 @@ def test_killed_anywhere_the_run_is_whole(tmp_path: Path, new: str, words: tuple
     else:
         pytest.fail("it never came to an end")
     assert seen == {True, False} and at > 10
+
+
+def test_what_it_wrote_outlives_a_power_cut(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staged snapshots, before the row that makes them the run's; their names, before the command says so."""
+    cut, at_row = PowerCut(run.path, monkeypatch), list[list[str]]()
+    write_records = Ledger.write_records
+
+    def seen(ledger: Ledger, records: Any, wall: float | None = None) -> None:
+        staged = list(run.path.glob("s*/.rebalanced-*"))
+        at_row.append([lost for path in staged for lost in cut.find_lost(path)] if len(staged) == 3 else ["all"])
+        write_records(ledger, records, wall)
+
+    monkeypatch.setattr(Ledger, "write_records", seen)
+    run.rebalance("three.yaml")
+    assert at_row == [[]] and cut.early == []
+    for i in range(3):
+        assert cut.find_lost(run.path / f"s{i}" / str(V2)) == []
+        assert not cut.would_return(run.path / f"s{i}" / f".rebalanced-{V2}")
+        assert not cut.would_return(run.path / f"s{i}" / str(V1))
+    cut.close()
 
 
 def test_interrupted_and_the_run_went_on(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
