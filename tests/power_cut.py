@@ -8,9 +8,14 @@ directory's, and a rename of what is not on the disk are all found, wherever the
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.guillotine import Killed
 
 Kept = bytes | frozenset[tuple[str, int]]  # a file's content, a directory's names and inodes
 
@@ -88,3 +93,30 @@ class PowerCut:
 
     def _relative(self, path: Path) -> str:
         return os.path.relpath(path, self._root)
+
+
+def fell_behind(at: int, patch: pytest.MonkeyPatch, act: Callable[[], object]) -> bool:
+    """Do it, and die behind the `at`-th fsync or rename; nothing is cleaned up then. False: it has fewer."""
+    left = at
+
+    def guard(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def guarded(*args: Any) -> Any:
+            nonlocal left
+            done = real(*args)
+            left -= 1
+            if left == 0:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+                raise Killed
+            return done
+
+        patch.setattr(owner, name, guarded)
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace")):
+        guard(owner, name)
+    try:
+        act()
+    except Killed:
+        return True
+    return False

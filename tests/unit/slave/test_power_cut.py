@@ -23,7 +23,7 @@ from dips.slave.initial_model import OWN_FILE
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.staged_snapshots import keep_snapshot, promote_if_ours, promote_snapshot, staged_path
 from tests.damage import flip_bit
-from tests.power_cut import PowerCut
+from tests.power_cut import PowerCut, fell_behind
 from tests.unit.slave.test_mirror import LAYERS, LOG, V1, V2, nothing, written
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened
 
@@ -170,7 +170,7 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
         disk.mkdir()
         with monkeypatch.context() as patch:
             cut = PowerCut(tmp_path, patch)
-            fell = _fell_at(at, patch, disk, store)
+            fell = fell_behind(at, patch, lambda: mirror_copy.bring_back(store, disk, "r", "s", V2, nothing))
             assert cut.early == []
             named = disk / str(V2)
             assert not named.exists() or cut._find_lost_below(named) == []
@@ -185,34 +185,6 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
             assert snapshots.complete_versions() == (V2,)
         assert (disk / str(V2) / file).read_bytes() == text
     assert len(calls) == 3 + 5, "the mirror's note; then model, manifest, their names, the rename, its directory"
-
-
-class Killed(BaseException):
-    """The process is gone, and what would clean up after it."""
-
-
-def _fell_at(at: int, patch: pytest.MonkeyPatch, disk: Path, store: MirrorStore) -> bool:
-    """Bring v2 back, and die behind the at-th fsync or rename."""
-    left = [at]
-
-    def guarded(real):  # type: ignore[no-untyped-def]
-        def call(*args):  # type: ignore[no-untyped-def]
-            done = real(*args)
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-            return done
-
-        return call
-
-    patch.setattr(os, "fsync", guarded(os.fsync))
-    patch.setattr(Path, "rename", guarded(Path.rename))
-    patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    try:
-        mirror_copy.bring_back(store, disk, "r", "s", V2, nothing)
-    except Killed:
-        return True
-    return False
 
 
 def test_a_rebalanced_snapshot(
