@@ -148,6 +148,14 @@ MUTANTS = (
         "pass",
         RECOVER,
     ),
+    Mutant("a restored ledger is named before it is on the disk", ROOM, "    sync_path(built)\n", "", MIRROR),
+    Mutant(
+        "a restored initial model is named before it is on the disk",
+        ROOM,
+        "        sync_path(aside)\n        aside.replace(path)",
+        "        aside.replace(path)",
+        MIRROR,
+    ),
     # ---- dips recover
     Mutant(
         "a recovered version's round is not reserved",
