@@ -17,12 +17,20 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, each durable in the one above; one that is there is fine."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_path(path.parent)
+
+
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
     """Yield a path beside `output` to write to, and to make durable; only what is whole then gets the name."""
     aside = output.with_name(f".unfinished-{output.name}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(output.parent)
         yield aside
         aside.rename(output)
         sync_path(output.parent)

@@ -23,7 +23,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dips.errors import ConfigError, DipsError, FailedMirror
-from dips.fsync import sync_path, write_durably
+from dips.fsync import make_directory, write_durably
 
 PIECE_BYTES = 8 << 20  # read and written at a time
 ASIDE = ".unfinished-"
@@ -95,7 +95,7 @@ class MirrorStore:
             self._require_mirror(marks=True)
             path = self._full_path(name)
             if self._local:
-                _make_folder(Path(path).parent)
+                make_directory(Path(path).parent)
             with self._fs.open(path, "wb", **({} if self._local else {"block_size": PIECE_BYTES})) as file:
                 yield file
                 if self._local:
@@ -141,7 +141,7 @@ class MirrorStore:
             self._fs.pipe_file(self._full_path(name), content)
             return
         path = Path(self._full_path(name))
-        _make_folder(path.parent)
+        make_directory(path.parent)
         write_durably(path, content, path.with_name(ASIDE + path.name))
 
     def _require_mirror(self, *, marks: bool = False) -> None:
@@ -160,7 +160,7 @@ class MirrorStore:
             marker = uuid.uuid4().hex
             self._put_file(MARKER, marker.encode())
         if marker is not None and seen is None:
-            self._of.mkdir(parents=True, exist_ok=True)
+            make_directory(self._of)
             write_durably(self._of / SEEN, f"{self.url}\n{marker}\n".encode(), self._of / f"{SEEN}.tmp")
         self._proven = marker is not None and not self._local
 
@@ -195,11 +195,3 @@ class MirrorStore:
 
 def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _make_folder(path: Path) -> None:
-    """Make a directory and those above it; each is durable in the one above."""
-    if not path.is_dir():
-        _make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_path(path.parent)

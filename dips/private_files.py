@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from dips.errors import ConfigError
+from dips.fsync import make_directory
 
 PRIVATE_MASK = 0o077
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -33,7 +34,7 @@ def make_private_directory(path: Path, key: str) -> None:
 
     What belongs to another user is left to a group: Kubernetes gives volumes to one (fsGroup).
     """
-    path.mkdir(parents=True, exist_ok=True)
+    make_directory(path)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid == os.geteuid():

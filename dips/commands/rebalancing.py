@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from dips.cgroup import available_memory
 from dips.config import RunFile, SlaveSection
-from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
+from dips.errors import ConfigError, DipsError, FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
 from dips.master.ledger import Ledger
@@ -131,14 +131,8 @@ def _finish_last(ledger: Ledger, sections: Sequence[SlaveSection], discard: Call
     """Put into their places what an interrupted rebalance had staged, if its row is in the ledger."""
     digests, placed = ledger.read_digests(), dict(ledger.run_row().placement)
     for section in sections:
-        for version in staged_versions(section.directory):
-            try:
-                digest = files.manifest_digest(staged_path(section.directory, version))
-            except CorruptSnapshot as error:
-                print(f"note: {error}")
-                continue
-            if section.name in placed and digest == digests.get((version.round, section.name)):
-                promote_snapshot(section.directory, version, discard)
+        if section.name in placed:
+            files.finish_staged(section.directory, section.name, digests, lambda e: print(f"note: {e}"), discard)
 
 
 def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing:

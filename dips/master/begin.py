@@ -12,6 +12,7 @@ from math import isfinite
 
 from dips.config import RunFile
 from dips.errors import ConfigError, RemoteProtocolError
+from dips.fsync import make_directory
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.protocol.events import RunProposed
@@ -46,7 +47,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     genesis.find_mirrors(config, force=False)
     manifest = _check_proposed(config, proposed)
     row = genesis.make_row(config, manifest, proposed.genesis, proposed.genesis_norms)
-    config.master.directory.mkdir(parents=True, exist_ok=True)
+    make_directory(config.master.directory)
     with hold_ledger(path):
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from dips.config import RunFile
 from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
-from dips.fsync import sync_path
+from dips.fsync import make_directory, sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
 from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
@@ -96,17 +96,22 @@ def make_run(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
     mirrors = find_mirrors(config, force)
-    manifest = manifest_of(tensors, config.shared.grouping)
-    digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
-    row = make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
+    row = row_of_model(config, tensors)
     if force:
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
-    _write_initial(config, tensors, manifest)
+    write_initial(config, tensors)
     mirror_initial(config)
     Ledger.create(ledger, row, wall).close()
     return row
+
+
+def row_of_model(config: RunFile, tensors: Mapping[str, Tensor]) -> RunRow:
+    """The first row of the ledger of a run that begins with this model; ConfigError as `make_run`, nothing written."""
+    manifest = manifest_of(tensors, config.shared.grouping)
+    digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
+    return make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
 
 
 def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norms: tuple[float, ...]) -> RunRow:
@@ -128,7 +133,7 @@ def fetch_initial(store: MirrorStore, directory: Path) -> None:
         path, there = directory / name, store.file_size(str(name))
         if path.exists() or there is None:
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         aside = path.with_suffix(".tmp")
         with store.open_file(str(name)) as source, aside.open("wb") as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
@@ -224,23 +229,24 @@ def _throw_away(ledger: Path) -> None:
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is thrown away, too
 
 
-def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
+    """Write version 0, and what lies beside it, in the place of what is there."""
     directory = config.master.directory
     model = directory / INITIAL_MODEL
-    model.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(model.parent)
     aside = model.with_suffix(".tmp")
     metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
     # ascontiguousarray gives a scalar one dimension.
     save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
-    write_listings(config, manifest)
+    write_listings(config, manifest_of(tensors, config.shared.grouping))
 
 
 def write_listings(config: RunFile, manifest: Manifest) -> None:
     """What lies beside the model, or in its place: for people and tools, and to name what differs later."""
     directory = config.master.directory
-    (directory / INITIAL_MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    make_directory((directory / INITIAL_MANIFEST).parent)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),
         (INITIAL_SHARED, json.dumps(config.shared.agreed, indent=1)),

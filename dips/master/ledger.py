@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
-from dips.fsync import sync_path
+from dips.fsync import make_directory, sync_path
 from dips.ids import VersionId
 from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
 from dips.master.ledger_chain import ChainedRows, require_no_chain, verify_chain, verify_pages
@@ -294,7 +294,7 @@ def _take_lock(path: Path | str) -> PidLock | None:
     """Hold `<ledger>.lock` until it is closed; a ledger in memory has none."""
     if str(path) == MEMORY:
         return None
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_directory(Path(path).parent)
     busy = f"{path}: this ledger is in use by another master"
     return PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first")
 

@@ -8,20 +8,21 @@ a thousand past what is found: numbers cost nothing, two contents under one name
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
-from dips.config import RunFile
+from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
-from dips.errors import ConfigError
+from dips.errors import ConfigError, FailedMirror
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_rebuild import SPARE
 from dips.master.local_audit import make_local_row
+from dips.mirror import MirrorStore
 from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
@@ -37,6 +38,8 @@ from dips.protocol.records import (
 )
 
 REASON = "counters raised by dips-master recover"
+MANIFEST_FILE = "manifest.json"  # in each snapshot of a slave, and in each copy of one
+MOST_MANIFEST_BYTES = 64 << 20  # some 300 bytes a layer and parameter: a bound for what a mirror may make us read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,10 @@ class RecoveryPlan:
     found_term: int
     found_round: int
     abandoned: tuple[VersionId, ...]  # on disks of this machine, not in the ledger, and not adopted
-    head: VersionId | None  # the newest of the ledger's versions that is in all slaves' directories, if all are here
-    newer: VersionId | None  # the newest in all directories here that was made after the backup
+    head: VersionId | None  # the newest of the ledger's versions that all slaves have, here or in mirrors, if known
+    newer: VersionId | None  # the newest that all slaves here have, here or in mirrors, and was made after the backup
     missing: tuple[Path, ...]  # directories that are not on this machine
+    unread: tuple[str, ...]  # mirrors of slaves that cannot be read, and why
     adopted: VersionId | None
     digests: tuple[tuple[str, str], ...]  # of what is adopted: (slave, digest of its snapshot's manifest)
 
@@ -67,6 +71,7 @@ class RecoveryPlan:
         if self.missing:
             elsewhere = ", ".join(map(str, self.missing))
             lines.append(f"note: not on this machine: {elsewhere}; name what is newer there by --round-above")
+        lines += [f"note: {why}; name what is newer there by --round-above" for why in self.unread]
         return "\n".join([*lines, self._describe_next_head()])
 
     def carry_out(self, ledger: Ledger) -> None:
@@ -93,8 +98,9 @@ class RecoveryPlan:
                 f"the run goes on from the newest version of this ledger that all slaves offer, at most {head}{offer}"
             )
         if self.head is None:
-            return f"no version of this ledger is in all slaves' directories: put snapshots of its time back{offer}"
-        gone = "" if self.head == head else f": {head} is not in all slaves' directories any more"
+            lacking = "no version of this ledger is in all slaves' directories or mirrors"
+            return f"{lacking}: put snapshots of its time back{offer}"
+        gone = "" if self.head == head else f": {head} is not in all slaves' directories or mirrors any more"
         return f"the run goes on from {self.head}{gone}{offer}"
 
     def _adoption_records(self) -> list[Record]:
@@ -121,9 +127,10 @@ def open_ledger(config: RunFile) -> Iterator[Ledger]:
 def make_plan(
     config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int = 0, adopt: VersionId | None = None
 ) -> RecoveryPlan:
-    """Look at everything on this machine that carries a term or a round; changes nothing.
+    """Look at everything on this machine and in slaves' mirrors that carries a term or a round; changes nothing.
 
-    Raise ConfigError if the ledger is of another run, or `adopt` is not newer than it or not in all directories here.
+    What stands only in a mirror counts: its slave brings it back. Raise ConfigError if the ledger is of another run, or
+    `adopt` is not newer than it or some slave has it neither here nor in its mirror.
     """
     state = ledger.read_state()
     if state.row.run != config.shared.run:
@@ -131,8 +138,10 @@ def make_plan(
             f"{genesis.ledger_path(config)} is the ledger of run {state.row.run!r}, the run file's is "
             f"{config.shared.run!r}"
         )
-    offered = {s.name: _snapshot_versions(s.directory) for s in config.slaves if s.directory.is_dir()}
-    ours, on_disk = [v.version for v in state.versions], {v for versions in offered.values() for v in versions}
+    mirrored, unread = _list_mirrors(config)
+    here = [s for s in config.slaves if s.directory.is_dir()]
+    offered = {s.name: {*_snapshot_versions(s.directory), *mirrored.get(s.name, ())} for s in here}
+    ours, on_disk = [v.version for v in state.versions], set[VersionId]().union(*offered.values(), *mirrored.values())
     common = [v for v in sorted(on_disk) if all(v in versions for versions in offered.values())]
     newer = [v for v in common if v.round >= state.next_round and v.version > ours[-1].version]
     if adopt is not None:
@@ -152,10 +161,9 @@ def make_plan(
         head=held[-1] if held and not missing else None,
         newer=newer[-1] if newer else None,
         missing=missing,
+        unread=unread,
         adopted=adopt,
-        digests=tuple(
-            (s.name, _manifest_digest(s.directory, adopt)) for s in config.slaves if adopt and s.name in offered
-        ),
+        digests=tuple((s.name, _manifest_digest(config, s, adopt)) for s in here if adopt),
     )
 
 
@@ -167,11 +175,11 @@ def successor(state: LedgerState) -> VersionId:
 def version_of_file(
     state: LedgerState, version: VersionId, source: str, lost: tuple[str, ...], digests: tuple[tuple[str, str], ...]
 ) -> list[Record]:
-    """The rows of a version that an operator made of a file; `lost` names the layers without momentum."""
+    """The rows of a version that an operator made of a file, of a reserved round; `lost`: layers without momentum."""
     row = VersionCommitted(
         version, state.versions[-1].version, True, (), (), NO_STEP, 0.0, False, digests, (), state.history, 0.0
     )
-    return [RoundReserved(version.round, 0.0), row, VersionRecovered(version, source, lost)]
+    return [row, VersionRecovered(version, source, lost)]
 
 
 def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, bool]) -> None:
@@ -182,19 +190,48 @@ def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, boo
         )
     lacking = [name for name, holds in held.items() if not holds]
     if lacking:
-        raise ConfigError(f"--adopt: {version} is not in the directory of {', '.join(lacking)}")
+        raise ConfigError(f"--adopt: {version} is not in the directory of {', '.join(lacking)}, nor in its mirror")
 
 
-def _manifest_digest(directory: Path, version: VersionId | None) -> str:
-    return xxhash.xxh3_128_hexdigest((directory / str(version) / "manifest.json").read_bytes())
+def _manifest_digest(config: RunFile, slave: SlaveSection, version: VersionId) -> str:
+    """Of the snapshot in its directory, or else of the copy in its mirror."""
+    path = slave.directory / str(version) / MANIFEST_FILE
+    store = _mirror_of(config, slave)
+    if path.exists() or store is None:
+        return xxhash.xxh3_128_hexdigest(path.read_bytes())
+    content = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
+    if content is None:
+        raise ConfigError(f"--adopt: {store.url}/{version} has no {MANIFEST_FILE}: it was not copied to its end")
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def _mirror_of(config: RunFile, slave: SlaveSection) -> MirrorStore | None:
+    return None if slave.mirror is None else MirrorStore(slave.mirror, config.shared.run, slave.name)
+
+
+def _list_mirrors(config: RunFile) -> tuple[dict[str, list[VersionId]], tuple[str, ...]]:
+    """Which versions lie in each slave's mirror, by their names, and why mirrors cannot be read."""
+    found, unread = dict[str, list[VersionId]](), list[str]()
+    for slave in config.slaves:
+        store = _mirror_of(config, slave)
+        try:
+            if store is not None:
+                found[slave.name] = _versions_of(store.list_names())
+        except FailedMirror as error:
+            unread.append(f"slaves.{slave.name}.mirror: {error}")
+    return found, tuple(unread)
 
 
 def _snapshot_versions(directory: Path) -> list[VersionId]:
     """Versions by the names of a slave's snapshots; whether they are whole, the slave says when it registers."""
+    return _versions_of(path.name for path in directory.glob("v*@r*"))
+
+
+def _versions_of(names: Iterable[str]) -> list[VersionId]:
     found = []
-    for path in directory.glob("v*@r*"):
+    for name in names:
         try:
-            found.append(VersionId.parse(path.name))
+            found.append(VersionId.parse(name))
         except ValueError:  # something else of that shape: `dips verify` looks into directories
             continue
     return found

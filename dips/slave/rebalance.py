@@ -16,10 +16,9 @@ import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
-from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave import tensorfile
+from dips.slave import staged_snapshots, tensorfile
 from dips.slave.ports import F32
 from dips.slave.snapshot_files import (
     ASIDE,
@@ -32,7 +31,7 @@ from dips.slave.snapshot_files import (
 )
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA, LayerRecord
 from dips.slave.snapshots import LISTING_BYTES
-from dips.slave.staged_snapshots import STAGED, delete_snapshot, staged_path
+from dips.slave.staged_snapshots import STAGED, delete_snapshot, promote_snapshot, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 
 Report = Callable[[int], None]  # is told bytes as they are done
@@ -88,6 +87,32 @@ def find_placed(
     return found
 
 
+def finish_staged(
+    directory: Path,
+    slave: str,
+    digests: Digests,
+    on_damaged: Callable[[CorruptSnapshot], None],
+    discard: Callable[[Path], None] = delete_snapshot,
+) -> tuple[list[VersionId], list[VersionId]]:
+    """Put into its place what was staged here and has a row; return what, and what is staged and has none.
+
+    A damaged one is told, and left for a person.
+    """
+    finished, without_row = list[VersionId](), list[VersionId]()
+    for version in staged_versions(directory):
+        try:
+            digest = manifest_digest(staged_path(directory, version))
+        except CorruptSnapshot as error:
+            on_damaged(error)
+            continue
+        if digest == digests.get((version.round, slave)):
+            promote_snapshot(directory, version, discard)
+            finished.append(version)
+        else:
+            without_row.append(version)
+    return finished, without_row
+
+
 def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
     """Take the room for all that is not staged yet, before any of it is written; OSError if a disk is full."""
     for copy in copies:
@@ -123,10 +148,7 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
         aside.mkdir(exist_ok=True)
         owner = (copy.run, copy.slave, copy.sinc)
         write_snapshot(aside, owner, copy.version, copy.model, copy.sources, _read_layers(copy, report))
-        if staged.exists():
-            shutil.rmtree(staged)
-        aside.rename(staged)
-        sync_path(copy.directory)
+        staged_snapshots.stage_snapshot(aside, copy.version)
     return manifest_digest(staged)
 
 

@@ -1,54 +1,72 @@
 """Writes a version into the slaves' directories from a model's file: what `dips recover` does to lost disks.
 
 θ of every layer comes from the file, so that the model is the one that somebody saved, and no mixture of two moments.
-Momentum comes from each slave's newest whole snapshot; where a directory has none it is 0, which is what torch's SGD
-begins with. The directories are held against their slaves meanwhile.
+Momentum comes from each slave's newest whole snapshot, on its disk or in its mirror; where neither has one it is 0,
+which is what torch's SGD begins with. The directories are held against their slaves meanwhile, and all is staged before
+any of it counts (staged_snapshots.py).
 """
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from dips.config import RunFile
+from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
-from dips.errors import ConfigError, CorruptSnapshot
+from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, FailedMirror
 from dips.ids import VersionId
+from dips.mirror import MirrorStore
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.ports import F32
+from dips.slave.rebalance import Digests, finish_staged
+from dips.slave.snapshot_files import read_manifest
 from dips.slave.snapshot_manifest import split_layer
+from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
+from dips.slave.staged_snapshots import promote_snapshot, staged_path
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
 
 
 @dataclass(frozen=True, slots=True)
 class SlaveFinding:
-    """What one slave's directory still has."""
+    """What one slave still has."""
 
     slave: str
     layers: tuple[int, ...]
     momentum_of: VersionId | None  # its newest whole snapshot; None: momentum is lost
+    lacking: str = ""  # why its mirror gave nothing back, if it has one and gave nothing
 
 
 class Rebuild:
     """All slaves' directories, held until `close`."""
 
-    def __init__(self, config: RunFile, row: RunRow, model: Path, log: Log) -> None:
-        """Raise ConfigError if a slave runs, or the file does not hold this run's model."""
-        self._manifest, self._row, self._model = Manifest.from_json(row.manifest), row, model
+    def __init__(self, config: RunFile, row: RunRow, digests: Digests, model: Path, log: Log) -> None:
+        """Finish what an earlier try has staged, if `digests`, the ledger's, know it; remove what they do not.
+
+        Raise ConfigError if a slave runs, or the file does not hold this run's model.
+        """
+        self._manifest, self._row, self._model, self._log = Manifest.from_json(row.manifest), row, model, log
         self._stack, self._disks = ExitStack(), dict[str, Snapshots]()
+        self._sections = {name: config.slave_section(name) for name, _ in row.placement}
+        self.finished: set[VersionId] = set()  # by this try, of an earlier one
         try:
             self._check_model()
-            for name, _ in row.placement:
-                section = config.slave_section(name)
+            for name, section in self._sections.items():
                 disk = Snapshots(section.directory, row.run, name, section.initial_model, log)
                 self._disks[name] = disk
                 self._stack.callback(disk.close)
+            for name, section in self._sections.items():
+                finished, without_row = finish_staged(section.directory, name, digests, self._tell_damaged)
+                self.finished.update(finished)
+                for version in without_row:
+                    shutil.rmtree(staged_path(section.directory, version))
         except BaseException:
             self._stack.close()
             raise
@@ -58,33 +76,85 @@ class Rebuild:
         self._stack.close()
 
     def look_at_disks(self) -> list[SlaveFinding]:
-        """Read every directory through, and say whose momentum is left."""
+        """Read every directory through, bring back what is newer in its mirror, and say whose momentum is left."""
         found = []
         for name, layers in self._row.placement:
+            lacking = self._bring_back(name, layers)
             complete = self._disks[name].complete_versions()
-            newest = max(complete, key=lambda v: v.round, default=None)
-            found.append(SlaveFinding(name, layers, newest))
+            fitting = [version for version in complete if self._holds_layers(name, version, layers)]
+            newest = max(fitting, key=lambda v: v.round, default=None)
+            found.append(SlaveFinding(name, layers, newest, lacking))
         return found
 
-    def write_version(
+    def stage_version(
         self, version: VersionId, found: Sequence[SlaveFinding], sinc: int
     ) -> tuple[tuple[str, str], ...]:
-        """Write the version's snapshots; return (slave, digest of its manifest) for the ledger's row."""
-        return tuple((one.slave, self._write_slave(version, one, sinc)) for one in found)
+        """Stage the version's snapshots; return (slave, digest of its manifest) for the ledger's row.
+
+        The version's round must be reserved in the ledger, if there is one: then no slave that starts without the row
+        is a witness of a newer ledger. Raise FailedDisk; then nothing is staged.
+        """
+        try:
+            for one in found:
+                self._reserve_room(version, one, sinc)
+            return tuple((one.slave, self._stage_slave(version, one)) for one in found)
+        except BaseException as error:
+            for one in found:
+                self._disks[one.slave].release_room(version)
+                shutil.rmtree(staged_path(self._sections[one.slave].directory, version), ignore_errors=True)
+            if isinstance(error, OSError):
+                raise FailedDisk(f"the run is as it was: {error}") from error
+            raise
+
+    def place_version(self, version: VersionId) -> None:
+        """Its row is durable: give the staged snapshots their names."""
+        for section in self._sections.values():
+            promote_snapshot(section.directory, version)
 
     def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._manifest.layers[layer].name for layer in layers)
 
-    def _write_slave(self, version: VersionId, found: SlaveFinding, sinc: int) -> str:
+    def _tell_damaged(self, error: CorruptSnapshot) -> None:
+        self._log.warning("snapshot_passed_over", reason=str(error))
+
+    def _bring_back(self, name: str, layers: tuple[int, ...]) -> str:
+        """What the slave itself would do at its start; return why nothing came, "" if it lacks nothing."""
+        section = self._sections[name]
+        if section.mirror is None:
+            return ""
+        try:
+            mirror = self._open_mirror(section)
+            mirror.bind_layers(layers)
+            return mirror.restore(self._disks[name].complete_versions()).reason
+        except FailedMirror as error:
+            return str(error)
+
+    def _open_mirror(self, section: SlaveSection) -> SnapshotMirror:
+        assert section.mirror is not None
+        run, name, directory = self._row.run, section.name, section.directory
+        store = MirrorStore(section.mirror, run, name, of=directory)
+        return SnapshotMirror(store, directory, run, name, self._log, time.monotonic)
+
+    def _holds_layers(self, name: str, version: VersionId, layers: Sequence[int]) -> bool:
+        """Another ledger may have placed other layers on this slave."""
+        records = read_manifest(self._sections[name].directory / str(version)).layers
+        return {record.index: record.layer for record in records} == {i: self._manifest.layers[i] for i in layers}
+
+    def _reserve_room(self, version: VersionId, found: SlaveFinding, sinc: int) -> None:
+        """A full disk is found before any is written."""
         disk = self._disks[found.slave]
         disk.bind_layers(self._manifest, found.layers, [self._row.genesis[layer] for layer in found.layers], sinc)
+        disk.reserve_room(version, 2 * sum(self._manifest.layers[layer].nbytes for layer in found.layers))
+
+    def _stage_slave(self, version: VersionId, found: SlaveFinding) -> str:
+        disk = self._disks[found.slave]
         theta = {layer: np.empty(self._manifest.layers[layer].numel, np.float32) for layer in found.layers}
         momentum = {layer: np.zeros_like(array) for layer, array in theta.items()}
         if found.momentum_of is not None:
             disk.read_snapshot(found.momentum_of, theta, momentum)
         for layer, array in self._read_model(found.layers):
             theta[layer][:] = array
-        return disk.write_snapshot(version, theta, momentum)
+        return disk.stage_snapshot(version, theta, momentum)
 
     def _check_model(self) -> None:
         """Every parameter is there, in fp32 and finite: found before anything is written."""

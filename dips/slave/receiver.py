@@ -26,7 +26,11 @@ from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
-MOST_RANGES = 1 << 20  # in HELLOs of all open pushes: 200 MB; 16 slaves, 64 ranks, 50,000 tensors take a fifth
+# In HELLOs of all open pushes. The reason is memory that no sum of a slave's counts and that peers choose: 208 bytes a
+# range, so 218 MB. Ranks that each hold a part of each tensor name ranks × tensors / slaves of them: 64 ranks, 50,000
+# tensors and 16 slaves take a fifth; 256 ranks and 8 slaves would need 1.6 M, and their push never begins, since each
+# HELLO beyond it is told to come again. Fewer ranks that transfer, or more slaves, are the remedy.
+MOST_RANGES = 1 << 20
 MOST_LINKS = 4096  # clusters whose links are remembered
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.fsync import sync_path
+from dips.fsync import make_directory, sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
@@ -36,7 +36,7 @@ from dips.slave.snapshot_files import (
     write_snapshot,
 )
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of
-from dips.slave.staged_snapshots import promote_if_ours, staged_path, staged_versions
+from dips.slave.staged_snapshots import promote_if_ours, stage_snapshot, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
 
@@ -92,7 +92,7 @@ class Snapshots:
     def _take_directory(self) -> PidLock:
         busy = f"directory: {self._directory} is held by another running slave"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
@@ -148,18 +148,14 @@ class Snapshots:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
-        self._require_directory()
-        aside = self._aside_path(version)
-        try:
-            aside.mkdir(exist_ok=True)
-            manifest = self._write_into(aside, version, theta, momentum, is_wanted)
-            self._rename_snapshot(aside, version)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
-            raise
+        digest = self._write_aside(version, theta, momentum, is_wanted, self._rename_snapshot)
         self._whole.add(version)
         self._bad.pop(version, None)
-        return xxhash.xxh3_128_hexdigest(manifest)
+        return digest
+
+    def stage_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+        """The same for a version whose row is still to be written: it counts when `promote_snapshot` has named it."""
+        return self._write_aside(version, theta, momentum, lambda: True, stage_snapshot)
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both, verifying every digest; v0@r0 comes from the initial model, with momentum 0."""
@@ -240,6 +236,26 @@ class Snapshots:
         """What header and manifest may need beside the numbers, generously."""
         listed = sum(len(self._manifest.layers[i].parameters) for i in self._genesis) if self._manifest else 0
         return LISTING_BYTES * (1 + listed)
+
+    def _write_aside(
+        self,
+        version: VersionId,
+        theta: Arrays,
+        momentum: Arrays,
+        is_wanted: Callable[[], bool],
+        give_name: Callable[[Path, VersionId], None],
+    ) -> str:
+        """Write a snapshot under a name that nobody believes, then give it another; return its manifest's digest."""
+        self._require_directory()
+        aside = self._aside_path(version)
+        try:
+            aside.mkdir(exist_ok=True)
+            manifest = self._write_into(aside, version, theta, momentum, is_wanted)
+            give_name(aside, version)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
+            raise
+        return xxhash.xxh3_128_hexdigest(manifest)
 
     def _find_same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
         """The digest of a snapshot's manifest, if these are its bytes."""

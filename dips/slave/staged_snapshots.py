@@ -1,15 +1,18 @@
-"""Snapshots that `dips rebalance` has written, until its row in the ledger makes them their slave's.
+"""Snapshots that `dips rebalance` or `dips recover` has written, until its row in the ledger makes them a version.
 
-    .rebalanced-v12@r17   whole and verified; beside v12@r17, which holds the layers of before, or without it
+    .rebalanced-v12@r17   whole; beside v12@r17, which holds the layers of before, or without it
 
-A crash may follow the row, so whoever learns the new placement puts them in their place: the command, or the slave when
-the master names its layers. Before the row nobody does: the layers that the master names are still those of v12@r17.
+A crash may follow the row, so whoever learns of it puts them in their place: the command when it is repeated, or the
+slave when the master names its layers. Before the row a rebalanced one is passed by: the layers that the master names
+are still those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master has it deleted,
+like what was persisted in a round that broke.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection
+from itertools import chain, count
 from pathlib import Path
 
 from dips.errors import CorruptSnapshot
@@ -29,6 +32,15 @@ def staged_versions(directory: Path) -> list[VersionId]:
     """The versions of which a snapshot is staged here, ascending."""
     names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
     return sorted(version for name in names if (version := version_of(Path(name))) is not None)
+
+
+def stage_snapshot(aside: Path, version: VersionId) -> None:
+    """Give what was written aside, durably, its staged name; another try's of this version goes."""
+    staged = staged_path(aside.parent, version)
+    if staged.exists():
+        shutil.rmtree(staged)
+    aside.rename(staged)
+    sync_path(aside.parent)
 
 
 def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:
@@ -59,8 +71,9 @@ def delete_snapshot(path: Path) -> None:
 
 
 def keep_snapshot(path: Path) -> None:
-    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it."""
-    path.rename(path.with_name(f"{KEPT}{path.name}"))
+    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it; beside what was kept before."""
+    names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
+    path.rename(next(name for name in names if not name.exists()))
     sync_path(path.parent)
 
 

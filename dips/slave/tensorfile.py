@@ -7,6 +7,7 @@ the tensors mean; who reads them checks digests.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import mmap
@@ -31,6 +32,8 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own bound
 PIECE_BYTES = 8 << 20  # written, and given to the disk, at a time
 SYNC_BYTES = 1 << 30  # the most that a disk may lag behind what was written: the last fsync is short, however large
 ITEM = 4
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # fd, mode, offset, bytes
 assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
 
 
@@ -166,12 +169,17 @@ def _make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
 
 
 def _reserve_space(fd: int, size: int) -> None:
-    """Find a full disk now; file systems without reservation find it while writing."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+    """Find a full disk now; file systems without reservation find it while writing.
+
+    Not by `os.posix_fallocate`: where a file system cannot reserve, as NFS before 4.2, glibc makes up for it with a
+    write to each block, which would write every snapshot twice, and say nothing meanwhile.
+    """
+    while _LIBC.fallocate(fd, 0, 0, size) != 0:
+        error = ctypes.get_errno()
+        if error in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
 
 
 def _write_pieces(file: BinaryIO, view: memoryview, on_piece: OnPiece) -> None:

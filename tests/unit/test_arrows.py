@@ -40,7 +40,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.dataclass": set(),
     "dips.printable": set(),
-    "dips.private_files": LOW,
+    "dips.private_files": LOW | {"dips.fsync"},
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.outer_step": {"dips.dataclass"},
     "dips.differences": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,15 +19,24 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, FailedDisk, StaleTerm
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.ledger_rebuild import SPARE
+from dips.mirror import MirrorStore
 from dips.outer_step import nesterov_step
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.effects import Effect, Exit
+from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
+from dips.slave import mirror_copy, tensorfile
+from dips.slave.rebalance import manifest_digest
+from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
+from tests.guillotine import Guillotine, Killed
+from tests.power_cut import PowerCut
 
 V1 = VersionId(1, 1)
 SHAPES = {"a.w": (3,), "b.w": (2, 2)}
@@ -116,6 +126,234 @@ def test_a_lost_ledger_begins_anew_above_every_name(config: RunFile, tmp_path: P
     assert head.version == 1 and head.round > 1 + SPARE and state.incarnations_above >= SPARE
     found = content(config, head)
     assert all((found[f"theta.{name}"] == 2.0).all() and (found[f"momentum.{name}"] == 5.0).all() for name in SHAPES)
+
+
+def mirrored(config: RunFile, tmp_path: Path, *names: str) -> RunFile:
+    """The same run, with mirrors of these slaves that hold what their disks do."""
+    (tmp_path / "mirror").mkdir()
+    raw = yaml.safe_load((tmp_path / "dips.yaml").read_text())
+    for slave in (slave for slave in raw["slaves"] if slave["name"] in names):
+        slave["mirror"] = "mirror"
+        store = MirrorStore(str(tmp_path / "mirror"), "r", slave["name"])
+        mirror_copy.copy_out(store, tmp_path / slave["name"], V1, lambda _: None)
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(raw))
+    return load_run(tmp_path / "dips.yaml")
+
+
+def test_mirrors_of_slaves_are_no_reason_to_refuse(config: RunFile, tmp_path: Path) -> None:
+    """The run's own copies lie there: momentum comes back from them, and rounds begin above theirs."""
+    config = mirrored(config, tmp_path, "s0", "s1")
+    (tmp_path / "mirror/r/s0/v2000@r5000").mkdir()
+    for lost in (config.master.directory, config.slave_section("s1").directory):
+        shutil.rmtree(lost)
+    done = recover(tmp_path)
+    assert done.exit_code == 0, done.output
+    head = head_of(config)
+    assert head.round > 5000 + SPARE
+    found = content(config, head)
+    assert all((found[f"theta.{name}"] == 2.0).all() and (found[f"momentum.{name}"] == 5.0).all() for name in SHAPES)
+    assert refused_by_the_master(config) == []
+
+
+def test_a_mirror_that_cannot_be_read(config: RunFile, tmp_path: Path) -> None:
+    """It may hold rounds that a new ledger would give again; one that is there knows its rounds, and goes on."""
+    config = mirrored(config, tmp_path, "s1")
+    (tmp_path / "mirror").rename(tmp_path / "unmounted")
+    done = recover(tmp_path)
+    assert done.exit_code == 0 and "(its mirror: mirror: " in done.output, done.output
+    shutil.rmtree(config.master.directory)
+    refused = recover(tmp_path)
+    assert isinstance(refused.exception, ConfigError)
+    assert "rounds that only a mirror shows must not be given again; mount it" in str(refused.exception)
+    assert not genesis.ledger_path(config).exists() and not list(config.master.directory.glob(".recovering"))
+
+
+def test_snapshots_of_other_layers_give_no_momentum(config: RunFile, tmp_path: Path) -> None:
+    """A ledger that begins anew may place other layers than the lost one, which a rebalance had changed."""
+    first, second = (config.slave_section(name).directory / str(V1) for name in ("s0", "s1"))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    for path, name in ((first, "s0"), (second, "s1")):
+        manifest = path / "manifest.json"
+        manifest.write_text(re.sub('"slave": "s[01]"', f'"slave": "{name}"', manifest.read_text()))
+    shutil.rmtree(config.master.directory)
+    done = recover(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("no snapshot is left: momentum 0") == 2
+
+
+def test_no_with_a_lost_ledger_makes_none(config: RunFile, tmp_path: Path) -> None:
+    """The plan needs a ledger to look at; it is built aside."""
+    shutil.rmtree(config.master.directory)
+    file, model = str(tmp_path / "dips.yaml"), str(tmp_path / "saved.safetensors")
+    done = CliRunner().invoke(cli, ["recover", "--config", file, "--model", model], input="n\n")
+    assert done.exit_code == 1 and "momentum of v1@r1" in done.output
+    assert [path.name for path in config.master.directory.iterdir()] == ["ledger.sqlite.lock"]
+
+
+# ---- interrupted -----------------------------------------------------------------------------------------------------
+
+
+def head_of(config: RunFile) -> VersionId:
+    with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
+        return ledger.read_state().versions[-1].version
+
+
+def refused_by_the_master(config: RunFile) -> list[Exit]:
+    """What a master that is started now ends with, when the slaves register with what their disks hold."""
+    with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
+        state = ledger.read_state()
+    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), 0.0)
+    effects = list[Effect]()
+    for name, _ in state.row.placement:
+        with closing(opened(config, name)) as disk:
+            held = disk.complete_versions()
+        register = SlaveRegistered(1, name, f"n-{name}", "r", "h:1", ("h:2",), 0, None, None, held, 2, "")
+        effects += coordinator.step(register, 0.0)
+    return [effect for effect in effects if isinstance(effect, Exit)]
+
+
+def slaves_learn_their_layers(config: RunFile) -> None:
+    """As in Registered."""
+    with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
+        row = ledger.run_row()
+    for name, layers in row.placement:
+        with closing(opened(config, name)) as disk:
+            disk.bind_layers(Manifest.from_json(row.manifest), layers, [row.genesis[i] for i in layers], 2)
+
+
+def assert_recovered(config: RunFile) -> None:
+    """θ is the file's everywhere, s0's momentum is there, s1's is 0, and the ledger says so of these very bytes."""
+    with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
+        (*_, newest), digests, row = ledger.read_history(), ledger.read_digests(), ledger.run_row()
+    head = head_of(config)
+    found, model = content(config, head), Manifest.from_json(row.manifest)
+    for name, layers in row.placement:
+        directory = config.slave_section(name).directory
+        assert manifest_digest(directory / str(head)) == digests[head.round, name]
+        assert not [path.name for path in directory.iterdir() if path.name.startswith((".unfinished", ".rebalanced"))]
+        for parameter in (p.name for layer in layers for p in model.layers[layer].parameters):
+            assert (found[f"theta.{parameter}"] == 2.0).all()
+            assert (found[f"momentum.{parameter}"] == (5.0 if name == "s0" else 0.0)).all()
+    ((_, lost),) = (placed for placed in row.placement if placed[0] == "s1")
+    (layer,) = (model.layers[index].name for index in lost)
+    assert newest.recovered is not None and newest.recovered.endswith(f"layers {layer} lost their momentum")
+
+
+@pytest.mark.parametrize("ledger_lost", [False, True])
+def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path: Path, ledger_lost: bool) -> None:
+    """Before the row the run is as it was, and a master that is started serves it; after it the slaves, or the repeated
+    command, find the version."""
+    shutil.rmtree(config.slave_section("s1").directory)
+    if ledger_lost:
+        shutil.rmtree(config.master.directory)
+    shutil.copytree(tmp_path, made := tmp_path.with_name(f"{tmp_path.name}-made"))
+    before, seen = None if ledger_lost else V1, set[bool]()
+    for at in range(1, 200):
+        shutil.rmtree(tmp_path)
+        shutil.copytree(made, tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            guillotine = Guillotine(patch, at)
+            try:
+                done = recover(tmp_path)
+            except Killed:
+                pass
+            if not guillotine.fell:
+                assert done.exit_code == 0, done.output
+                break
+        there = genesis.ledger_path(config).exists()
+        committed = there and head_of(config) != before
+        assert there or ledger_lost
+        seen.add(committed)
+        if there:
+            assert refused_by_the_master(config) == []
+            if committed:
+                slaves_learn_their_layers(config)
+                assert_recovered(config)
+                continue
+        again = recover(tmp_path)
+        assert again.exit_code == 0, again.output
+        assert_recovered(config)
+    else:
+        pytest.fail("it never came to an end")
+    assert seen == {True, False} and at > 8
+    assert_recovered(config)
+
+
+@pytest.mark.parametrize("ledger_lost", [False, True])
+def test_what_it_wrote_outlives_a_power_cut(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ledger_lost: bool
+) -> None:
+    """What is staged, before its row; its names, the ledger's and the initial model's, before the command says done."""
+    if ledger_lost:
+        shutil.rmtree(config.master.directory)
+    cut, at_row = PowerCut(tmp_path, monkeypatch), list[list[str]]()
+    write_records = Ledger.write_records
+
+    def seen(ledger: Ledger, records: Any, wall: float | None = None) -> None:
+        if any(isinstance(record, VersionCommitted) for record in records):
+            staged = [path for s in config.slaves for path in s.directory.glob(".rebalanced-*")]
+            at_row.append([lost for path in staged for lost in cut.find_lost(path)] if len(staged) == 2 else ["both"])
+        write_records(ledger, records, wall)
+
+    monkeypatch.setattr(Ledger, "write_records", seen)
+    done = recover(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert at_row == [[]] and cut.early == []
+    head = head_of(config)
+    for slave in config.slaves:
+        assert cut.find_lost(slave.directory / str(head)) == []
+        assert not cut.would_return(slave.directory / f".rebalanced-{head}")
+    if ledger_lost:
+        for name in (genesis.LEDGER, *genesis.INITIAL_FILES):
+            assert cut.find_lost(config.master.directory / name) == []
+    cut.close()
+
+
+def test_what_was_killed_behind_its_row_is_finished(config: RunFile, tmp_path: Path) -> None:
+    """The same command gives the staged snapshots their names, and makes no version more."""
+    shutil.rmtree(config.slave_section("s1").directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rebuild, "place_version", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            recover(tmp_path)
+    head = head_of(config)
+    done = recover(tmp_path)
+    assert done.exit_code == 0 and f"note: {head} had its row; its snapshots have their names now" in done.output
+    assert head_of(config) == head
+    assert_recovered(config)
+
+
+def test_a_full_disk_leaves_the_run_as_it_was(config: RunFile, tmp_path: Path) -> None:
+    """Found before any is written; what was reserved is free again, and a master that is started serves the run."""
+    real, seen = tensorfile._reserve_space, list[int]()
+
+    def fills_up(fd: int, size: int) -> None:
+        seen.append(size)
+        if len(seen) == 2:
+            raise OSError(28, "No space left on device")
+        real(fd, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorfile, "_reserve_space", fills_up)
+        done = recover(tmp_path)
+    assert isinstance(done.exception, FailedDisk) and "the run is as it was: " in str(done.exception)
+    assert len(seen) == 2, "something was written before all was reserved"
+    for slave in config.slaves:
+        assert {path.name for path in slave.directory.iterdir()} == {".lock", str(V1)}
+    assert head_of(config) == V1 and refused_by_the_master(config) == []
+
+
+def test_a_master_of_before_is_fenced(config: RunFile, tmp_path: Path) -> None:
+    """Stopped and taken for dead, on a file system without locks: what it writes afterwards is refused."""
+    with closing(Ledger.open(genesis.ledger_path(config), wall=time.time)) as stopped:
+        term = stopped.start_term()
+        assert stopped._lock is not None
+        stopped._lock.close()
+        assert recover(tmp_path).exit_code == 0
+        with pytest.raises(StaleTerm, match=f"this master began term {term} of the ledger, term {term + 1} has begun"):
+            stopped.write_records([RoundReserved(9, 0.0)])
 
 
 def test_it_is_refused_while_anybody_serves(config: RunFile, tmp_path: Path) -> None:

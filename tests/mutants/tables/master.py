@@ -11,6 +11,7 @@ OUTBOX = "tests/unit/master/test_outbox.py"
 HELD = "tests/unit/master/test_held.py"
 JOURNAL = "tests/unit/master/test_journal.py"
 RECOVER = "tests/unit/master/test_recover.py"
+RECOVERING, REBUILD = "dips/commands/recovering.py", "tests/unit/test_recover.py"
 MIRROR = "tests/unit/master/test_ledger_mirror.py"
 GENESIS = "tests/unit/master/test_bites_ledger.py tests/unit/master/test_genesis.py"
 ON_VERSION, PLOT = "tests/unit/master/test_on_version.py", "tests/unit/commands/test_plot.py"
@@ -208,6 +209,62 @@ MUTANTS = (
     ),
     Mutant(
         "a ledger of another run is recovered", ROOM, "if state.row.run != config.shared.run:", "if False:", RECOVER
+    ),
+    Mutant("versions in mirrors are not counted", ROOM, ".union(*offered.values(), *mirrored.values())", "", RECOVER),
+    Mutant(
+        "a mirror that cannot be read is no matter",
+        ROOM,
+        'unread.append(f"slaves.{slave.name}.mirror: {error}")',
+        "pass",
+        RECOVER,
+    ),
+    Mutant("a restored ledger is named before it is on the disk", ROOM, "    sync_path(built)\n", "", MIRROR),
+    Mutant(
+        "a restored initial model is named before it is on the disk",
+        ROOM,
+        "        sync_path(aside)\n        aside.replace(path)",
+        "        aside.replace(path)",
+        MIRROR,
+    ),
+    # ---- dips recover
+    Mutant(
+        "a recovered version's round is not reserved",
+        RECOVERING,
+        "ledger.write_records([RoundReserved(version.round, 0.0)], time.time())",
+        "pass",
+        REBUILD,
+    ),
+    Mutant("a recover takes no term", RECOVERING, "ledger.start_term()", "pass", REBUILD),
+    Mutant("a recover gives no names", RECOVERING, "rebuild.place_version(version)", "pass", REBUILD),
+    Mutant("a recover finishes nothing", RECOVERING, "head in rebuild.finished", "False", REBUILD),
+    Mutant("a new ledger stays aside", RECOVERING, "put_in_place(_aside(path), path)", "pass", REBUILD),
+    Mutant(
+        "what a killed recover staged is taken for a snapshot",
+        "dips/slave/rebuild.py",
+        "shutil.rmtree(staged_path(section.directory, version))",
+        "pass",
+        REBUILD,
+    ),
+    Mutant(
+        "what a failed recover staged takes room",
+        "dips/slave/rebuild.py",
+        "self._disks[one.slave].release_room(version)",
+        "pass",
+        REBUILD,
+    ),
+    Mutant(
+        "momentum of other layers is taken",
+        "dips/slave/rebuild.py",
+        "fitting = [version for version in complete if self._holds_layers(name, version, layers)]",
+        "fitting = complete",
+        REBUILD,
+    ),
+    Mutant(
+        "momentum stays in the mirror",
+        "dips/slave/rebuild.py",
+        "lacking = self._bring_back(name, layers)",
+        'lacking = ""',
+        REBUILD,
     ),
     Mutant("the journal keeps every segment", ROOM, "[: -self._options.segments]", "[:0]", JOURNAL),
     # ---- versions for people

@@ -55,6 +55,13 @@ MUTANTS = (
         "ClusterHeartbeatAnswer(coordinator.term,",
         "tests/unit/master/test_runtime.py",
     ),
+    Mutant(
+        "one version more than the newest few stays",
+        ROOM,
+        "if len(complete) >= keep else",
+        "if len(complete) > keep else",
+        "tests/unit/protocol/test_archive.py",
+    ),
     # ---- a name that is taken
     Mutant(
         "a second agent takes a name from one that lives",

@@ -22,6 +22,7 @@ ANCHORED = "tests/unit/protocol/test_anchors.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 LAST = "tests/unit/slave/test_last_process.py"
+POWER = "tests/unit/slave/test_power_cut.py"
 REBALANCE = "tests/unit/commands/test_rebalance.py"
 
 OLDER = "tests/unit/outer/test_older_versions.py"
@@ -167,6 +168,57 @@ MUTANTS = (
     Mutant("the budget is never given back", ROOM, "self._ranges -= sum(", "self._ranges -= 0 * sum(", HELLOS),
     Mutant("streams of pulls have no budget", ROOM, "len(self._latest) >= MOST_STREAMS", "False", HELLOS),
     # ---- what is durable
+    Mutant("a copy is blessed by an older manifest", ROOM, "store.remove_path(folder)", "pass", POWER),
+    Mutant("what comes back is not fsynced", ROOM + "/mirror_copy.py", "os.fsync(file.fileno())", "pass", POWER),
+    Mutant(
+        "the manifest stays in a buffer",
+        ROOM + "/snapshot_files.py",
+        "        file.flush()\n        os.fsync",
+        "        os.fsync",
+        POWER,
+    ),
+    Mutant(
+        "a staged name is not fsynced",
+        ROOM,
+        "aside.rename(staged)\n    sync_path(aside.parent)",
+        "aside.rename(staged)",
+        POWER,
+    ),
+    Mutant(
+        "a promoted name is not fsynced",
+        ROOM,
+        "staged_path(directory, version).rename(path)\n    sync_path(directory)",
+        "staged_path(directory, version).rename(path)",
+        POWER,
+    ),
+    Mutant(
+        "a directory that was made is not fsynced",
+        "dips/fsync.py",
+        "sync_path(path.parent)\n\n\n@",
+        "pass\n\n\n@",
+        POWER,
+    ),
+    Mutant(
+        "bytes that are not the ledger's are rebalanced",
+        ROOM,
+        "if ours and digests.get((version.round, slave), digest := manifest_digest(path)) == digest:",
+        "if ours:",
+        POWER,
+    ),
+    Mutant(
+        "what is kept takes a name that is taken",
+        ROOM,
+        "next(name for name in names if not name.exists())",
+        "next(name for name in names)",
+        REBALANCE,
+    ),
+    Mutant(
+        "glibc writes what cannot be reserved",
+        ROOM + "/tensorfile.py",
+        "while _LIBC.fallocate(fd, 0, 0, size) != 0:",
+        "while os.posix_fallocate(fd, 0, size):",
+        "tests/unit/slave/test_reserved_room.py",
+    ),
     Mutant(
         "the model is not fsynced", ROOM + "/tensorfile.py", "        os.fsync(file.fileno())", "        pass", DISK
     ),

@@ -32,6 +32,8 @@ from dips.slave import tensorfile
 from dips.slave.snapshots import Snapshots
 from dips.slave.staged_snapshots import staged_path
 from tests.damage import flip_bit
+from tests.guillotine import Guillotine, Killed
+from tests.power_cut import PowerCut
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(3, 4)
 SHAPES = {f"block.{i}.w": (3 + i, 2) for i in range(6)} | {"head.b": (1,)}
@@ -42,10 +44,6 @@ Arrays = dict[int, np.ndarray]
 def own_log() -> None:
     """A test before this one may have left a log that writes to its own, closed file."""
     structlog.reset_defaults()
-
-
-class Killed(BaseException):
-    """The command is gone, as by SIGKILL."""
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -238,6 +236,15 @@ def test_what_was_before_may_be_kept(run: StoppedRun) -> None:
     run.assert_intact()
 
 
+def test_what_was_kept_before_stays_beside_it(run: StoppedRun) -> None:
+    """There and back at one version with --keep-old: the second one finds its name taken, behind the row."""
+    run.rebalance("three.yaml", "--keep-old")
+    run.rebalance("two.yaml", "--keep-old", "--old", str(run.path / "three.yaml"))
+    assert entries(run.path / "s0") == ["old-v1@r1", "old-v2@r3", "old-v2@r3-2", "v2@r3"]
+    assert sorted(run.placement()) == ["s0", "s1"]
+    run.assert_intact()
+
+
 def test_a_dry_run_changes_nothing(run: StoppedRun) -> None:
     """It prints the plan, also while master and slaves run."""
     lock = PidLock(run.path / "s0" / ".lock", busy="", advice="")
@@ -279,31 +286,6 @@ def test_what_is_not_on_the_disks_is_undone(run: StoppedRun) -> None:
 # ---- interrupted -----------------------------------------------------------------------------------------------------
 
 
-class Guillotine:
-    """Kills the command at its k-th change of a disk; a change that was not made stands for one that was half made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.left, self.fell = at, False
-        for owner, name in ((Path, "rename"), (shutil, "rmtree"), (Ledger, "write_records")):
-            monkeypatch.setattr(owner, name, self._guarded(getattr(owner, name), after=owner is Ledger))
-
-    def _guarded(self, real: Any, after: bool) -> Any:
-        def guarded(*args: Any, **named: Any) -> Any:
-            self._count()
-            done = real(*args, **named)
-            if after:
-                self._count()  # and once when the transaction is durable, before anything else
-            return done
-
-        return guarded
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.fell = True
-            raise Killed
-
-
 @pytest.mark.parametrize(("new", "words"), [("three.yaml", ()), ("one.yaml", ("--old", "two.yaml"))])
 def test_killed_anywhere_the_run_is_whole(tmp_path: Path, new: str, words: tuple[str, ...]) -> None:
     """Before the row the old placement serves, after it the new one; the repeated command finishes either."""
@@ -339,6 +321,26 @@ def test_killed_anywhere_the_run_is_whole(tmp_path: Path, new: str, words: tuple
     else:
         pytest.fail("it never came to an end")
     assert seen == {True, False} and at > 10
+
+
+def test_what_it_wrote_outlives_a_power_cut(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staged snapshots, before the row that makes them the run's; their names, before the command says so."""
+    cut, at_row = PowerCut(run.path, monkeypatch), list[list[str]]()
+    write_records = Ledger.write_records
+
+    def seen(ledger: Ledger, records: Any, wall: float | None = None) -> None:
+        staged = list(run.path.glob("s*/.rebalanced-*"))
+        at_row.append([lost for path in staged for lost in cut.find_lost(path)] if len(staged) == 3 else ["all"])
+        write_records(ledger, records, wall)
+
+    monkeypatch.setattr(Ledger, "write_records", seen)
+    run.rebalance("three.yaml")
+    assert at_row == [[]] and cut.early == []
+    for i in range(3):
+        assert cut.find_lost(run.path / f"s{i}" / str(V2)) == []
+        assert not cut.would_return(run.path / f"s{i}" / f".rebalanced-{V2}")
+        assert not cut.would_return(run.path / f"s{i}" / str(V1))
+    cut.close()
 
 
 def test_interrupted_and_the_run_went_on(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from dips.master.ledger_rebuild import SPARE, MirroredLedger
 from dips.mirror import MirrorStore
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
+from tests.power_cut import PowerCut, fell_behind
 
 LOG = structlog.get_logger()
 TENSORS = {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}
@@ -312,6 +313,34 @@ def test_an_interrupted_restore_is_finished_by_the_next_start(config: RunFile, m
     monkeypatch.undo()
     assert restored(config).term > SPARE
     assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+
+
+def test_a_restore_that_is_killed_anywhere_is_whole_or_not_there(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind each fsync and rename: what has its name is on the disk, and the next start finishes the rest."""
+    term = Term(config)
+    term.write([RoundReserved(1, 0.0)])
+    term.end()
+    path = genesis.ledger_path(config)
+    for at in range(1, 40):
+        lose(config)
+        with monkeypatch.context() as patch:
+            cut = PowerCut(tmp_path, patch)
+            fell = fell_behind(at, patch, lambda: restore.restore_if_lost(config, LOG))
+            assert cut.early == []
+            for file in (path, *(config.master.directory / name for name in genesis.INITIAL_FILES)):
+                if file.exists():
+                    assert not [lost for lost in cut.find_lost(file) if lost.startswith("content")]
+                    assert fell or cut.find_lost(file) == []
+            cut.close()
+        assert restored(config).next_round == 1 + SPARE + 2
+        assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+        if not fell:
+            break
+    else:
+        pytest.fail("it never came to an end")
+    assert at > 10
 
 
 def test_a_second_restore_keeps_the_gap_of_the_first(config: RunFile) -> None:

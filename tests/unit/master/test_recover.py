@@ -112,6 +112,38 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
     assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
 
 
+def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) -> None:
+    """Its slave brings it back: its round is never given again, it may be the next head, and it may be adopted."""
+    raw = yaml.safe_load((tmp_path / "dips.yaml").read_text())
+    raw["slaves"][1]["mirror"] = "mirror"
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(raw))
+    mirrored = load_run(tmp_path / "dips.yaml")
+    for name in ("s0", "s1"):
+        (tmp_path / name).mkdir()
+    assert plan(mirrored).unread == (
+        f"slaves.s1.mirror: mirror: {tmp_path}/mirror is not there: mount it, or make the directory",
+    )
+    assert "or make the directory; name what is newer there by --round-above" in plan(mirrored).describe_lines()
+    (tmp_path / "s0" / "v3@r8").mkdir()
+    (tmp_path / "s0" / "v3@r8" / "manifest.json").write_text("s0")
+    for version in ("v3@r8", "v4@r11"):
+        (tmp_path / "mirror/r/s1" / version).mkdir(parents=True)
+    found = plan(mirrored)
+    assert (found.found_round, found.newer, found.unread) == (11, VersionId(3, 8), ())
+    assert found.abandoned == (VersionId(3, 8), VersionId(4, 11))
+    with pytest.raises(ConfigError, match=r"mirror/r/s1/v3@r8 has no manifest.json: it was not copied to its end"):
+        plan(mirrored, adopt=VersionId(3, 8))
+    with pytest.raises(ConfigError, match="v4@r11 is not in the directory of s0, nor in its mirror"):
+        plan(mirrored, adopt=VersionId(4, 11))
+    (tmp_path / "mirror/r/s1/v3@r8/manifest.json").write_text("s1")
+    carry_out(mirrored, adopt=VersionId(3, 8))
+    with recover.open_ledger(mirrored) as ledger:
+        assert ledger.read_digests()[8, "s1"] == xxhash.xxh3_128_hexdigest(b"s1")
+        assert ledger.read_state().next_round == 11 + SPARE + 1
+    (tmp_path / "s0" / "v3@r8").rename(tmp_path / "mirror/r/s1/aside")
+    assert "v3@r8 is not in all slaves' directories or mirrors any more" in plan(mirrored).describe_lines()
+
+
 def test_it_asks(config: RunFile, tmp_path: Path) -> None:
     """Without --yes it asks, and no changes nothing; a ledger of another run, or one in use, is refused."""
     words = ["recover", "--config", str(tmp_path / "dips.yaml")]

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import ConfigError, UnresponsiveSlave
+from dips.ids import VersionId
 from dips.protocol import events as ev
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.durability import retire_versions
 from dips.protocol.effects import Retire
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
-from dips.protocol.records import VersionsRetired
-from tests.unit.protocol.scripted_run import ScriptedRun
+from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow, VersionsRetired
+from dips.protocol.run_state import RunState
+from tests.unit.protocol.scripted_run import MANIFEST, ScriptedRun
+
+
+def v(n: int) -> VersionId:
+    return VersionId(n, n)
 
 
 def kept_after(rounds: int, every: int, most: int) -> list[int]:
@@ -42,6 +50,19 @@ def kept_after(rounds: int, every: int, most: int) -> list[int]:
 def test_every_nth_version_stays(every: int, most: int, kept: list[int]) -> None:
     """The newest two stay anyway; 0 keeps none besides, or all."""
     assert kept_after(10, every, most) == kept
+
+
+@pytest.mark.parametrize(("keep", "gone"), [(1, [1, 2]), (2, [1]), (3, [])])
+def test_what_is_older_than_the_newest_few_goes_when_they_are_complete(keep: int, gone: list[int]) -> None:
+    """v1, which some disk lacks, goes as soon as just as many newer ones as stay are complete, not one later."""
+    rows = tuple(VersionRow(v(n), v(max(n - 1, 0)), n != 1, 0, False) for n in range(4))
+    made = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
+    state = LedgerState(made, 2, 4, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    run = Coordinator(state, MANIFEST, Options(keep_snapshots=keep), 0.0).capture_state()
+    assert isinstance(run, RunState)
+    retire_versions(run)
+    retired = [version.version for row in run.out if isinstance(row, VersionsRetired) for version in row.versions]
+    assert retired == gone
 
 
 def test_a_negative_number_is_refused() -> None:

@@ -208,6 +208,29 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     assert "in run other, got v2@r5 of slave s in run r" in logs[-1]["reason"]
 
 
+def test_a_header_of_another_length_is_refused_before_a_byte_is_copied(url: str, tmp_path: Path) -> None:
+    """It has no digest: what it says of its length must make the file's, in either direction."""
+    written(tmp_path / "s", V1)
+    store = MirrorStore(url, "r", "s")
+    mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+    name, moved = f"{V1}/model.safetensors", list[int]()
+    with store.open_file(name) as file:
+        content = bytearray(file.read())
+    content[0] ^= 8
+    store.write_file(name, bytes(content))
+    (tmp_path / "s" / name).write_bytes(content)
+    for move in (
+        lambda: mirror_copy.copy_out(store, tmp_path / "s", V1, moved.append),
+        lambda: mirror_copy.bring_back(store, tmp_path / "t", "r", "s", V1, moved.append),
+    ):
+        (tmp_path / "t").mkdir(exist_ok=True)
+        with pytest.raises(CorruptSnapshot, match=r"a header of \d+ bytes and \d+ parameters are not \d+ bytes"):
+            move()
+        store.write_file(name, bytes(content))
+        store.write_file(f"{V1}/manifest.json", (tmp_path / "s" / str(V1) / "manifest.json").read_bytes())
+    assert moved == []
+
+
 def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     """Its file is open: a mirror slower than rounds still gets the newest whole."""
     (tmp_path / "mirror").mkdir()

@@ -1,0 +1,130 @@
+"""What `dips recover` does, in its order: hold everything, look, ask, stage, write the row, give names.
+
+Until the row nothing of it is believed: not by a master that is started instead, and not by a repetition, which begins
+anew. From the row on a repetition, or the slaves themselves, give the staged snapshots their names. A new ledger is
+built aside and takes its name with the row in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from dips.config import RunFile
+from dips.errors import ConfigError
+from dips.ids import VersionId
+from dips.master import genesis, restore
+from dips.master import recover as counters
+from dips.master.ledger import Ledger, hold_ledger, put_in_place
+from dips.master.local_audit import make_local_row
+from dips.master.mirror_files import newest_term
+from dips.pidlock import lock_holder
+from dips.protocol.records import RoundReserved
+from dips.slave.rebuild import Rebuild, SlaveFinding
+from dips.telemetry.logs import Log
+
+ASIDE = ".recovering"  # in the master's directory: a ledger that is not whole yet
+
+
+def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], bool]) -> VersionId | None:
+    """Make a version of the file, the successor of the run's head; None if `agree`, asked a question, said no.
+
+    Raise ConfigError if something serves or the file is not the model, FailedDisk, FailedMirror: then the run is as it
+    was.
+    """
+    _require_stopped(config)
+    path = genesis.ledger_path(config)
+    with ExitStack() as held:
+        lost = not path.exists()
+        ledger = held.enter_context(_ledger_anew(config, model) if lost else counters.open_ledger(config))
+        state = ledger.read_state()
+        genesis.check_is_of_run(config, state.row)
+        rebuild = Rebuild(config, state.row, ledger.read_digests(), model, log)
+        held.callback(rebuild.close)
+        head = state.versions[-1].version
+        if head in rebuild.finished and ledger.read_history(1)[-1].recovered is not None:
+            print(f"note: {head} had its row; its snapshots have their names now")
+            return head
+        found, version = rebuild.look_at_disks(), counters.successor(state)
+        _print_plan(head, version, model, found)
+        if not agree(f"Make {version} of {model}?"):
+            return None
+        ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
+        ledger.write_records([RoundReserved(version.round, 0.0)], time.time())
+        digests = rebuild.stage_version(version, found, max((peer.inc for peer in state.slaves), default=0))
+        without = rebuild.layer_names([layer for one in found if one.momentum_of is None for layer in one.layers])
+        records = counters.version_of_file(state, version, str(model), without, digests)
+        ledger.write_records([*records, make_local_row("recover", f"{version} of {model}")], time.time())
+        if lost:
+            genesis.write_initial(config, _read_tensors(model))
+            genesis.mirror_initial(config)
+            ledger.close()  # the last connection moves the WAL into the file
+            put_in_place(_aside(path), path)
+        rebuild.place_version(version)
+    return version
+
+
+def _require_stopped(config: RunFile) -> None:
+    """Nobody serves this run on this machine; the locks are taken for good afterwards, one by one."""
+    locks = [
+        ("the master", Path(f"{genesis.ledger_path(config)}.lock")),
+        *((f"slave {s.name}", s.lock) for s in config.slaves),
+    ]
+    serving = [f"{who} (pid {holder})" for who, path in locks if (holder := lock_holder(path))]
+    if serving:
+        raise ConfigError(f"{' and '.join(serving)} still serve this run: stop the master and all slaves first")
+
+
+@contextmanager
+def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
+    """A ledger that begins with the file, aside, its counters above every name that disks and mirrors show.
+
+    Mirrors that hold this run are no reason to refuse, as for `dips init`: its slaves go on from them. One that cannot
+    be read is: whoever knows of a round above the counters would end the next master.
+    """
+    path = genesis.ledger_path(config)
+    store = restore.mirror_of(config)
+    if store is not None and newest_term(store):
+        raise ConfigError(f"{path}: no ledger is here, but its mirror {store.url} has one: start dips-master first")
+    print(f"note: no ledger at {path}: history, tokens and data ranges begin anew")
+    aside = _aside(path)
+    with hold_ledger(path):
+        shutil.rmtree(aside.parent, ignore_errors=True)  # of a try that was killed
+        aside.parent.mkdir(parents=True)
+        try:
+            with closing(Ledger.create(aside, genesis.row_of_model(config, _read_tensors(model)), time.time)) as ledger:
+                plan = counters.make_plan(config, ledger)
+                if plan.unread:
+                    raise ConfigError(
+                        f"{'; '.join(plan.unread)}: rounds that only a mirror shows must not be given again; mount it, "
+                        "or, if it is lost for good, take it out of the run file"
+                    )
+                plan.carry_out(ledger)
+                yield ledger
+        finally:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.parent / ASIDE / path.name
+
+
+def _read_tensors(model: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(model)
+    except Exception as error:
+        raise ConfigError(f"--model {model}: cannot be read as safetensors: {error}") from error
+
+
+def _print_plan(head: VersionId, version: VersionId, model: Path, found: Sequence[SlaveFinding]) -> None:
+    print(f"{version}, after {head}: parameters of {model}")
+    for one in found:
+        momentum = f"momentum of {one.momentum_of}" if one.momentum_of else "no snapshot is left: momentum 0"
+        mirror = f" (its mirror: {one.lacking})" if one.lacking else ""
+        print(f"  {one.slave}: {len(one.layers)} layers, {momentum}{mirror}")

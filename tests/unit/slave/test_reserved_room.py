@@ -1,0 +1,38 @@
+"""Room for a snapshot is reserved where the file system can, and never written to be reserved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dips.slave.tensorfile import reserve_file
+
+SIZE = 1 << 22  # bytes
+
+
+def test_room_is_on_the_disk_before_anything_is_written(tmp_path: Path) -> None:
+    """Where the file system reserves; a file that has it keeps it."""
+    for _ in range(2):
+        reserve_file(tmp_path / "f", SIZE)
+    assert (tmp_path / "f").stat().st_blocks * 512 >= SIZE
+
+
+def test_a_full_disk_is_found(tmp_path: Path) -> None:
+    """More than any disk has, and more than a file may have."""
+    with pytest.raises(OSError, match=r"No space left|File too large"):
+        reserve_file(tmp_path / "f", 1 << 60)
+    assert not (tmp_path / "f").stat().st_size
+
+
+def test_where_nothing_can_be_reserved_nothing_is_written(tmp_path: Path) -> None:
+    """A ramfs cannot, like NFS before 4.2: glibc would write each block of 50 GB instead."""
+    code = f"from pathlib import Path; from dips.slave.tensorfile import reserve_file; reserve_file(Path('f'), {SIZE})"
+    shell = 'mount -t ramfs none "$1" && cd "$1" && "$2" -c "$3" && stat -c "%s %b" f'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell, "sh", str(tmp_path), sys.executable]
+    if subprocess.run([*words[:4], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no mounts in a user namespace")
+    done = subprocess.run([*words, code], capture_output=True, text=True, check=False)
+    assert done.stdout == "0 0\n", done.stdout + done.stderr
