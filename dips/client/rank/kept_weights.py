@@ -53,6 +53,7 @@ SUSPECT = (
     "pull is undone: then use another optimizer, or OuterLoop(model, optimizer=function) with what makes them anew"
 )
 
+PLAIN = (torch.Tensor, nn.Parameter)
 Kept = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, what is beside it
 
 
@@ -138,9 +139,9 @@ def _pair_copies(optimizer: Optimizer, ours: dict[torch.Tensor, str], known: set
 
 
 def _may_be_weights(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return (
-        tensor.is_floating_point() and tensor.shape == parameter.shape and is_dtensor(tensor) == is_dtensor(parameter)
-    )
+    """Moments may be of a class of their own, quantized, which cannot be sampled."""
+    alike = tensor.shape == parameter.shape and is_dtensor(tensor) == is_dtensor(parameter)
+    return alike and tensor.is_floating_point() and type(_find_local(tensor)) in PLAIN
 
 
 def _find_master(kept: Sequence[Kept]) -> str:
@@ -171,5 +172,9 @@ def _spread(kept: Sequence[Any]) -> Sequence[Any]:
 
 def _sample(tensor: Any) -> torch.Tensor:
     """Some elements of what lies on this rank, on the host."""
-    flat = (tensor.to_local() if is_dtensor(tensor) else tensor).detach().reshape(-1)
+    flat = _find_local(tensor).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].cpu()
+
+
+def _find_local(tensor: Any) -> Any:
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -177,6 +177,7 @@ MUTANTS = (
     Mutant("drifted slow weights pass", KEPT, "alike > ALIKE_BY_NAME", "alike > 0.99999", KEPT_TESTS),
     Mutant("a step counter is a weight", KEPT, "LEAST_ELEMENTS = 32", "LEAST_ELEMENTS = 0", KEPT_TESTS),
     Mutant("ASGD's mean is warned of", KEPT, " and key not in HARMLESS", "", KEPT_TESTS),
+    Mutant("quantized moments are sampled", KEPT, " and type(_find_local(tensor)) in PLAIN", "", KEPT_TESTS),
     Mutant("ones are masters of ones", KEPT, "LEAST_VALUES = 4", "LEAST_VALUES = 1", KEPT_TESTS),
     Mutant("a matrix undone counts as a norm", UNDO, "sum(sample.view.numel() for", "sum(1 for", WATCHED),
     Mutant("training is taken for undoing", UNDO, "LEFT_OVER = 0.05", "LEFT_OVER = 2.0", WATCHED),

@@ -207,6 +207,25 @@ def test_moments_are_no_weights(make: Any, coarse: bool) -> None:
     assert trained.look() == ""
 
 
+class Quantized(torch.Tensor):
+    """As torchao's states of 8 bits: few operations are defined, and none that samples it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.reshape, torch.Tensor.detach, torch.Tensor.__getitem__):
+            raise NotImplementedError(f"{func} of a quantized tensor")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_moments_that_are_quantized_are_left_alone() -> None:
+    """Some hold what cannot be read like a tensor: they end no job."""
+    trained = TrainedLayers(lambda params: torch.optim.SGD(params, 1e-3))
+    trained.train(1)
+    for p in trained.model.parameters():
+        trained.optimizer.state[p]["exp_avg"] = torch.zeros_like(p.detach()).as_subclass(Quantized)
+    assert trained.look() == ""
+
+
 def test_ones_beside_ones_are_no_master() -> None:
     """A norm's weights in bf16, and a scale in fp32 that nobody has changed yet."""
     trained = TrainedLayers(lambda params: torch.optim.SGD(params, 0.0))
