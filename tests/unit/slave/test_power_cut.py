@@ -89,6 +89,9 @@ def test_a_snapshot(disk: Path, tmp_path: Path, record: list[PowerCut], monkeypa
     assert cut.find_lost(staged_path(disk, v4)) == []
     promote_snapshot(disk, v4)
     assert cut.find_lost(disk / str(v4)) == [] and not cut.would_return(staged_path(disk, v4))
+    snapshots.stage_snapshot(v4, arrays(LAYERS, 7), arrays(LAYERS, 8))
+    promote_snapshot(disk, v4)
+    assert not list(disk.glob(".unfinished*")), "what was there before takes no room"
     snapshots.delete_snapshots((V1,))
     assert not cut.would_return(disk / str(V1))
     keep_snapshot(disk / str(V2))
