@@ -178,6 +178,7 @@ MUTANTS = (
     Mutant(
         "what a promotion discards takes room", ROOM + "/staged_snapshots.py", "shutil.rmtree(aside)", "pass", POWER
     ),
+    Mutant("layers that are learned change nothing", ROOM, "self._plan.list_again()", "pass", MIRROR),
     # ---- what is durable
     Mutant("a copy is blessed by an older manifest", ROOM, "store.remove_path(folder)", "pass", POWER),
     Mutant("what comes back is not fsynced", ROOM + "/mirror_copy.py", "os.fsync(file.fileno())", "pass", POWER),

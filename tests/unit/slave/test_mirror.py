@@ -481,6 +481,7 @@ def test_a_mirror_that_is_gone_is_told_apart_from_one_that_holds_nothing(tmp_pat
     mirror = kept(tmp_path, str(tmp_path / "mirror"))
     with pytest.raises(FailedMirror, match="is not there: mount it"):
         mirror.restore(())
+    assert "is not there: mount it" in mirror.report().reason, "the next Register tells it"
     (tmp_path / "mirror").mkdir()
     restored = mirror.restore(())
     assert restored.versions == ()
@@ -511,6 +512,18 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
     until(lambda: mirror.report().held == (V2,) and store.list_names() == [str(V2)])
     mirror.close()
     assert mirror_copy.list_copies(store, "r", "s", LOG, (0, 1)) == mirror_copy.MirrorListing((V2,))
+
+
+def test_layers_that_are_learned_are_listed_anew(url: str, tmp_path: Path) -> None:
+    """The master has told them to a process that had listed already: its thread looks at once, not in an hour."""
+    written(tmp_path / "s", V1)
+    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    mirror = kept(tmp_path, url)
+    mirror.start()
+    until(lambda: mirror.report().held == (V1,))
+    mirror.bind_layers((0, 1))
+    until(lambda: mirror.report() == MirrorReport(()))
+    mirror.close()
 
 
 def test_what_was_listed_stands_until_it_is_listed_anew() -> None:
