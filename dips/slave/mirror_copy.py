@@ -22,7 +22,7 @@ from dips.ids import VersionId
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.slave.snapshot_files import ASIDE
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, SnapshotManifest
-from dips.slave.tensorfile import ITEM, MAX_HEADER_BYTES
+from dips.slave.tensorfile import ITEM
 from dips.telemetry.logs import Log
 
 MOST_MANIFEST_BYTES = 64 << 20
@@ -162,7 +162,7 @@ def _pass_verified(source: IO[bytes], target: IO[bytes], manifest: SnapshotManif
     length = source.read(8)
     header = int.from_bytes(length, "little")
     numel = sum(record.layer.numel for record in manifest.layers)
-    if header > MAX_HEADER_BYTES or 8 + header + 2 * ITEM * numel != manifest.size:
+    if 8 + header + 2 * ITEM * numel != manifest.size:
         raise CorruptSnapshot(
             f"{where}: a header of {header} bytes and {numel} parameters are not {manifest.size} bytes"
         )

@@ -105,7 +105,7 @@ class SnapshotMirror:
     def _bring_back(self, on_disk: set[VersionId], look_for: set[VersionId]) -> Restored:
         listing = self._list_mirror()  # the next Register tells it
         newest = max((v.round for v in on_disk), default=0)
-        brought, reason = list[VersionId](), listing.reason
+        brought, rotten, reason = list[VersionId](), False, listing.reason
         for version in reversed(listing.whole):
             if version in on_disk or (version.round < newest and version not in look_for):
                 continue
@@ -116,7 +116,8 @@ class SnapshotMirror:
                 reason = reason or str(error)
                 self._log.error("mirror_passed_over", version=str(version), reason=str(error))
                 self._rotten[version] = mirror_copy.copy_state(self._store, version)
-        if len(brought) < len(listing.whole) and self._rotten:
+                rotten = True
+        if rotten:
             self._list_mirror()  # the master is not told of what was found rotten just now
         if not listing.whole and not reason:
             reason = f"its mirror {self._store.url} holds no snapshot of it either: is it mounted?"

@@ -218,7 +218,9 @@ MUTANTS = (
         "pass",
         RECOVER,
     ),
-    Mutant("a restored ledger is named before it is on the disk", ROOM, "    sync_path(built)\n", "", MIRROR),
+    Mutant(
+        "a restored ledger is named before it is on the disk", ROOM + "/ledger.py", "    sync_path(built)\n", "", MIRROR
+    ),
     Mutant(
         "a restored initial model is named before it is on the disk",
         ROOM,

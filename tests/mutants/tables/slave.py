@@ -167,6 +167,25 @@ MUTANTS = (
     Mutant("ranges have no budget", ROOM, "if len(pieces) <= room else", "if True else", HELLOS),
     Mutant("the budget is never given back", ROOM, "self._ranges -= sum(", "self._ranges -= 0 * sum(", HELLOS),
     Mutant("streams of pulls have no budget", ROOM, "len(self._latest) >= MOST_STREAMS", "False", HELLOS),
+    Mutant(
+        "what is rotten is told once",
+        ROOM,
+        "        if rotten:\n            self._list",
+        "        if False:\n            self._list",
+        MIRROR,
+    ),
+    Mutant(
+        "all above the oldest comes back",
+        ROOM,
+        "newest = max((v.round for v in on_disk)",
+        "newest = min((v.round for v in on_disk)",
+        MIRROR,
+    ),
+    Mutant("a second damaged one stops a restore", ROOM, "shutil.rmtree(kept, ignore_errors=True)", "pass", MIRROR),
+    Mutant(
+        "what a promotion discards takes room", ROOM + "/staged_snapshots.py", "shutil.rmtree(aside)", "pass", POWER
+    ),
+    Mutant("layers that are learned change nothing", ROOM, "self._plan.list_again()", "pass", MIRROR),
     # ---- what is durable
     Mutant("a copy is blessed by an older manifest", ROOM, "store.remove_path(folder)", "pass", POWER),
     Mutant("what comes back is not fsynced", ROOM + "/mirror_copy.py", "os.fsync(file.fileno())", "pass", POWER),

@@ -379,6 +379,34 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
     assert (tmp_path / "s" / f"damaged-{V1}").exists()
 
 
+def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
+    """The newest damaged one of a version; the one before makes room."""
+    written(tmp_path / "s", V1)
+    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    for mark in ("first", "second"):
+        (tmp_path / "s" / str(V1) / "mark").write_text(mark)
+        assert kept(tmp_path, url).restore(()).versions == (V1,)
+    assert (tmp_path / "s" / f"damaged-{V1}" / "mark").read_text() == "second"
+
+
+def test_what_is_older_than_the_newest_on_the_disk_stays_in_the_mirror(url: str, tmp_path: Path) -> None:
+    """Also where the disk holds something older still."""
+    written(tmp_path / "s", V1, V2, V3)
+    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V2, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V2))
+    assert kept(tmp_path, url).restore((V1, V3)) == Restored(())
+
+
+def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
+    """It waits for a wish, an hour at a time; the end is one."""
+    mirror = kept(tmp_path, url)
+    mirror.start()
+    until(lambda: not mirror.report().unknown)
+    mirror.close()
+    mirror._thread.join(10)
+    assert not mirror._thread.is_alive()
+
+
 def rot(store: MirrorStore, version: VersionId) -> None:
     """Flip the last bit of a copy."""
     name = f"{version}/model.safetensors"
@@ -404,6 +432,7 @@ def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monke
     monkeypatch.setattr(mirror_copy, "_pass", count)
     mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, time.monotonic, meter)
     first = mirror.restore(())
+    assert mirror.report() == MirrorReport(()), "the next Register does not tell it"
     assert first.versions == () and "expected xxh3-128" in first.reason
     once = read[0]
     assert meter.nbytes == once > 0, "a restore that takes minutes is seen to work"
@@ -452,6 +481,7 @@ def test_a_mirror_that_is_gone_is_told_apart_from_one_that_holds_nothing(tmp_pat
     mirror = kept(tmp_path, str(tmp_path / "mirror"))
     with pytest.raises(FailedMirror, match="is not there: mount it"):
         mirror.restore(())
+    assert "is not there: mount it" in mirror.report().reason, "the next Register tells it"
     (tmp_path / "mirror").mkdir()
     restored = mirror.restore(())
     assert restored.versions == ()
@@ -482,6 +512,18 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
     until(lambda: mirror.report().held == (V2,) and store.list_names() == [str(V2)])
     mirror.close()
     assert mirror_copy.list_copies(store, "r", "s", LOG, (0, 1)) == mirror_copy.MirrorListing((V2,))
+
+
+def test_layers_that_are_learned_are_listed_anew(url: str, tmp_path: Path) -> None:
+    """The master has told them to a process that had listed already: its thread looks at once, not in an hour."""
+    written(tmp_path / "s", V1)
+    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    mirror = kept(tmp_path, url)
+    mirror.start()
+    until(lambda: mirror.report().held == (V1,))
+    mirror.bind_layers((0, 1))
+    until(lambda: mirror.report() == MirrorReport(()))
+    mirror.close()
 
 
 def test_what_was_listed_stands_until_it_is_listed_anew() -> None:

@@ -85,10 +85,14 @@ def test_a_snapshot(disk: Path, tmp_path: Path, record: list[PowerCut], monkeypa
     for version in (v3, V2):
         snapshots.write_snapshot(version, arrays(LAYERS, 3), arrays(LAYERS, 4))
         assert cut.find_lost(disk / str(version)) == []
-    snapshots.stage_snapshot(v4, arrays(LAYERS, 5), arrays(LAYERS, 6))
+    for seed in (1, 5):  # another try's goes
+        snapshots.stage_snapshot(v4, arrays(LAYERS, seed), arrays(LAYERS, 6))
     assert cut.find_lost(staged_path(disk, v4)) == []
     promote_snapshot(disk, v4)
     assert cut.find_lost(disk / str(v4)) == [] and not cut.would_return(staged_path(disk, v4))
+    snapshots.stage_snapshot(v4, arrays(LAYERS, 7), arrays(LAYERS, 8))
+    promote_snapshot(disk, v4)
+    assert not list(disk.glob(".unfinished*")), "what was there before takes no room"
     snapshots.delete_snapshots((V1,))
     assert not cut.would_return(disk / str(V1))
     keep_snapshot(disk / str(V2))
@@ -203,6 +207,24 @@ def test_a_rebalanced_snapshot(
     assert cut.find_lost(target / str(V2)) == []
     rebalance.clean_directory(target, "r", None, rebalance.delete_snapshot)
     assert not cut.would_return(target / str(V2))
+
+
+def test_only_a_snapshot_of_the_slaves_own_layers_is_promoted(disk: Path) -> None:
+    """One of other layers waits for its row; one of the same layers as what is there is not needed."""
+    for layers, promoted in (((0, 1), False), (LAYERS, False), ((0, 1), True)):
+        shutil.rmtree(staged_path(disk, V1), ignore_errors=True)
+        copy = rebalance.SnapshotCopy("r", "s", 1, V1, disk, MANIFEST, {index: disk / str(V2) for index in layers})
+        rebalance.stage_snapshot(copy, nothing)
+        assert promote_if_ours(disk, V1, (0, 1) if promoted else LAYERS) == promoted
+        assert staged_path(disk, V1).exists() != promoted
+
+
+def test_half_a_snapshot_has_no_digest(disk: Path) -> None:
+    """Its manifest alone would be taken for it."""
+    with (disk / str(V1) / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(CorruptSnapshot, match=r"expected \d+ bytes, got 100"):
+        rebalance.manifest_digest(disk / str(V1))
 
 
 def test_only_the_ledgers_own_bytes_are_copied(disk: Path) -> None:
