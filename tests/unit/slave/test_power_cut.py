@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,9 @@ def test_a_rebalanced_snapshot(
     rebalance.reserve_room([copy])
     rebalance.stage_snapshot(copy, nothing)
     assert cut.find_lost(staged_path(target, V2)) == []
+    assert rebalance.is_staged(copy), "it is not copied again"
+    for other in (replace(copy, slave="u"), replace(copy, sinc=2), replace(copy, sources={0: disk / str(V2)})):
+        assert not rebalance.is_staged(other), "what another plan had staged is not taken for it"
     assert promote_if_ours(target, V2, (0, 1))
     assert cut.find_lost(target / str(V2)) == []
     rebalance.clean_directory(target, "r", None, rebalance.delete_snapshot)
