@@ -57,7 +57,7 @@ def test_what_is_older_than_the_newest_few_goes_when_they_are_complete(keep: int
     """v1, which some disk lacks, goes as soon as just as many newer ones as stay are complete, not one later."""
     rows = tuple(VersionRow(v(n), v(max(n - 1, 0)), n != 1, 0, False) for n in range(4))
     made = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
-    state = LedgerState(made, 2, 4, rows, (), (), (), (), ScoreHistory((), ()), (), (), None)
+    state = LedgerState(made, 2, 4, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
     run = Coordinator(state, MANIFEST, Options(keep_snapshots=keep), 0.0).capture_state()
     assert isinstance(run, RunState)
     retire_versions(run)
