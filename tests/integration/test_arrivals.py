@@ -58,13 +58,16 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
     assert len(rounds) == VERSIONS and max(len(each.folds) for each in rounds) > 1
     steps = {fold.inner_steps for each in rounds for fold in each.folds}
     assert len(steps) > 2, f"a mixed pace: {steps}"
-    assert (rules == "anchored") == any(fold.anchored for each in rounds for fold in each.folds)
+    late = [fold for each in rounds for fold in each.folds if fold.base != each.parent]
+    assert len(late) >= len(script.LATE_AT) and any(fold.anchored for fold in late) == (rules == "anchored"), late
     fleet = Fleet((FleetCluster(),) * len(PACES))
     made = emulate_arrivals(
         task, fleet, script.RECIPE, read_arrivals(history), script.SEED, file.make_options(), file.shared.layers
     )
     for real, version, layers in zip(rounds, made, snapshots, strict=True):
         assert _spell_round(version.row) == _spell_round(real), real.version
+        losses = [fold.loss for fold in real.folds]  # summed up as its steps were told, several at once
+        assert [fold.loss for fold in version.row.folds] == pytest.approx(losses, rel=1e-12)
         assert dict(enumerate(zip(version.theta, version.momentum, strict=True))) == layers, real.version
 
 
@@ -94,6 +97,6 @@ def _spell_round(row: RoundHistory | VersionCommitted) -> dict[str, Any]:
 
 def _spell_fold(fold: FoldRow) -> tuple[object, ...]:
     return (
-        fold.push.cluster, fold.base, fold.tokens, fold.inner_steps, fold.weight, fold.norm, fold.score, fold.loss,
+        fold.push.cluster, fold.base, fold.tokens, fold.inner_steps, fold.weight, fold.norm, fold.score,
         fold.layer_weights, fold.anchored,
     )  # fmt: skip
