@@ -77,6 +77,7 @@ class World:
         self._everywhere = EVERYWHERE * scenario.slaves
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
+        self.master_sleeps = 0  # how often it was stopped
         placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
@@ -225,6 +226,7 @@ class World:
     def _pause_master(self) -> None:
         if self._asleep_since is None:
             self._asleep_since = self.heap.now
+            self.master_sleeps += 1
 
     def _wake_master(self) -> None:
         self._asleep_s = self.master_asleep_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push
 from dips.client.rank.transfer_types import TransferRate
 from dips.client.version_pull import _describe_run, _keep_lease, list_pieces
 from dips.dataclass import replace
-from dips.errors import Denied, UnavailableSlave
+from dips.errors import Denied, StalePush, UnavailableSlave
 from dips.identity.authority import Authority
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -151,7 +151,11 @@ async def reach_for_all(run: harness.Run) -> None:
             while (await _describe_run(north.master))["clusters"]["eve"]["state"] != "gone":
                 await asyncio.sleep(0.1)
         late = replace(hers, deadline_s=1.0)
-        await fails(UnavailableSlave, "not connected", pull_pieces, late, eve.identity(1), eve.pieces(0.0))
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with suppress(StalePush):  # a slave has yet to get the order: its pull is there, and over
+                    await fails(UnavailableSlave, "not connected", pull_pieces, late, eve.identity(1), eve.pieces(0.0))
+                    break
 
 
 def versions(run: harness.Run) -> int:

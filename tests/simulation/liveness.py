@@ -96,9 +96,8 @@ class LivenessInvariant(Invariant):
             self.require(attempt < self.PULLS, f"{agent.name} has failed to pull {attempt} times without any fault")
 
 
-UNSEEN_HEARTBEATS = (
-    2  # a master that sleeps for a heartbeat at most cannot see where a gap began, and ignores one of a heartbeat
-)
+# Of each sleep: a master that is idle for a heartbeat at most cannot see where a gap began, and ignores one as long.
+UNSEEN_HEARTBEATS = 2
 
 
 class LeaseInvariant(Invariant):
@@ -111,15 +110,16 @@ class LeaseInvariant(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.read: dict[tuple[str, str, int], float] = {}
-        self.asleep_s = 0.0
+        self.read: dict[tuple[str, str, int], tuple[float, int]] = {}  # when, by its waking hours; after which sleep
 
     def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
-        self.read[role, name, incarnation] = self.world.heap.now - self.world.master_asleep_s
+        self.read[role, name, incarnation] = self._now()
 
     def master_restored(self, state: LedgerState) -> None:
-        for key in self.read:
-            self.read[key] = self.world.heap.now - self.world.master_asleep_s
+        self.read = dict.fromkeys(self.read, self._now())
+
+    def _now(self) -> tuple[float, int]:
+        return self.world.heap.now - self.world.master_asleep_s, self.world.master_sleeps
 
     def silence_judged(self, verdict: Event) -> None:
         if isinstance(verdict, ClusterSilent):
@@ -130,9 +130,9 @@ class LeaseInvariant(Invariant):
     def _lease(self, role: str, name: str, incarnation: int) -> None:
         read = self.read.get((role, name, incarnation))
         if read is not None:
-            listened = self.world.heap.now - self.world.master_asleep_s - read
+            listened, sleeps = (now - then for now, then in zip(self._now(), read, strict=True))
             timing = self.world.options.timing
-            lease = timing.lease_s - UNSEEN_HEARTBEATS * timing.heartbeat_s
+            lease = timing.lease_s - UNSEEN_HEARTBEATS * timing.heartbeat_s * max(1, sleeps)
             self.require(
                 listened >= lease - 1e-6,
                 f"{name}/{incarnation} is judged silent after {listened:.1f} s of listening, least {lease:g} s",
