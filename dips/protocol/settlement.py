@@ -68,7 +68,7 @@ def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], Sc
     verdicts = [Settled(p.id.cluster, p.verdict, p.counted) for p in (*r.folded, *r.gated) if p.verdict is not None]
     live = [c.name for c in run.clusters.values() if c.live]
     rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
-    if r.folded and r.state is not RoundState.COLLECTING:
+    if r.folded:
         history = _with_norms(run, r, history)
     return rows, history
 
