@@ -27,7 +27,7 @@ import pytest
 from tests.mutants.mutant import LostAnchor, Mutant, apply, locate
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("dips", "tests", "benchmarks", "configs", "pyproject.toml")
+COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml")
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
 WIDE_TIMEOUT_S = 600.0  # of one that meets all tests of its room

@@ -119,6 +119,15 @@ def test_tokens_lead_by_a_bounded_number() -> None:
     assert ask(queue, "light", 0, 1.0).ahead < 4 + MOST_LEAD
 
 
+def test_a_slot_is_lent_by_all_who_may_want_it() -> None:
+    """Two slots are free for two who wait: the one who asks again soon could find both taken."""
+    for soon_s, admitted in ((1.0, False), (20.0, True)):
+        queue = SlotQueue()
+        ask(queue, "soon", 0, 0.0, step_s=soon_s)
+        ask(queue, "slow", 0, 0.0, step_s=20.0)
+        assert ask(queue, "fast", 2, 0.5, push_s=5.0).admitted is admitted
+
+
 def test_a_slot_is_lent_to_a_push_that_is_over_in_time() -> None:
     """The one for whom it is kept must not notice; whose push takes longer, or an unknown time, is refused."""
     queue = SlotQueue()
