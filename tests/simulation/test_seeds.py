@@ -9,9 +9,8 @@ from statistics import median
 
 import pytest
 
-from tests.simulation.__main__ import covered, play_all, report, spread
+from tests.simulation.__main__ import GAMES, covered, play_all, report, spread
 from tests.simulation.coverage import ROWS, WAYS
-from tests.simulation.mix import former
 from tests.simulation.trial import SeedTrial, play
 
 SEEDS = int(os.environ.get("DIPS_SEEDS", "150"))  # `make sim` plays 1,000, in CI too
@@ -34,16 +33,13 @@ CROSSED = {  # the same, with the crossings
 }
 
 
-@pytest.mark.parametrize("seed", sum(CROSSED.values(), ()))
-def test_a_seed_that_found_something_at_a_crossing_holds(seed: int) -> None:
-    result = play((seed, None))
-    assert not result.failure, report(result)
-
-
-@pytest.mark.parametrize("seed", sum(FOUND.values(), ()))
-def test_a_seed_that_found_something_holds(seed: int) -> None:
-    result = play((seed, None), former)
-    assert not result.failure, report(result, game="former")
+@pytest.mark.parametrize(
+    ("game", "seed"),
+    [(game, seed) for game, found in (("former", FOUND), ("", CROSSED)) for seed in sum(found.values(), ())],
+)
+def test_a_seed_that_found_something_holds(game: str, seed: int) -> None:
+    result = GAMES[game]((seed, None))
+    assert not result.failure, report(result, game=game)
 
 
 @pytest.mark.timeout(540)

@@ -64,15 +64,16 @@ def test_only_the_first_step_is_looked_at() -> None:
         trained.step(trained.parameter + STEP)
 
 
-@pytest.mark.parametrize("undone", [2, 3])
-def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
-    """Of five parameters two may be where they were by chance; a sixth, which no pull moves, is no evidence."""
-    watch, weights, steps = UndoWatch(), [torch.zeros(8) for _ in range(6)], 0
+def train_and_install(
+    watch: UndoWatch, weights: dict[str, torch.Tensor], trained: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Of `weights` those that are trained move by H steps and a pull; return what it replaced, and the steps."""
+    steps = 0
 
-    def install(moved: float) -> list[torch.Tensor]:
-        watch.take_before([(f"w{i}", w) for i, w in enumerate(weights)])
-        before = [w.clone() for w in weights]
-        for w in weights[:5]:
+    def install(moved: float) -> dict[str, torch.Tensor]:
+        watch.take_before(list(weights.items()))
+        before = {name: w.clone() for name, w in weights.items()}
+        for w in trained:
             w += moved
         watch.take_after(steps)
         return before
@@ -80,12 +81,19 @@ def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
     install(0.0)
     for _ in range(H):
         steps += 1
-        for w in weights[:5]:
+        for w in trained:
             w += STEP
         watch.on_inner_step(steps)
-    before = install(0.5)
-    for w, old in zip(weights[:undone], before, strict=False):
-        w.copy_(old + STEP)
+    return install(0.5), steps
+
+
+@pytest.mark.parametrize("undone", [2, 3])
+def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
+    """Of five parameters two may be where they were by chance; a sixth, which no pull moves, is no evidence."""
+    watch, weights = UndoWatch(), {f"w{i}": torch.zeros(8) for i in range(6)}
+    before, steps = train_and_install(watch, weights, list(weights.values())[:5])
+    for name in list(weights)[:undone]:
+        weights[name].copy_(before[name] + STEP)
     with pytest.raises(ConfigError, match="in 3 of 5 parameters") if undone == 3 else nullcontext():
         watch.on_inner_step(steps + 1)
 
@@ -93,26 +101,11 @@ def test_most_of_what_was_moved_must_be_undone(undone: int) -> None:
 @pytest.mark.parametrize(("undone", "found"), [("matrices", True), ("norms", False)])
 def test_a_parameter_counts_by_its_elements(undone: str, found: bool) -> None:
     """Masters of the matrices alone, a third of the parameters and most of the model, end the job."""
-    watch, steps = UndoWatch(), 0
+    watch = UndoWatch()
     weights = {
         f"{kind}{i}": torch.zeros(n) for i in range(3) for kind, n in (("norms", 8), ("bias", 8), ("matrices", 64))
     }
-
-    def install(moved: float) -> dict[str, torch.Tensor]:
-        watch.take_before(list(weights.items()))
-        before = {name: w.clone() for name, w in weights.items()}
-        for w in weights.values():
-            w += moved
-        watch.take_after(steps)
-        return before
-
-    install(0.0)
-    for _ in range(H):
-        steps += 1
-        for w in weights.values():
-            w += STEP
-        watch.on_inner_step(steps)
-    before = install(0.5)
+    before, steps = train_and_install(watch, weights, list(weights.values()))
     for name, w in weights.items():
         if name.startswith(undone):
             w.copy_(before[name] + STEP)
