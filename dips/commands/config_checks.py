@@ -18,7 +18,6 @@ from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.tls_files import load_tls, require_identity
-from dips.protocol.enums import AnchorRule
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SOON = timedelta(days=14)  # before a certificate ends it is worth a note
@@ -90,14 +89,6 @@ def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
             NOTE,
             f"{timing.order_s:g} s of silence fail an order, and heartbeats come every {timing.heartbeat_s:g} s",
             "take at least two heartbeats",
-        )
-    bare = [slave.name for slave in run.slaves if not slave.pinned]
-    if run.shared.outer.anchor is AnchorRule.BASE and bare:
-        yield ConfigFinding(
-            f"{path}: shared.outer.anchor",
-            NOTE,
-            f"with `pinned: 0` {', '.join(bare)} holds no base, so no push is measured against its own",
-            "pinned: 1 or more on every slave, or anchor: current",
         )
     yield from _check_ledger(path, run)
 

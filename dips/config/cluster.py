@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
@@ -97,13 +97,6 @@ class ClusterFile(HttpKeys):
     def tls_files(self) -> TlsFiles | None:
         """The agent's certificate; None: plain text."""
         return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
-
-    @field_validator("install", mode="before")
-    @classmethod
-    def _refuse_former_name(cls, value: Any) -> Any:
-        if value == "forward":
-            raise ValueError("`install: forward` was renamed: write `install: lazy`")
-        return value
 
 
 def load_cluster(path: Path) -> ClusterFile:

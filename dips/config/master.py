@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from dips.config.http import HttpKeys
 from dips.config.section import MIB, Section
-from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, RequeuePolicy
+from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
 
 
@@ -68,7 +68,6 @@ class MasterSection(HttpKeys):
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
     mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
     requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
-    order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
 
     @model_validator(mode="after")
     def _require_kept(self) -> MasterSection:

@@ -92,31 +92,12 @@ def _resolve_paths(raw: Any, base: Path) -> Any:
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 
-# Keys of files from before the renames → what they are called now; `install: forward` is refused where it is read.
-RENAMED_KEYS = {
-    "beat_s": "heartbeat_s",
-    "lease_beats": "lease_heartbeats",
-    "askers": "concurrent_streams",
-    "speakers": "max_transfer_ranks",
-    "performer": "supervisor",
-    "rule": "gates",
-    "metrics": "http",
-}
-
-
-# Keys that are gone → what to do now.
-REMOVED_KEYS = {"curve_key": "removed, delete it: with a section `tls` slaves make the keys of their lanes themselves"}
-
-
 def explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            word = str(problem["loc"][-1])
-            renamed = f"renamed, write {RENAMED_KEYS[word]}" if word in RENAMED_KEYS else ""
-            hint = renamed or REMOVED_KEYS.get(word, "unknown key (misspelt, or of another version?)")
-            lines.append(f"{key}: {hint}")
+            lines.append(f"{key}: unknown key (misspelt, or of another version?)")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing, and it has no default")
         else:

@@ -35,7 +35,7 @@ class RunFile(Section):
         """Gather what tunes the Coordinator."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
+            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,20 +13,6 @@ from dips.protocol.enums import LayerUnit, PullCodec, PushCodec
 from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
 
-LATER_KEYS: Mapping[str, Any] = {  # what each says of a run that began before it; no default of today
-    "outer": {
-        "merge": "mean",
-        "step": "nesterov",
-        "delay": 0,
-        "weights": "tokens",
-        "staleness_alpha": 0.0,
-        "anchor": "current",
-        "clip": {"per_layer": False},
-    },
-    "penalty": {"score": "linear", "joiner_cap": 5.0},
-    "layers": "block",
-}
-EARLIER_RULES: Mapping[tuple[str, ...], str] = {("dips",): "dips", (): "none"}  # of `gates`, when it was `rule`
 MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
 
 
@@ -71,23 +56,6 @@ class Shared(Section):
 
     @property
     def digest(self) -> str:
-        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree.
-
-        Keys that came later are left out as long as they say what was so before them: older runs go on.
-        """
-        agreed = _without_later(self.agreed, LATER_KEYS)
-        if (rule := EARLIER_RULES.get(tuple(agreed["penalty"]["gates"]))) is not None:
-            del agreed["penalty"]["gates"]
-            agreed["penalty"]["rule"] = rule
-        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
+        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
+        text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _without_later(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict[str, Any]()
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(later.get(key), dict):
-            kept[key] = _without_later(value, later[key])
-        elif key not in later or value != later[key]:
-            kept[key] = value
-    return kept

@@ -434,7 +434,6 @@ class Measured:
     finite: bool
     layer_dot: tuple[float, ...] = ()  # Σd·acc, acc being what is folded so far; empty or 0: nothing is
     digest: int = 0  # of θ_j, below 2⁵³; those of all slaves add up modulo that to the push's
-    anchored: bool = False  # against the order's anchor; False: it is not held here, or none was named
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
     "penalty.history": "from the next version",
     "penalty.gate_patience": "from the next push that is gated",
     "timing.window_s": "from the next window",
-    "timing.window_most": "from the next window",
     "timing.order_s": "from the next order",
     "timing.compute_s": "from the next order",
     "timing.transfer_s": "from the next transfer",

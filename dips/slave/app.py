@@ -27,7 +27,6 @@ from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
-from dips.protocol.enums import AnchorRule
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
@@ -263,7 +262,6 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     thread = ShardThread(executor, time.monotonic, log)
     versions = Versions(
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
-        keeps_older=config.shared.outer.anchor is AnchorRule.BASE,
     )  # fmt: skip
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)

@@ -95,7 +95,7 @@ class OpenTransfers:
             raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
         try:
-            places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))
+            places = places_for_slave(self.place, self.slaves, order.first, order.ranks)
             self.flow.open_push(push, places, buffers, order.deadline_s, order.codec, order.keys)
         except BaseException:
             self.versions.free_slot(push)

@@ -14,7 +14,7 @@ from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer_types import LayerOrder
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
-from dips.protocol.order import slaves_in_order
+from dips.protocol.order import slaves_for_worker
 from dips.transport.intake import Intake
 from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
@@ -60,7 +60,7 @@ def open_parts(
     grant, base, rng = order.grant, order.base, random.Random()
     version = str(grant.version) if kind == "pull" else ""
     held = str(order.held or "")
-    for index in slaves_in_order(grant.order, grant.first + base.rank, len(grant.slaves), str(grant.version)):
+    for index in slaves_for_worker(grant.first + base.rank, len(grant.slaves)):
         slave = grant.slaves[index]
         held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
         groups = [held_here] if order.gate is None else order.gate.group_pieces(held_here)

@@ -19,7 +19,6 @@ class StepRound:
 
     momentum: float  # μ
     share: float  # σ, in (0, 1]
-    is_nth: bool = True  # it has an N-th contribution
 
 
 def step_nesterov(r: StepRound) -> Numbers:
@@ -35,25 +34,17 @@ def step_sgd(r: StepRound) -> Numbers:
 def step_share(r: StepRound) -> Numbers:
     """A round of σ adds σ·g, and momentum decays by μ in a whole cycle; Nesterov's step where σ is 1.
 
-    Momentum enters each lone round whole, so n of them go farther than one step of Nesterov. What bounds that is the
-    anchor `current`: a late push takes back what others did meanwhile (docs/guides/rules.md#share).
+    Momentum enters each lone round whole, so n of them go farther than one step of Nesterov. What bounds that is that a
+    push is subtracted from the present θ: a late one takes back what others did meanwhile (docs/guides/rules.md#share).
     """
     decay = r.momentum**r.share
     return (decay, r.share, r.share, decay)
-
-
-def step_delayed(r: StepRound) -> Numbers:
-    """Delayed Nesterov (Liu et al. 2024): momentum acts with every N-th contribution, between them it only gathers."""
-    if r.is_nth:
-        return (r.momentum, r.share, r.share, r.momentum)
-    return (1.0, r.share / r.momentum, r.share, 0.0)
 
 
 STEPS: Mapping[StepRule, Callable[[StepRound], Numbers]] = {
     StepRule.NESTEROV: step_nesterov,
     StepRule.SGD: step_sgd,
     StepRule.SHARE: step_share,
-    StepRule.DELAYED_NESTEROV: step_delayed,
 }
 
 

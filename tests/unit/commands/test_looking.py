@@ -69,12 +69,6 @@ class FilesToCheck:
         return enrolled
 
 
-def _base_without_banks(files: FilesToCheck) -> None:
-    for file in (files.run, files.cluster):
-        file["shared"].update(outer={"anchor": "base"})
-    files.run["slaves"][1].update(pinned=0)
-
-
 @pytest.fixture(name="files")
 def made_files(tmp_path: Path) -> FilesToCheck:
     return FilesToCheck(tmp_path)
@@ -117,7 +111,6 @@ def test_what_would_be_refused_is_found(files: FilesToCheck, change: Any, said: 
         (lambda f: f.run["slaves"][0].update(master="127.0.0.1:7900"), "while the master listens on 127.0.0.1:7800"),
         (lambda f: f.cluster.update(master="127.0.0.1:7999"), "127.0.0.1:7999, while the master listens on 127"),
         (lambda f: f.run["master"].update(timing={"order_s": 3.0}), "3 s of silence fail an order"),
-        (_base_without_banks, "with `pinned: 0` s1 holds no base"),
     ],
 )
 def test_what_looks_odd_has_a_note(files: FilesToCheck, change: Any, said: str) -> None:
