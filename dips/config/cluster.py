@@ -82,10 +82,8 @@ class ClusterFile(HttpKeys):
     # that no slave has more connections than this times its lanes from one cluster.
     max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
-    # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
-    # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
-    install: Literal["whole", "streaming", "lazy"] = "whole"
+    install: Literal["whole", "lazy"] = "whole"
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
@@ -109,13 +107,6 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(
             f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "
             "travel to encrypted lanes"
-        )
-    for key in ("codec", "pull_codec") if config.install == "streaming" else ():
-        if (word := getattr(config.shared, key)) != "fp32":
-            raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")
-    if config.install == "streaming" and config.overlap == "full":
-        raise ConfigError(
-            f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"
         )
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
         raise ConfigError(

@@ -175,14 +175,6 @@ def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str
         load_cluster(path)
 
 
-def test_streaming_needs_whole_parameters(tmp_path: Path) -> None:
-    """Differences to a base need the base, which a host without room for a shard does not keep."""
-    streaming = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "streaming"}
-    with pytest.raises(ConfigError, match=r"install: streaming needs shared\.codec fp32, got bf16"):
-        load_cluster(write(tmp_path / "cluster.yaml", streaming))
-    assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).max_transfer_ranks == 256
-
-
 def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
     """It has a whole version in host memory, which is what both want."""
     lazy = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "lazy", "overlap": "full"}
@@ -235,9 +227,6 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
         load_run(write(tmp_path / "sgd.yaml", changed(lossy, "shared.outer.step", "sgd")))
     with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
         load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
-    streaming = {**changed(CLUSTER, "shared.pull_codec", "bf16"), "install": "streaming"}
-    with pytest.raises(ConfigError, match=r"install: streaming needs shared\.pull_codec fp32, got bf16"):
-        load_cluster(write(tmp_path / "cluster.yaml", streaming))
 
 
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from dips.wire.codecs import Codec
 from dips.wire.streams import StreamName
 from dips.wire.updates import UpdateSpelling
 
+FIRST_EPOCH = 1  # of a stream; each reconnect raises it
+
 
 @dataclass(eq=False, slots=True)
 class LanePart:
@@ -70,7 +72,7 @@ def open_parts(
             ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
             name = StreamName(
                 base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
-                order.first_epoch, version, lane, held,
+                FIRST_EPOCH, version, lane, held,
             )  # fmt: skip
             keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
             ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
