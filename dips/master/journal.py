@@ -35,7 +35,7 @@ from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
 
-FORMAT = 3  # 2 knew nothing of a first model on its way
+FORMAT = 1
 RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's

@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 10  # 9 had settled ranges one by one, and knew nothing of how many a cluster may hold
+FORMAT = 1  # raised by every change of what a state is spelled with
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

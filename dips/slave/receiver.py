@@ -71,7 +71,7 @@ class Receiver:
                     in an inner step when their push is granted
         """
         layout = self._layout
-        assert layout is not None, "use() comes before open()"
+        assert layout is not None, "set_layers() comes before open_push()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:

@@ -125,7 +125,7 @@ class Sender:
                 pull.source = served
 
     def _make_source(self, arrays: Arrays) -> PullSource:
-        assert self._layout is not None, "use() comes before open()"
+        assert self._layout is not None, "set_layers() comes before open_pull()"
         sizes = {layer: array.size for layer, array in arrays.items()}
         assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
         return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})

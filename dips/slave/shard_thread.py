@@ -85,7 +85,7 @@ class ShardThread:
 
     def _run_job(self, job: Callable[[Shard], T]) -> T:
         shard = self._shard
-        assert shard is not None, "own() comes first"
+        assert shard is not None, "own_shard() comes first"
         try:
             return job(shard)
         finally:
