@@ -22,6 +22,7 @@ def load_file(path: Path, model: type[Model]) -> Model:
     shared = raw.get("shared")
     if isinstance(shared, str):
         raw["shared"] = read_yaml(path.parent / shared)
+    _refuse_section(path, raw, model)
     try:
         return model.model_validate(_resolve_paths(raw, path.parent))
     except ConfigError as error:  # from __post_init__ of an options class
@@ -30,6 +31,17 @@ def load_file(path: Path, model: type[Model]) -> Model:
         raise ConfigError(f"{path}: {TOO_DEEP}") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain_invalid(error)}") from error
+
+
+def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None:
+    """Raise ConfigError if the file is a `shared` section in the place of a file that names one."""
+    section = model.model_fields["shared"].annotation if "shared" in model.model_fields else None
+    if section is None or not raw or not raw.keys() <= section.model_fields.keys():
+        return
+    raise ConfigError(
+        f"{path}: this is a `shared` section: name it in a run file and in each cluster file, as in `shared: "
+        f"{path.name}`; `dips init --template` writes all three"
+    )
 
 
 def is_cluster_file(path: Path) -> bool:

@@ -85,7 +85,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/dips.yaml."""
+    """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/shared/default.yaml."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     lr: float | str = 0.7  # or "auto": by the number of live clusters

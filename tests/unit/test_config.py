@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
 from dips.protocol.enums import LayerUnit
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs" / "shared"
 
 RUN: dict[str, Any] = {
     "shared": {"run": "r"},
@@ -51,7 +52,7 @@ PRESETS: dict[str, tuple[object, ...]] = {  # lr, momentum, clip's norm and whet
     "diloco": (0.7, 0.9, None, False, "mean", "nesterov", ()),
     "edit": (0.8, 0.85, 10.0, True, "edit-paper", "nesterov", ("edit",)),
     "a-edit": (0.8, 0.85, 10.0, True, "edit", "nesterov", ("edit",)),
-    "dips": (0.7, 0.8, None, False, "mean", "share", ("dips", "replay")),
+    "default": (0.7, 0.8, None, False, "mean", "share", ("dips", "replay")),
 }
 
 
@@ -64,6 +65,14 @@ def test_presets_are_shared_sections() -> None:
         rules = (outer.merge, outer.step, shared.penalty.gates)
         said[file.stem] = (outer.lr, outer.momentum, clip.norm, clip.per_layer, *rules)
     assert said == PRESETS
+
+
+@pytest.mark.parametrize("load", [load_run, load_cluster])
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_shared_section_is_no_file_of_a_run(file: Path, load: Callable[[Path], object]) -> None:
+    """Whoever takes one of configs/shared for a run file or a cluster file reads what it is, not what it lacks."""
+    with pytest.raises(ConfigError, match=rf"{file.name}: this is a `shared` section: .*`shared: {file.name}`"):
+        load(file)
 
 
 def test_each_rule_is_agreed_on() -> None:

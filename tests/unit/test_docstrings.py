@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages of assertions name what exists: files, classes with their members, functions, keys."""
+"""Docstrings, comments and messages of assertions name what exists: files, members of classes, functions, keys."""
 
 from __future__ import annotations
 
