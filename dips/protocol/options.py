@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
+from dips.protocol import plugins
 from dips.protocol.enums import (
     DurabilityMode,
     GateName,
@@ -67,6 +68,12 @@ def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: st
     object.__setattr__(options, field_name, words(got))  # frozen
 
 
+def _coerce_known(options: object, field_name: str, words: type[StrEnum]) -> None:
+    """Turn a word into its member; the name of an entry point stays as it is."""
+    if (got := getattr(options, field_name)) in list(words):
+        object.__setattr__(options, field_name, words(got))  # frozen
+
+
 @dataclass(frozen=True)
 class Clip:
     """Clip of the merged pseudo-gradient; at most one of the two numbers, none means no clip."""
@@ -91,14 +98,15 @@ class OuterOptions:
     lr: float | str = 0.7  # or "auto": by the number of live clusters
     momentum: float = 0.8
     clip: Clip = field(default_factory=Clip)  # none; the paper's is φ = 1, the whole model's norm
-    merge: MergeRule = MergeRule.MEAN
-    step: StepRule = StepRule.SHARE
+    merge: MergeRule | str = MergeRule.MEAN  # or an entry point of the group dips.rules
+    step: StepRule | str = StepRule.SHARE  # likewise
     weights: WeightRule = WeightRule.TOKENS
 
     def __post_init__(self) -> None:
-        words = {"merge": MergeRule, "step": StepRule, "weights": WeightRule}
-        for key, of_key in words.items():
-            _coerce_word(self, key, of_key, f"outer.{key}")
+        _coerce_word(self, "weights", WeightRule, "outer.weights")
+        for key, ours in {"merge": MergeRule, "step": StepRule}.items():
+            plugins.require_names(f"outer.{key}", [getattr(self, key)], ours, plugins.RULES)
+            _coerce_known(self, key, ours)
         _require_holds(self.lr == AUTO or not isinstance(self.lr, str), "outer.lr", "a number or auto", self.lr)
         bounds = {"lr": RATES, "momentum": SHARES}
         _require_within(self, "outer", bounds, frozenset({"momentum"}))
@@ -114,7 +122,8 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    gates: tuple[GateName, ...] = (GateName.DIPS, GateName.REPLAY)  # what may keep a push out, besides not being finite
+    # What may keep a push out, besides not being finite; a name that is none of ours is an entry point.
+    gates: tuple[GateName | str, ...] = (GateName.DIPS, GateName.REPLAY)
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
     e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
@@ -126,10 +135,11 @@ class PenaltyOptions:
     gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        known = ", ".join(GateName)
-        _require_holds(set(self.gates) <= set(GateName), "penalty.gates", f"a list of {known}", self.gates)
+        plugins.require_names("penalty.gates", self.gates, GateName, plugins.GATES)
         _require_holds(len(set(self.gates)) == len(self.gates), "penalty.gates", "each gate once", self.gates)
-        object.__setattr__(self, "gates", tuple(map(GateName, self.gates)))  # frozen
+        ours = frozenset(GateName)
+        gates = tuple(GateName(name) if name in ours else name for name in self.gates)
+        object.__setattr__(self, "gates", gates)  # frozen
         for key in ("hard_cap", "joiner_cap"):
             _require_holds(getattr(self, key) > 1, f"penalty.{key}", "a number above 1", getattr(self, key))
         _require_within(self, "penalty", _PENALTY_BOUNDS, frozenset({"sigma_floor"}))

@@ -14,9 +14,9 @@ from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, re
 from dips.protocol.effects import Fold
 from dips.protocol.entities import Push, Round
 from dips.protocol.rules.clips import Clipped, clip_layers, clip_whole
-from dips.protocol.rules.merges import MEAN, MERGES, LayerShare, Merge, scale_layer, weigh_last
+from dips.protocol.rules.merges import MEAN, LayerShare, Merge, find_merge, scale_layer, weigh_last
 from dips.protocol.rules.rates import rate_of_clusters
-from dips.protocol.rules.steps import STEPS, StepRound, measure_share
+from dips.protocol.rules.steps import StepRound, find_step, measure_share
 from dips.protocol.rules.weights import WEIGHTS
 from dips.protocol.run_state import RunState
 
@@ -45,12 +45,12 @@ def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
     """The layers whose weights and scales may differ; the first stands for all that are not here."""
-    by_layer = MERGES[run.options.outer.merge].by_layer or r.flagged
+    by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
 
 def _merge_of(run: RunState, layer: int) -> Merge:
-    merge = MERGES[run.options.outer.merge]
+    merge = find_merge(run.options.outer.merge)
     return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
 
 
@@ -75,7 +75,7 @@ def make_step(run: RunState, r: Round) -> Clipped:
     live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
     clusters = len(live.keys() | {push.id.cluster for push in r.folded})
     lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
-    numbers = STEPS[o.step](_describe_round(run, r, live))
+    numbers = find_step(o.step)(_describe_round(run, r, live))
     r.step = OuterStep(cut.scales, lr, *numbers, returned_share(lr, numbers))
     return cut
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, sqrt
 
 from dips.dataclass import dataclass
+from dips.errors import ConfigError
 from dips.outer_step import MAX_FACTOR
+from dips.protocol import plugins
 from dips.protocol.enums import MergeRule
 
 MOST_EXPONENT = 60.0  # e⁻⁶⁰ of a weight is nothing, and its inverse still fits fp32
@@ -111,6 +113,16 @@ MERGES: Mapping[MergeRule, Merge] = {
     MergeRule.EDIT: Merge(weigh_softmax, scale_softmax),
     MergeRule.EDIT_PAPER: Merge(weigh_softmax_of_norms, scale_softmax),
 }
+
+
+def find_merge(name: MergeRule | str) -> Merge:
+    """Return one of ours, or what a user's entry point of the group `dips.rules` names."""
+    if isinstance(name, MergeRule):
+        return MERGES[name]
+    found = plugins.load_plugin(plugins.RULES, name)
+    if not isinstance(found, Merge):
+        raise ConfigError(f"outer.merge: expected {name} to be a dips.protocol.rules.merges.Merge, got {found!r}")
+    return found
 
 
 # ---- one layer of a round -------------------------------------------------------------------------------------------

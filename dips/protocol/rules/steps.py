@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from dips.dataclass import dataclass
+from dips.errors import ConfigError
 from dips.outer_step import Numbers, nesterov_numbers
+from dips.protocol import plugins
 from dips.protocol.enums import StepRule
 
 
@@ -46,6 +49,16 @@ STEPS: Mapping[StepRule, Callable[[StepRound], Numbers]] = {
     StepRule.SGD: step_sgd,
     StepRule.SHARE: step_share,
 }
+
+
+def find_step(name: StepRule | str) -> Callable[[StepRound], Numbers]:
+    """Return one of ours, or what a user's entry point of the group `dips.rules` names."""
+    if isinstance(name, StepRule):
+        return STEPS[name]
+    found = plugins.load_plugin(plugins.RULES, name)
+    if not callable(found):
+        raise ConfigError(f"outer.step: expected {name} to be a function of a StepRound, got {found!r}")
+    return cast("Callable[[StepRound], Numbers]", found)
 
 
 def measure_share(round_tokens: Mapping[str, int], last_tokens: Mapping[str, int]) -> float:
