@@ -40,10 +40,9 @@ def tune(
     \b
     What may be tuned:
       outer.lr outer.momentum outer.clip.norm outer.clip.relative: from the next outer step
-      penalty.alpha .beta .e_cap .sigma_floor .hard_cap .joiner_cap .warmup_rounds .history .gate_patience: from the
-        next push
+      penalty.beta .hard_cap .joiner_cap .warmup_rounds .gate_patience: from the next push
       timing.window_s: from the next window
-      timing.order_s .compute_s .transfer_s .least_transfer_s .min_push_bps .busy_retry_s: from the next order or push
+      timing.compute_s .transfer_s .min_push_bps: from the next order or push
 
     Exit codes: 0 done; 1 refused; 2 no such key; 69 no master answers; 77 you are no operator; 78 such a value cannot
     be.

@@ -16,10 +16,8 @@ from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
-from dips.protocol.rank_keys import MOST_KEYS
 
 MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
-TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 DEFAULT_STEPS = 64  # H, §5.1
 
 
@@ -60,7 +58,6 @@ class ClusterFile(HttpKeys):
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
     on_divergence: DivergencePolicy = DivergencePolicy.RESET
-    rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
@@ -70,17 +67,12 @@ class ClusterFile(HttpKeys):
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
-    restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Others may grant less:
     # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
     end_grace_s: Annotated[float, Field(gt=0)] = 300.0
-    # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
-    # that no slave has more connections than this times its lanes from one cluster.
-    max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "lazy"] = "whole"
@@ -90,6 +82,11 @@ class ClusterFile(HttpKeys):
     log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level comes before it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
+
+    @property
+    def poll_s(self) -> float:
+        """No collective of the training job waits longer for anybody outside the cluster."""
+        return self.heartbeat_s
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -103,11 +100,6 @@ def load_cluster(path: Path) -> ClusterFile:
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
     check_transport(path, config.insecure, config.tls, control)
-    if config.tls is not None and config.max_transfer_ranks > MOST_KEYS:
-        raise ConfigError(
-            f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "
-            "travel to encrypted lanes"
-        )
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
         raise ConfigError(
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "

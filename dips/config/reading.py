@@ -35,7 +35,8 @@ def load_file(path: Path, model: type[Model]) -> Model:
 
 def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None:
     """Raise ConfigError if the file is a `shared` section in the place of a file that names one."""
-    section = model.model_fields["shared"].annotation if "shared" in model.model_fields else None
+    field = model.model_fields.get("shared")
+    section: Any = None if field is None else field.annotation  # what `shared` is in every file
     if section is None or not raw or not raw.keys() <= section.model_fields.keys():
         return
     raise ConfigError(

@@ -16,12 +16,32 @@ from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, Sto
 MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
 
 
+class PenaltySection(Section):
+    """Which pushes count (docs/guides/gates.md). What else the penalty goes by are defaults of PenaltyOptions."""
+
+    gates: tuple[str, ...] = tuple(PenaltyOptions().gates)  # in this order; also the names of entry points
+    beta: float = PenaltyOptions().beta  # gated above β times the threshold: higher gates less
+    hard_cap: float = PenaltyOptions().hard_cap  # higher if norms are to grow tenfold for good
+    joiner_cap: float = PenaltyOptions().joiner_cap  # higher if a new cluster is gated and is healthy
+    warmup_rounds: int = PenaltyOptions().warmup_rounds  # fewer in a run of few rounds
+    gate_patience: int = PenaltyOptions().gate_patience  # lower if clusters are not trusted
+
+    @model_validator(mode="after")
+    def _require_bounds(self) -> Self:
+        self.make_options()
+        return self
+
+    def make_options(self) -> PenaltyOptions:
+        """The penalty's options with these."""
+        return PenaltyOptions(**self.model_dump())
+
+
 class Shared(Section):
     """What every process of the run must agree on; its digest is compared at Join."""
 
     run: str
     outer: OuterOptions = OuterOptions()
-    penalty: PenaltyOptions = PenaltyOptions()
+    penalty: PenaltySection = PenaltySection()
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower

@@ -18,22 +18,15 @@ TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
     "outer.momentum": "from the next Apply",
     "outer.clip.norm": "from the next Apply",
     "outer.clip.relative": "from the next Apply",
-    "penalty.alpha": "from the next push that is measured",
     "penalty.beta": "from the next push that is measured",
-    "penalty.e_cap": "from the next push that is measured",
-    "penalty.sigma_floor": "from the next push that is measured",
     "penalty.hard_cap": "from the next push that is measured",
     "penalty.joiner_cap": "from the next push that is measured",
     "penalty.warmup_rounds": "from the next warm-up",
-    "penalty.history": "from the next version",
     "penalty.gate_patience": "from the next push that is gated",
     "timing.window_s": "from the next window",
-    "timing.order_s": "from the next order",
     "timing.compute_s": "from the next order",
     "timing.transfer_s": "from the next transfer",
-    "timing.least_transfer_s": "from the next transfer",
     "timing.min_push_bps": "at once",
-    "timing.busy_retry_s": "at once",
 }
 CLIPS = ("outer.clip.norm", "outer.clip.relative")
 MAY_BE_OFF = frozenset({*CLIPS, "timing.window_s"})  # null in the files

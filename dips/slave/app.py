@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
+from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
@@ -27,12 +27,13 @@ from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
+from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
 from dips.slave.last_process import LastProcess
-from dips.slave.machine import available_bytes, memory_of
+from dips.slave.machine import TRANSIT_BYTES, available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
 from dips.slave.reloading import watch_file
 from dips.slave.runtime import SlaveRuntime
@@ -51,6 +52,7 @@ from dips.transport.pipeline import available_cores
 from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
+CONCURRENT_STREAMS = 4  # kept busy at once on a lane: one alone waits a round trip for each piece
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -253,8 +255,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         name,
         section.data_lanes(available_cores()),
         config.shared.chunk_bytes,
-        section.transit_bytes,
-        section.concurrent_streams,
+        TRANSIT_BYTES,
+        CONCURRENT_STREAMS,
         section.stall_s,
         key=None if config.tls is None else curve.new_keys(),  # in memory only; told by Register
     )

@@ -50,6 +50,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
+REJOIN_WARMUP_STEPS = 100  # inner steps; AdamW's moments are empty after a join into a run under way
 MEMORY = {"whole": HostMemory, "lazy": LazyMemory}  # by `install`
 HIDDEN_MASTERS = (
     "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
@@ -102,10 +103,7 @@ class OuterLoop:
         self._unwatch = watch_run(self._config, alone)
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = find_agent(self._config, self._collectives, alone)
-        layout = lay_out(
-            model, self._collectives, optimizer, self._config.max_transfer_ranks,
-            grouping=self._config.shared.grouping,
-        )  # fmt: skip
+        layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             warn_of_coarse(layout.adapter.loses_bits)
         parts = [model] if isinstance(model, nn.Module) else model
@@ -176,7 +174,7 @@ class OuterLoop:
     @property
     def lr_scale(self) -> float:
         """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
-        return self._inner.lr_scale(self._config.rejoin_warmup_steps)
+        return self._inner.lr_scale(REJOIN_WARMUP_STEPS)
 
     @property
     def shared(self) -> Shared:
