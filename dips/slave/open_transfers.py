@@ -17,11 +17,11 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
+from dips.slave.moves import Tombstones
 from dips.slave.ports import Arrays, Disk, Flow
 
 NO_KEYS = RankKeys(())
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
-Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class OpenTransfers:
     slaves: int = 1  # of the run
     pushes: dict[PushId, Receiving] = field(default_factory=dict)
     pulls: dict[PullId, Opened] = field(default_factory=dict)
-    closed_pushes: Closed = field(default_factory=dict)
-    closed_pulls: Closed = field(default_factory=dict)
+    closed_pushes: Tombstones = field(default_factory=Tombstones)
+    closed_pulls: Tombstones = field(default_factory=Tombstones)
     reports: list[Report] = field(default_factory=list)
 
     def staged_pushes(self) -> tuple[PushId, ...]:
@@ -90,7 +90,7 @@ class OpenTransfers:
             if known.nbytes is not None:
                 self.reports.append(StagedReport(push, known.nbytes))
             return
-        _refuse_closed(self.closed_pushes, push)
+        self.closed_pushes.refuse_closed(push)
         if not 1 <= order.ranks <= MAX_RANKS:
             raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
@@ -110,7 +110,7 @@ class OpenTransfers:
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
@@ -123,7 +123,7 @@ class OpenTransfers:
 
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
@@ -164,7 +164,7 @@ class OpenTransfers:
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
             return
-        _refuse_closed(self.closed_pulls, pull)
+        self.closed_pulls.refuse_closed(pull)
         source = self._pin_version(pull, order.version)
         try:
             chain = self.versions.pin_updates(pull, order.version)
@@ -213,12 +213,12 @@ class OpenTransfers:
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
         for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
             known = pull in self.pulls or pull in self.versions.held.pins
-            if not known and not _is_closed(self.closed_pulls, pull):
+            if not known and not self.closed_pulls.is_closed(pull):
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
         """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""
-        _record_closed(self.closed_pulls, pull)
+        self.closed_pulls.close(pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
@@ -246,18 +246,3 @@ class OpenTransfers:
             self.drop_push(push)
         for pull in list(self.pulls):
             self.close_pull(pull)
-
-
-def _is_closed(closed: Closed, transfer: PushId | PullId) -> bool:
-    return (transfer.inc, transfer.seq) <= closed.get(transfer.cluster, (-1, -1))
-
-
-def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    if _is_closed(closed, transfer):
-        inc, seq = closed[transfer.cluster]
-        raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
-
-
-def _record_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    highest = closed.get(transfer.cluster, (-1, -1))
-    closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

@@ -268,7 +268,7 @@ MUTANTS = (
         'lacking = ""',
         REBUILD,
     ),
-    Mutant("the journal keeps every segment", ROOM, "[: -self._options.segments]", "[:0]", JOURNAL),
+    Mutant("the journal keeps every segment", ROOM, "[: -self._segments]", "[:0]", JOURNAL),
     # ---- versions for people
     Mutant(
         "the whole process group outlives its version",

@@ -369,8 +369,8 @@ MUTANTS = (
     Mutant(
         "a tombstone below its transfer",
         ROOM,
-        "(transfer.inc, transfer.seq) <= closed",
-        "(transfer.inc, transfer.seq) < closed",
+        "return (transfer.inc, transfer.seq) <= self",
+        "return (transfer.inc, transfer.seq) < self",
         SHARD,
     ),
     Mutant("a list outlives its registration", ROOM, "self._list_of == came_under:", "True:", REGISTRATION),
