@@ -110,7 +110,7 @@ class ThreadedTransfer(BackgroundTransfer):
         own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
         smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
         if not all_well or smallest_seq != -minus_largest_seq:
-            self._end_transfer()
+            self.cancel()
             return TransferResult(False, thread.reason, self._total())
         self._on_least_count(least_count)
         if not all_done:
@@ -120,9 +120,6 @@ class ThreadedTransfer(BackgroundTransfer):
             self._thread = TransferThread(lambda _: finish())
             return None
         return TransferResult(True, "", self._total())
-
-    def _end_transfer(self) -> None:
-        self._thread.cancel()
 
     def _own_count(self) -> int:
         """A number of this rank, whose least of all ranks is told to `_on_least_count`."""
