@@ -1,4 +1,4 @@
-"""What every benchmark shares: its words on the command line, medians, the table, the file and the entry in LOG.md.
+"""What every benchmark shares: its command line, medians, the table on the terminal, and its report for `benchmarks.record`.
 
     def measure(bench: Bench) -> None:
         took = bench.together({"copy": copy, "memcpy": memcpy})         # medians in seconds, measured in turn
@@ -27,35 +27,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numba
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
-LOG = ROOT / "benchmarks" / "LOG.md"
-PACKAGES = ("numpy", "numba", "pyzmq", "grpcio", "xxhash")
+from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, shown
+
+PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
+TRIAD_FLOATS = 1 << 24  # of each of the three arrays: beyond every cache
+
+F32 = npt.NDArray[np.float32]
 
 
 class Seconds(float):
     """What a work says it took; any other result is the work's own business."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRow:
-    """One number; `ratio` and `least` are None where nothing is promised, and then it holds."""
-
-    name: str
-    value: float
-    unit: str
-    against: str = ""
-    ratio: float | None = None
-    least: float | None = None
-    holds: bool = True
 
 
 @dataclass(slots=True)
@@ -87,8 +80,8 @@ class Bench:
     ) -> BenchRow:
         """Add a row: `value` held against `of`, in the same unit; `less` says that a smaller value is better."""
         ratio = None if of is None else (of / value if less else value / of)
-        text = against if of is None else f"{against}: {shown(of, unit)}"
-        made = BenchRow(name, value, unit, text, ratio, least, least is None or (ratio is not None and ratio >= least))
+        holds = least is None or (ratio is not None and ratio >= least)
+        made = BenchRow(name, value, unit, against, ratio, least, holds, less, of=of)
         self.rows.append(made)
         return made
 
@@ -130,7 +123,7 @@ def main(
     )
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--log", action="store_true", help="append a dated entry to benchmarks/LOG.md")
+    parser.add_argument("--log", action="store_true", help="append the rows to benchmarks/results")
     if arguments is not None:
         arguments(parser)
     args = parser.parse_args(argv)
@@ -143,7 +136,8 @@ def main(
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
     if args.log:
-        append_log([(name, result)])
+        append_runs([(name, result)])
+        TABLE.write_text(make_table())
     sys.exit(0 if all(row.holds for row in bench.rows) else 1)
 
 
@@ -170,16 +164,6 @@ def report(bench: Bench, took_s: float) -> dict[str, Any]:
     }
 
 
-def shown(value: float, unit: str) -> str:
-    """A number as a person reads it: bytes and seconds with a prefix, others with four digits."""
-    if unit in ("B/s", "B"):
-        scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1.0, ""))
-        return f"{value / scale:.3g} {prefix}{unit}"
-    if unit == "s" and abs(value) < 1:
-        return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
-    return f"{value:.4g} {unit}".strip()
-
-
 def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Table:
     """The rows for a terminal, the notes below them."""
     made = Table(title=name, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
@@ -199,28 +183,8 @@ def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Tab
     return made
 
 
-def append_log(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path = LOG) -> None:
-    """Append one dated entry with a table for each benchmark; `results` are (name, report)."""
-    first = results[0][1]
-    lines = ["", f"## {date.today().isoformat()}, commit {first['commit']}{', quick' if first['quick'] else ''}", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in first["machine"].items()), ""]
-    for name, result in results:
-        lines += [
-            f"### {name} ({result['took_s']:.0f} s)",
-            "",
-            "| | value | against | ratio | least | |",
-            "|---|--:|---|--:|--:|---|",
-        ]
-        for row in map(_row, result["rows"]):
-            verdict = "" if row.least is None else ("holds" if row.holds else "**does not hold**")
-            lines.append(f"| {' | '.join((*_cells(row), verdict))} |")
-        lines += ["", *(f"* {note}" for note in result["notes"]), *([""] if result["notes"] else [])]
-    with path.open("a") as file:
-        file.write("\n".join(lines))
-
-
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on, and how busy it was."""
+    """What the figures were measured on, and how busy it was. No name of a host and no path: this is published."""
     names = (
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     )
@@ -228,12 +192,54 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": next(names, platform.machine()),
         "cores": os.cpu_count(),
-        "memory": shown(float(memory), "B"),
-        "kernel": platform.release(),
+        **_accelerator(),
+        "memory": shown(memory, "B"),
+        "triad": shown(triad_rate(), "B/s"),
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **_versions(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def run_triad(a: F32, b: F32, c: F32) -> None:
+    """STREAM's triad: a = b + 3c."""
+    s = np.float32(3.0)
+    for i in range(a.size):
+        a[i] = b[i] + s * c[i]
+
+
+def triad_rate(floats: int = TRIAD_FLOATS) -> float:
+    """Bytes a second that all cores together read and write in the triad; the best of five, which other work slows least."""
+    cores = os.cpu_count() or 1
+    parts = [[np.ones(floats // cores, np.float32) for _ in range(3)] for _ in range(cores)]
+    with ThreadPoolExecutor(cores) as pool:
+        best = min(_time_triad(pool, parts) for _ in range(6))  # the first compiles
+    return sum(array.nbytes for part in parts for array in part) / best
+
+
+def _time_triad(pool: ThreadPoolExecutor, parts: Sequence[Sequence[F32]]) -> float:
+    begun = time.perf_counter()
+    list(pool.map(lambda part: run_triad(*part), parts))
+    return time.perf_counter() - begun
+
+
+def _accelerator() -> dict[str, str]:
+    """The device's name, if this process has used torch and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"accelerator": torch.cuda.get_device_name()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # torch: only benchmarks of ranks need it
+            continue
+    return found
 
 
 def cpu_s(pid: int) -> float:
@@ -256,8 +262,4 @@ def commit() -> str:
 
 def _cells(row: BenchRow) -> tuple[str, str, str, str, str]:
     ratio, least = ("" if x is None else f"{x:.2f}" for x in (row.ratio, row.least))
-    return row.name, shown(row.value, row.unit), row.against, ratio, least
-
-
-def _row(made: Mapping[str, Any]) -> BenchRow:
-    return BenchRow(**made)
+    return row.name, shown(row.value, row.unit), row.compared, ratio, least

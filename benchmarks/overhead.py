@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.accelerator import add_device, missing_device
-from benchmarks.harness import Bench, main, shown
+from benchmarks.harness import Bench, main
+from benchmarks.record import shown
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
 from benchmarks.timed_rank import Stretch, TimedPlan

@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.accelerator import add_device, missing_device
-from benchmarks.harness import Bench, main, shown
+from benchmarks.harness import Bench, main
+from benchmarks.record import shown
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
 
