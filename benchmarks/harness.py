@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, medians, the table on the terminal, and its report for `benchmarks.record`.
+"""What every benchmark shares: its command line, medians, the table on the terminal, the report that record.py keeps.
 
     def measure(bench: Bench) -> None:
         took = bench.together({"copy": copy, "memcpy": memcpy})         # medians in seconds, measured in turn
@@ -210,7 +210,7 @@ def run_triad(a: F32, b: F32, c: F32) -> None:
 
 
 def triad_rate(floats: int = TRIAD_FLOATS) -> float:
-    """Bytes a second that all cores together read and write in the triad; the best of five, which other work slows least."""
+    """Bytes a second that all cores together read and write in the triad: the best of five tries."""
     cores = os.cpu_count() or 1
     parts = [[np.ones(floats // cores, np.float32) for _ in range(3)] for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.accelerator import add_device, missing_device
 from benchmarks.harness import Bench, main
-from benchmarks.record import shown
 from benchmarks.lone_slave import equal_layers
+from benchmarks.record import shown
 from benchmarks.whole_run import WholeRun
 
 RANKS, LAYERS, ROUNDS = 2, 16, 5

@@ -1,8 +1,8 @@
 """The record of what was measured: benchmarks/results/NAME.json, and benchmarks/README.md, a table made from it.
 
 A file has one list of runs, the newest last. A run says when, at which commit and on what machine it was measured, its
-rows, and notes for the reader. `kind` is "benchmark" where `python -m benchmarks NAME --log` wrote it, and "by-hand" where
-a person did: figures of simulations, chaos tests, studies and whole sessions. Nothing is removed that did not hold.
+rows, and notes for the reader. `kind` is "benchmark" where `python -m benchmarks NAME --log` wrote it, and "by-hand"
+where a person did: figures of simulations, chaos tests, studies and whole sessions. Rows that do not hold stay.
 
 `python -m benchmarks --table` writes the table anew; `tests/unit/benchmarks/test_record.py` fails while it is not.
 """
@@ -24,12 +24,15 @@ Machine = Mapping[str, Any]  # `cpu`, `cores`, versions of packages …; no name
 HEAD = """\
 # What was measured
 
-`python -m benchmarks --table` writes this file from [results](results): change it there. For each claim and machine it has the
-newest row. [results](results) has the older ones, those without a bound, and the notes of each run: how bytes are
-counted, what the limit was where a bound is missed. Figures of different machines are not to be compared; ratios are.
+`python -m benchmarks --table` writes this file from [results](results): change it there. For each claim and machine it
+has the newest row. [results](results) has the older ones, those without a bound, and the notes of each run: how bytes
+are counted, what the limit was where a bound is missed. Figures of different machines are not to be compared; ratios
+are.
 
-* **ratio**: the figure over that of what it is compared with. **bound**: what was asked of the ratio or, where there is none, of the figure.
-* **by hand**: a person ran it and wrote it down, mostly beside other work. Others were written by `python -m benchmarks NAME --log`.
+* **ratio**: the figure over that of what it is compared with. **bound**: what was asked of the ratio or, where there is
+  none, of the figure.
+* **by hand**: a person ran it and wrote it down, mostly beside other work. Others were written by
+  `python -m benchmarks NAME --log`.
 * A commit with + had changes that were not committed; no commit: none was written down.
 
 `python -m benchmarks.NAME --help` says what a benchmark measures. All runs of `convergence` are in results as CSV.

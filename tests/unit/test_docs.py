@@ -15,7 +15,10 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))  # longer texts, each f
 DOCUMENTS = [
     *DOCS,
     *GUIDES,
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md", "benchmarks/README.md")
+    ),
 ]
 
 TREES = ("dips", "tests", "benchmarks", "deploy", "configs", "protos")

@@ -104,7 +104,7 @@ def test_only_seconds_count_as_what_a_work_says_it_took() -> None:
 
 
 def test_the_machine_is_described_without_its_name() -> None:
-    """Cores, versions and the rate of the triad say what figures can be compared with; a published file names no host."""
+    """Cores, versions and the triad's rate say what figures can be compared with; no host is named, nor a path."""
     made = harness.machine()
     assert made["cores"] >= 1 and made["numpy"] and made["triad"].endswith("B/s")
     assert os.uname().nodename not in json.dumps(made) and "/" not in json.dumps({**made, "triad": "", "cpu": ""})

@@ -57,7 +57,7 @@ def test_what_is_recorded_is_sound(path: Path) -> None:
 
 
 def test_what_is_appended_is_kept_with_what_was_there(tmp_path: Path) -> None:
-    """A benchmark's report becomes the last run of its file, dated today; the runs before it stay, failures included."""
+    """A benchmark's report becomes the last run of its file, dated today; those before it stay, failures included."""
     (tmp_path / "toy.json").write_text(spell_runs([run(1, rate(1e9))]))
     report = {"machine": MACHINE, "commit": "abc", "quick": False, "took_s": 2.0, "notes": ["why"],
               "rows": [{"name": "rate", "value": 9e9, "unit": "B/s", "ratio": 0.9, "least": 0.8}]}  # fmt: skip
@@ -69,7 +69,7 @@ def test_what_is_appended_is_kept_with_what_was_there(tmp_path: Path) -> None:
 
 
 def test_the_table_has_the_newest_row_of_a_claim_and_machine(tmp_path: Path) -> None:
-    """Claims are told apart by name and by what they are compared with, machines by processor, cores and accelerator."""
+    """Claims differ by name or by what they are compared with, machines by processor, cores or accelerator."""
     gpu = {**MACHINE, "accelerator": "H100"}
     rows = table_of(
         tmp_path, run(1, rate(9e9), rate(9e9, "gone")), run(1, rate(7e9), machine=gpu),
