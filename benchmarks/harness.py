@@ -27,24 +27,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numba
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, shown
 
 PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
-TRIAD_FLOATS = 1 << 24  # of each of the three arrays: beyond every cache
-
-F32 = npt.NDArray[np.float32]
 
 
 class Seconds(float):
@@ -131,8 +124,9 @@ def main(
     bench = Bench(name, args.quick, args, Console(stderr=True))
     begun = time.monotonic()
     measure(bench)
-    result = report(bench, time.monotonic() - begun)
+    took_s = time.monotonic() - begun
     Console().print(table(bench.name, bench.rows, bench.notes))
+    result = report(bench, took_s) if args.json is not None or args.log else {}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
     if args.log:
@@ -185,6 +179,8 @@ def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Tab
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, and how busy it was. No name of a host and no path: this is published."""
+    from benchmarks.kernels import triad_rate  # numba and the slave's kernels: not for the ranks that import this file
+
     names = (
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     )
@@ -199,29 +195,6 @@ def machine() -> dict[str, Any]:
         **_versions(),
         "load": round(os.getloadavg()[0], 2),
     }
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def run_triad(a: F32, b: F32, c: F32) -> None:
-    """STREAM's triad: a = b + 3c."""
-    s = np.float32(3.0)
-    for i in range(a.size):
-        a[i] = b[i] + s * c[i]
-
-
-def triad_rate(floats: int = TRIAD_FLOATS) -> float:
-    """Bytes a second that all cores together read and write in the triad: the best of five tries."""
-    cores = os.cpu_count() or 1
-    parts = [[np.ones(floats // cores, np.float32) for _ in range(3)] for _ in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-        best = min(_time_triad(pool, parts) for _ in range(6))  # the first compiles
-    return sum(array.nbytes for part in parts for array in part) / best
-
-
-def _time_triad(pool: ThreadPoolExecutor, parts: Sequence[Sequence[F32]]) -> float:
-    begun = time.perf_counter()
-    list(pool.map(lambda part: run_triad(*part), parts))
-    return time.perf_counter() - begun
 
 
 def _accelerator() -> dict[str, str]:
