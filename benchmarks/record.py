@@ -190,4 +190,9 @@ def _spell_run(run: BenchRun) -> str:
 
 def _without_defaults(row: BenchRow) -> dict[str, Any]:
     defaults = {f.name: f.default for f in fields(BenchRow)}
-    return {key: value for key, value in asdict(row).items() if value != defaults[key]}
+    return {key: _round(value) for key, value in asdict(row).items() if value != defaults[key]}
+
+
+def _round(value: object) -> object:
+    """Six digits: no measurement has more."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
