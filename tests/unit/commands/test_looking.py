@@ -258,3 +258,29 @@ def test_a_factory_without_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match=r"--factory mymodel:build needs torch here: .*or give --model FILE"):
         load_tensors(None, "mymodel:build", 0, (), ())
+
+
+NOBODY = "127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--factory", "mymodle:build"], "--factory mymodle:build: No module named 'mymodle'"),
+        (["--model", "no-such.safetensors"], "no-such.safetensors: expected a safetensors file with fp32 parameters"),
+        ([], "nothing to begin from: give --model FILE"),
+    ],
+)
+def test_seed_looks_for_its_model_before_it_waits_for_a_master(words: list[str], told: str) -> None:
+    """A mistyped name is told at once, not after ten minutes in which nobody answered."""
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(cli.cli, ["seed", "--master", NOBODY, *words, "--wait-s", "0"], catch_exceptions=False)
+
+
+def test_seed_without_torch_is_told_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `dips init`, though no master is there yet."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match="--factory mymodel:build needs torch here"):
+        CliRunner().invoke(
+            cli.cli, ["seed", "--master", NOBODY, "--factory", "mymodel:build", "--wait-s", "0"], catch_exceptions=False
+        )
