@@ -133,7 +133,7 @@ class Agent:
         try:
             result = await self._master.ask_master(ask.event)
         except DipsError as error:
-            what = "the master does not answer" if isinstance(error, Unavailable | Busy) else "the master refused"
+            what = "asks the master again" if isinstance(error, Unavailable | Busy) else "the master refused"
             self._log.warning(what, question=question, error=str(error))
             self.perform_actions(self._core.on_error(ask, error, time.monotonic()))
         else:
