@@ -123,9 +123,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    tls = open_source(
-        config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, logs.warn_of_certificates(log)
-    )
+    tls = open_source(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run)
     master = MasterLink(master_peer(config.master, tls), config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
@@ -144,7 +142,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite_grant if relay else lambda grant: grant
-    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation)
+    find_problem = tls.find_problem if tls is not None else lambda: ""  # a remark, in log and status
+    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation, find_problem)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_http = await _serve_http(config, tls, core.state, relay, log)
