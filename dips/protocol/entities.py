@@ -222,7 +222,7 @@ class Round:
     held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
     flagged: bool = False  # some push of it does not count in some layer
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
-    step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
+    step: OuterStep = NO_STEP  # as its Apply named it; `dips set` may change options meanwhile
     delta_norm: float = 0.0
     layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False

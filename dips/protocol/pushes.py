@@ -36,8 +36,8 @@ from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushReq
 from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
+from dips.protocol.quarantine import count_divergence
 from dips.protocol.rank_keys import find_wrong_keys
-from dips.protocol.readmit import count_divergence
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
