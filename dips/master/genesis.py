@@ -24,7 +24,7 @@ from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
 from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
 from dips.protocol.grouping import Grouping
-from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
+from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -198,7 +198,12 @@ def manifest_of(tensors: Mapping[str, Tensor], grouping: Grouping) -> Manifest:
     if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
         raise ConfigError(
             f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "
-            f"{len(tensors)} parameters: some 150,000 fit"
+            f"{len(tensors)} parameters: some 300,000 fit; fuse the experts of each block into one tensor"
+        )
+    if len(manifest.layers) > MOST_LAYERS:
+        raise ConfigError(
+            f"shared.layers: expected at most {MOST_LAYERS} layers, got {len(manifest.layers)}: `block` makes fewer "
+            "than `module`"
         )
     return manifest
 
