@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -102,7 +101,7 @@ def test_all_that_grows_with_layers_has_its_place() -> None:
     for body in (Fold(1, push, 1.0, numbers), Apply(1, V1, OuterStep(numbers, 0.7, 0.9, 1.0, 1.0, 0.9))):
         assert to_proto(Order("s", 1, 1, 1, body, 10.0)).ByteSize() < SLAVE_LIMITS.request_bytes, type(body)
     assert to_proto(Measured(numbers, True, numbers)).ByteSize() < MAX_MESSAGE_BYTES
-    digests = tuple(hashlib.md5(str(layer).encode(), usedforsecurity=False).hexdigest() for layer in layers)
+    digests = tuple(f"{layer:032x}" for layer in layers)
     assert to_proto(Registered(1, 1, Hold(), V1, layers, digests, "")).ByteSize() + MOST_BYTES < MAX_MESSAGE_BYTES
     grant = Grant(V1, (SlaveAddress("s", 1, ("h:1",), layers),), 60.0)
     assert len(encode_message(PullNow(1, 1, grant, 0.5))) < MOST_BYTES

@@ -31,9 +31,19 @@ GROUPS = "tests/unit/protocol/test_manifest.py"
 
 ANCHORS, ROUND_PY, WINDOW = "dips/protocol/anchors.py", "dips/protocol/round.py", "dips/protocol/window.py"
 ANCHORED = "tests/unit/protocol/test_anchors.py"
+MIRRORS = "tests/unit/protocol/test_mirrors.py"
 WINDOWS = "tests/unit/protocol/test_windows.py"
 
 MUTANTS = (
+    Mutant("a lost disk waits though its mirror always lags", ROOM, "steps <= lag + run", "steps <= run", MIRRORS),
+    Mutant(
+        "any process is believed of its mirror",
+        ROOM,
+        "slave.state is SlaveState.READY:\n        note",
+        "1:\n        note",
+        MIRRORS,
+    ),
+    Mutant("a mirror that fails covers its lag", ROOM, "reason and not slave.mirror.unknown\n", "unknown\n", MIRRORS),
     Mutant(
         "a pull whose end was not heard holds the next push up",
         ROOM,
