@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "a pull whose end was not heard holds the next push up",
         ROOM,
-        "if push is None and cluster.pull is not None:",
-        "if False:",
+        "    if cluster.pull is not None:\n        close_pull",
+        "    if False:\n        close_pull",
         STORIES,
     ),
     Mutant(
@@ -316,7 +316,7 @@ MUTANTS = (
     Mutant(
         "a push that is given up keeps its slot",
         ROOM,
-        "    drop_superseded(run, cluster, event.push)",
+        "    end_superseded(run, cluster, event.push)",
         "    pass",
         PUSHES,
     ),
