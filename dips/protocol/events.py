@@ -276,11 +276,10 @@ class TuningAsked:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAsked:
-    """Gate what this cluster pushes, or with `release` no longer."""
+    """Gate what this cluster pushes until it is readmitted."""
 
     req: int
     cluster: str
-    release: bool
     reason: str
 
 

@@ -19,7 +19,7 @@ from tests.unit.protocol.ruled_run import ruled
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 from tests.unit.test_config import RUN, changed
 
-GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -49,7 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def install_of_guide(site: Path, guide: str) -> None:
     """The last package that a guide shows: its module and what its pyproject.toml says."""
-    blocks = BLOCK.findall((GUIDES / guide).read_text())
+    blocks = BLOCK.findall((ROOT / guide).read_text())
     modules = [text for kind, text in blocks if kind == "python" and text.startswith("# my_")]
     tables = [tomllib.loads(text) for kind, text in blocks if kind == "toml"]
     (module,), (table,) = modules, tables
@@ -58,7 +58,7 @@ def install_of_guide(site: Path, guide: str) -> None:
 
 def test_the_gate_of_the_guide_gates(site: Path) -> None:
     """A push of a hundred times the usual inner steps is kept out, with the gate's sentence; the others are in."""
-    install_of_guide(site, "gates.md")
+    install_of_guide(site, "docs/guides/gates.md")
     run = ScriptedRun(replace(OPTIONS, penalty=PenaltyOptions(gates=("steps",))))  # type: ignore[arg-type]
     run.train("a")
     for steps in (4, 4, 4000):
@@ -72,7 +72,7 @@ def test_the_gate_of_the_guide_gates(site: Path) -> None:
 
 def test_the_rule_of_the_guide_steps(site: Path) -> None:
     """A lone push of three clusters is a third of a cycle, all three are one."""
-    install_of_guide(site, "rules.md")
+    install_of_guide(site, "docs/guides/rules.md")
     run = ruled(step="gently", weights="tokens")
     run.push_all({"a": 100})
     run.push_all({"a": 100, "b": 300, "c": 50})

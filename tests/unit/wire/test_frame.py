@@ -93,7 +93,7 @@ def test_any_flipped_bit_is_refused(bit):
         (pack_header(GOOD)[:-1], "size"),
         (pack_header(GOOD) + b"\0", "size"),
         (with_bytes(0, b"HTTP"), "magic"),
-        (with_bytes(4, b"\1"), "format"),
+        (with_bytes(4, b"\2"), "format"),
         (pack_header(GOOD)[:56] + bytes(8), "header_checksum"),
         (with_bytes(5, b"\0"), "kind"),
         (with_bytes(5, b"\x09"), "kind"),
