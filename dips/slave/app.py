@@ -29,6 +29,7 @@ from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.protocol.enums import AnchorRule
 from dips.slave import metrics as slave_metrics
+from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
@@ -36,13 +37,10 @@ from dips.slave.last_process import LastProcess
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
 from dips.slave.reloading import watch_file
-from dips.slave.runtime import SlaveRuntime
-from dips.slave.servicer import OrderServicer
+from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
-from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
@@ -185,7 +183,7 @@ async def serve(
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"
         runtime = _make_runtime(config, parts, address, master_peer(section.master, tls), stack)
-        add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
+        add_OrderServiceServicer_to_server(runtime, server)
         await server.start()
         stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
         await _serve_http(section, tls, parts, runtime, log, stack)
@@ -219,7 +217,7 @@ async def _serve_http(
 
     mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
     subject = HttpSubject(
-        "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
+        "slave", parts.read_metrics, slave_metrics.collect, runtime.core.explain_unready,
         {"directory": section.directory, **mirror}, lambda: slave_metrics.count_snapshots(section.directory),
     )  # fmt: skip
     stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log))
@@ -265,13 +263,14 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
         keeps_older=config.shared.outer.anchor is AnchorRule.BASE,
     )  # fmt: skip
-    shard = Shard(name, versions, disk, flow, thread)
+    shard = Shard(name, versions, disk, flow, thread, lambda registered: parts.prepare_memory(registered))
     thread.own_shard(shard)
-    return Parts(
+    parts = Parts(
         section, disk, flow, shard, thread, work, _mirror(config, section, log, work, stack), log,
         config.shared.pull_codec, DiskRoom(section.directory), uuid.uuid4().hex,
         LastProcess(section.directory, section.lock, log),
     )  # fmt: skip
+    return parts
 
 
 def _mirror(
@@ -314,7 +313,6 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
         lambda: parts.thread.standing,
         parts.flow.list_transfers,
         parts.read_meters,
-        parts.prepare_memory,
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)

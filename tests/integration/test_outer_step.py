@@ -43,10 +43,10 @@ from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
+from dips.slave.actions import SlaveIdentity
 from dips.slave.export import export_snapshot
 from dips.slave.ports import Arrays, FlowEvents
-from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed
+from dips.slave.shard import Followed, Shard
 from dips.slave.snapshots import Snapshots
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import carry_out
@@ -268,7 +268,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
         assert export_snapshot(run.directories, None, tmp_path / "out.safetensors") == version
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
-            assert shard.make_registration(0, "", "run", "", ()).complete == (version,)
+            assert shard.make_registration(SlaveIdentity("run", shard.name, "", "", (), "")).complete == (version,)
             follow_load(shard, version)
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]

@@ -42,15 +42,13 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, MirrorReport, Persisted, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
+from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
-from dips.slave.runtime import SlaveRuntime
-from dips.slave.servicer import OrderServicer
+from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
-from dips.slave.shard_thread import ShardThread
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
@@ -190,11 +188,11 @@ class RunningSlave:
         prepare: Callable[[Registered], None],
         restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] | None,
     ) -> None:
-        self.mirror = None if restore is None else MirrorReport((), "")
+        self.executor, self.mirror = thread, None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
-        self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread)
+        self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread, prepare)
         self.thread.own_shard(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
@@ -203,12 +201,10 @@ class RunningSlave:
             lambda: self.thread.standing,
             self.flow.list_transfers,
             self.meters,
-            prepare,
             Random(),
         )
         more = {} if restore is None else {"restore": restore}
         self.runtime = SlaveRuntime(self.core, self.thread, master, master, master_peer("m:1", None), log, **more)
-        self.servicer = OrderServicer(self.runtime)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
@@ -226,7 +222,7 @@ class RunningSlave:
         self.number += number is None
         request = to_proto(Order("s", 7, 1, self.number if number is None else number, body, deadline_s))
         assert isinstance(request, slave_pb2.Order)
-        return unwrap_oneof(await self.servicer.Execute(request, None))
+        return unwrap_oneof(await self.runtime.Execute(request, None))
 
 
 @asynccontextmanager
@@ -371,7 +367,7 @@ async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         gate = threading.Event()
-        working = asyncio.wrap_future(incarnation.thread.submit_job(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(incarnation.executor.submit(gate.wait, 10))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         gate.set()

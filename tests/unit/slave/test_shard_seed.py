@@ -10,7 +10,7 @@ from dips.ids import PushId
 from dips.protocol.effects import DropPush, KeepSeed, OpenPush, RegisterLater
 from dips.protocol.events import Done
 from dips.slave.open_transfers import StagedReport
-from tests.unit.slave.shard_rig import MemoryDisk, ShardRig
+from tests.unit.slave.shard_rig import WHO, MemoryDisk, ShardRig
 
 FIRST, SECOND = PushId("dips.seed", 1, 1), PushId("dips.seed", 2, 1)
 SEED = OpenPush(FIRST, 1, 10.0, seed=True)
@@ -23,7 +23,7 @@ def waiting() -> ShardRig:
 
 
 def is_unseeded(rig: ShardRig) -> bool:
-    return rig.shard.make_registration(1, "n", "run", "h:1", ("h:2",)).unseeded
+    return rig.shard.make_registration(WHO).unseeded
 
 
 def fill(rig: ShardRig, push: PushId, value: float) -> None:
