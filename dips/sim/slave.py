@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Protocol
 
 from dips.errors import DipsError
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Registered
@@ -50,6 +50,7 @@ from dips.slave.actions import (
     WriteLog,
 )
 from dips.slave.core import SlaveCore
+from dips.slave.moves import FlowEvent
 from dips.slave.shard import Shard
 from dips.wire.chunks import LayerLayout
 
@@ -116,7 +117,7 @@ class SlaveHost(Protocol):
 
 
 class SlaveProcess:
-    """One incarnation of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
+    """One incarnation of a slave."""
 
     def __init__(self, machine: SlaveHost, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
@@ -137,7 +138,7 @@ class SlaveProcess:
             KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec,
             keeps_older=self.world.options.outer.anchor is AnchorRule.BASE,
         )  # fmt: skip
-        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self, self._prepare)
+        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self.on_flow_event, self._prepare)
         self.core = SlaveCore(
             SlaveIdentity(
                 settings.run,
@@ -202,23 +203,10 @@ class SlaveProcess:
             self._orders[self._tickets] = answer
             self._do_actions(self.core.orders.take_order(self._tickets, order, self.world.heap.now))
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """The data flow has all of a push."""
-        self.shard.transfers.on_push_staged(push, nbytes)
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """The data flow has all of a push, gives one up, or no longer reads for a pull."""
+        self.shard.transfers.on_flow_event(event)
         self._send_reports()
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """The data flow gives a push up."""
-        self.shard.transfers.on_push_refused(push, reason)
-        self._send_reports()
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Nobody reads for a pull any more."""
-        self.shard.transfers.on_pull_released(pull, reason)
-
-    def on_source_moved(self, pull: PullId) -> None:
-        """Nobody reads a pull's former source any more."""
-        self.shard.transfers.on_source_moved(pull)
 
     def _send_reports(self) -> None:
         reports = self.shard.take_reports()

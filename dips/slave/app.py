@@ -19,7 +19,6 @@ from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_r
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
-from dips.ids import VersionId
 from dips.mirror import MirrorStore
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
@@ -35,7 +34,6 @@ from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
 from dips.slave.last_process import LastProcess
 from dips.slave.machine import available_bytes, memory_of
-from dips.slave.mirror_plan import Restored
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -148,11 +146,6 @@ class Parts:
             *self.room.read_room(),
         )
 
-    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
-        """Bring back from the mirror what is newer than the disk, on a new machine all, and what is asked for."""
-        assert self.mirror is not None, "a slave without a mirror has nothing to restore from"
-        return self.mirror.restore(on_disk, look_for)
-
 
 async def serve(
     config: RunFile,
@@ -245,7 +238,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
         keeps_older=config.shared.outer.anchor is AnchorRule.BASE,
     )  # fmt: skip
-    shard = Shard(name, versions, disk, flow, thread, lambda registered: parts.prepare_memory(registered))
+    shard = Shard(name, versions, disk, flow, thread.on_flow_event, lambda registered: parts.prepare_memory(registered))
     thread.own_shard(shard)
     parts = Parts(
         section, disk, flow, shard, thread, work, _mirror(config, section, log, work, stack), log,
@@ -298,7 +291,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror, parts.restore)
+    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -40,7 +40,8 @@ from dips.slave.actions import (
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.open_transfers import RefusedReport, Report
+from dips.slave.moves import PushOver
+from dips.slave.open_transfers import Report
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.transport.backoff import Backoff
 
@@ -280,7 +281,7 @@ class ReportQueue:
         report = self._waiting.popleft()
         self._sent = (
             PushRefused(self._slave, self._sinc(), report.push, report.reason)
-            if isinstance(report, RefusedReport)
+            if isinstance(report, PushOver)
             else PushStaged(self._slave, self._sinc(), report.push, report.nbytes)
         )
         return [CallMaster(self._sent, self._timing.call_s)]

@@ -16,7 +16,6 @@ from math import inf
 from typing import Any, TypeVar
 
 from dips.errors import UnavailableMaster
-from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
@@ -38,7 +37,7 @@ from dips.slave.actions import (
     WriteLog,
 )
 from dips.slave.core import SlaveCore
-from dips.slave.mirror_plan import Restored
+from dips.slave.moves import FlowEvent
 from dips.slave.open_transfers import Report
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -68,10 +67,8 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         master: Endpoint,
         log: Log,
         mirror: SnapshotMirror | None = None,
-        restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] = lambda *_: Restored(()),
     ) -> None:
-        """`restore` brings back from the mirror what is newer than the disk, and what is asked for; on any thread."""
-        self.core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
+        self.core, self._thread, self._log, self._mirror = core, thread, log, mirror
         self._peer = master
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
@@ -166,9 +163,10 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
 
     def _restore_beside(self, action: RestoreFromMirror) -> None:
         """On a thread that ends with the process: a mount that hangs must not keep it alive."""
+        assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
         result: object
         try:
-            result = self._restore(action.on_disk, action.look_for)
+            result = self._mirror.restore(action.on_disk, action.look_for)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
             result = error
         with suppress(RuntimeError):  # the loop has ended
@@ -218,9 +216,9 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
 
 
 class ShardThread:
-    """Gives a shard its thread; also the inbox (`ports.FlowEvents`) into which the data flow reports.
+    """Gives a shard its thread, into which the data flow reports, too.
 
-    Work on the shard, news of the data flow and healing all run there, one after another, so the shard needs no lock.
+    Orders, registration, healing and the data flow's events run there, one after another, so the shard needs no lock.
     Heartbeats must not wait for an Apply of minutes: they read `standing`, which is replaced as a whole after each
     piece of work. `thread` is an executor of exactly one thread; `on_reports` is called, in that thread, with what a
     piece of work has left to tell the master.
@@ -245,36 +243,18 @@ class ShardThread:
         """Do what the core asked for, after everything that was given before; orders are timed."""
         return self._thread.submit(self._run_job, partial(self._time_work, work))
 
-    # ---- what the data flow reports, from its own threads --------------------------------------------
-
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """Pass on that a push is whole."""
-        self._submit_report("staged", lambda shard: shard.transfers.on_push_staged(push, nbytes))
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """Pass on that a push cannot be completed."""
-        self._log.warning("push_refused", push=str(push), reason=reason)
-        self._submit_report("refused", lambda shard: shard.transfers.on_push_refused(push, reason))
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Pass on that nobody reads for a pull any more."""
-        self._submit_report("released", lambda shard: shard.transfers.on_pull_released(pull, reason))
-
-    def on_source_moved(self, pull: PullId) -> None:
-        """Pass on that nobody reads a pull's former source any more."""
-        self._submit_report("moved", lambda shard: shard.transfers.on_source_moved(pull))
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """Hand on what the data flow reports, from its own threads."""
+        self._thread.submit(self._take_event, event)
 
     # ---- on the shard's thread -----------------------------------------------------------------------
 
-    def _submit_report(self, what: str, job: Callable[[Shard], None]) -> None:
-        def log_failure() -> None:
-            try:
-                self._run_job(job)
-            except Exception:  # nobody waits for this job's result, so the log must tell of it
-                self._log.exception("flow_event_failed", what=what)
-                raise
-
-        self._thread.submit(log_failure)
+    def _take_event(self, event: FlowEvent) -> None:
+        try:
+            self._run_job(lambda shard: shard.transfers.on_flow_event(event))
+        except Exception:  # nobody waits for this job's result, so the log must tell of it
+            self._log.exception("flow_event_failed", what=str(event))
+            raise
 
     def _run_job(self, job: Callable[[Shard], T]) -> T:
         shard = self._shard

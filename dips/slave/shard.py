@@ -35,8 +35,9 @@ from dips.protocol.events import Answer, Done, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import Manifest
 from dips.slave.actions import DiskWork, Read, ShardWork, SlaveIdentity, Standing
+from dips.slave.moves import FlowEvent
 from dips.slave.open_transfers import Opened, OpenTransfers, Report
-from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
+from dips.slave.ports import Arrays, Disk, Flow
 from dips.slave.shard_round import ShardRound, ShardSnapshots
 
 # A load takes the place of what these are about.
@@ -62,9 +63,9 @@ class Unfollowed:
 class Shard:
     """One slave's layers, and what may be done to them.
 
-    `inbox` is where the data flow reports from its threads; its owner then calls `transfers.on_…` here, on the one
-    thread that owns the shard. Without an inbox the flow calls `transfers` itself. `prepare` is called with the
-    master's answer to each Register before anything of it is taken: it may refuse, for good.
+    `on_flow_event` is called by the data flow, on its threads, and calls `transfers.on_flow_event` on the one thread
+    that owns the shard; without it the flow calls the latter itself. `prepare` is called with the master's answer to
+    each Register before anything of it is taken: it may refuse, for good.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Shard:
         versions: Versions,
         disk: Disk,
         flow: Flow,
-        inbox: FlowEvents | None = None,
+        on_flow_event: Callable[[FlowEvent], None] | None = None,
         prepare: Callable[[e.Registered], None] = lambda registered: None,
     ) -> None:
         self.name = name
@@ -83,7 +84,7 @@ class Shard:
         self.transfers = OpenTransfers(versions, flow, disk)
         self._manifest: Manifest | None = None  # the run's, once it was told
         self._disk, self._flow, self._prepare = disk, flow, prepare
-        self._inbox: FlowEvents = inbox or self.transfers
+        self._on_flow_event = on_flow_event or self.transfers.on_flow_event
         self._snapshots = ShardSnapshots(name, disk)
         self.rounds = ShardRound(name, versions, disk, flow, self.transfers, self._snapshots)
 
@@ -280,7 +281,7 @@ class Shard:
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
             self.fences.sinc = registered.sinc
-            self._flow.start(registered.sinc, self._inbox)
+            self._flow.start(registered.sinc, self._on_flow_event)
 
     def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed | Read:
         """Do what the master said to a Register; a reason why not goes with the next one, and what was held is held on.

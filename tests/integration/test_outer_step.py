@@ -8,6 +8,7 @@ relative.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from pathlib import Path
@@ -45,7 +46,8 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
 from dips.slave.actions import SlaveIdentity
 from dips.slave.export import export_snapshot
-from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.moves import FlowEvent, Staged
+from dips.slave.ports import Arrays
 from dips.slave.shard import Followed, Shard
 from dips.slave.snapshots import Snapshots
 from tests.loading import follow_load
@@ -68,7 +70,7 @@ class ReceivedPush:
     def __init__(self) -> None:
         self.buffers: dict[PushId, Arrays] = {}
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         pass
 
     def open_push(
@@ -140,7 +142,7 @@ class SlaveSet:
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
-            self.shards[i].transfers.on_push_staged(push, 0)
+            self.shards[i].transfers.on_flow_event(Staged(push, 0))
 
     def outer_step(self, version: VersionId, pushes: list[tuple[PushId, Model, int]], clip: float | None) -> float:
         """Push, measure and fold in the given order, apply, persist, commit; return the norm before clipping."""

@@ -11,6 +11,7 @@ from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
+from dips.slave.moves import Released, SourceMoved
 from dips.slave.outgoing_pull import OutgoingPull
 from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
@@ -64,7 +65,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
         honest(self, pull, version, source, *more)
-        self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
+        self._call_later(0.0, f"{pull} is sent", lambda: self._report_event(Released(pull, "sent")))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -81,7 +82,7 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._call_later(0.0, f"{pull} moves", lambda: self._listener().on_source_moved(pull))
+        self._call_later(0.0, f"{pull} moves", lambda: self._report_event(SourceMoved(pull)))
 
     return [(SimFlow, "move_pull", move_pull)]
 

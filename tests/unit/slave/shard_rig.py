@@ -35,7 +35,8 @@ from dips.protocol.events import Answer, Done, Prepared
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.actions import SlaveIdentity
-from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.moves import FlowEvent, Staged
+from dips.slave.ports import Arrays
 from dips.slave.shard import Followed, Shard
 from tests.loading import follow_load
 
@@ -59,7 +60,7 @@ class RecordingFlow:
     lives: list[int] = field(default_factory=list)
     broken: bool = False
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         self.lives.append(sinc)
 
     def open_push(
@@ -221,7 +222,7 @@ class ShardRig:
         assert self.order(OpenPush(push, 1, 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
-        self.shard.transfers.on_push_staged(push, 28)
+        self.shard.transfers.on_flow_event(Staged(push, 28))
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)

@@ -25,7 +25,7 @@ from dips.slave.actions import (
     WriteLog,
 )
 from dips.slave.core import OrderDesk, ReportQueue
-from dips.slave.open_transfers import RefusedReport, StagedReport
+from dips.slave.moves import PushOver, Staged
 from dips.slave.shard import Shard
 
 TIMING = SlaveTiming(2.0, call_s=10.0, backoff_s=(0.2, 5.0), busy_retry_s=0.5)
@@ -201,7 +201,7 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
     """The first is repeated with backoff while the master is away; the second waits behind it."""
     reports = queue()
     staged, refused = PushStaged("s", 7, P1, 12), PushRefused("s", 7, P2, "it stalled")
-    assert reports.add_reports([StagedReport(P1, 12), RefusedReport(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
+    assert reports.add_reports([Staged(P1, 12), PushOver(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
     assert reports.on_reply(UnavailableMaster("away"), 1.0) == []
     assert reports.next_deadline() == 1.2
     assert reports.tick(1.2) == [CallMaster(staged, 10.0)]
@@ -217,9 +217,9 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
 def test_a_master_that_knows_better_is_not_told_again() -> None:
     """Stale: it learns the truth with the next Register. What no waiting repairs ends the slave."""
     reports, wrong = queue(), RemoteProtocolError("no such push")
-    reports.add_reports([StagedReport(P1, 12)])
+    reports.add_reports([Staged(P1, 12)])
     assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []
-    assert reports.add_reports([StagedReport(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
+    assert reports.add_reports([Staged(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
     assert reports.on_reply(wrong, 0.2) == [EndSlave(wrong)]
 
 

@@ -36,7 +36,7 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.slave import shard as shard_module
-from dips.slave.open_transfers import StagedReport
+from dips.slave.moves import Staged
 from dips.slave.shard import OrderFences
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out, read_prepared
 
@@ -48,7 +48,7 @@ def test_a_round_from_open_to_commit() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.stage(P2, 0.0)
-    assert slave.shard.take_reports() == [StagedReport(P1, 28), StagedReport(P2, 28)]
+    assert slave.shard.take_reports() == [Staged(P1, 28), Staged(P2, 28)]
     assert slave.shard.take_reports() == []
     assert slave.shard.transfers.staged_pushes() == (P1, P2)
     first = slave.order(Measure(1, P1, GENESIS))

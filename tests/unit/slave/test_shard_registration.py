@@ -35,6 +35,7 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done
+from dips.slave.moves import Released
 from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, WHO, ShardRig
@@ -133,7 +134,7 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)
-    slave.shard.transfers.on_pull_released(PULL, "closed")
+    slave.shard.transfers.on_flow_event(Released(PULL, "closed"))
     assert slave.shard.versions.used_bytes == 2 * 28
 
 

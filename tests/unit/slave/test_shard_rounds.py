@@ -32,6 +32,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
+from dips.slave.moves import Released, SourceMoved, Staged
 from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, read_prepared
@@ -315,7 +316,7 @@ def test_apply_waits_for_a_reader() -> None:
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
     assert slave.shard.rounds.poison is None
-    slave.shard.transfers.on_pull_released(PULL, "done")
+    slave.shard.transfers.on_flow_event(Released(PULL, "done"))
     assert read_prepared(slave.shard.execute_order(order)) == VersionId(2, 2)
 
 
@@ -337,7 +338,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     slave.order(OpenPush(PushId("y", 1, 1), 1, 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)
-    slave.shard.transfers.on_source_moved(PULL)
+    slave.shard.transfers.on_flow_event(SourceMoved(PULL))
     assert read_prepared(slave.shard.execute_order(order)) == VersionId(3, 3)
     assert slave.shard.versions.held.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
@@ -351,7 +352,7 @@ def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()
     assert slave.flow.places == {P1: (1,)}
-    slave.shard.transfers.on_push_staged(P1, 28)
+    slave.shard.transfers.on_flow_event(Staged(P1, 28))
     slave.order(Reorder(P1, (7,)))
     assert slave.flow.places == {P1: (1,)}
 
@@ -374,7 +375,7 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
     slave.order(Commit(slave.prepare(P1, 1), (PULL,)))
     slave.order(Commit(slave.prepare(P2, 2), ()))
     assert slave.flow.moving == [PULL]
-    slave.shard.transfers.on_source_moved(PULL)
+    slave.shard.transfers.on_flow_event(SourceMoved(PULL))
     assert slave.shard.versions.held.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
 
 
@@ -390,5 +391,5 @@ def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
         slave.order(OpenPull(PullId("y", 1, 1), prepared))
-    slave.shard.transfers.on_pull_released(PULL, "done")
+    slave.shard.transfers.on_flow_event(Released(PULL, "done"))
     assert slave.shard.versions.held.pins == {}
