@@ -157,7 +157,7 @@ class OrderDesk:
         self._on_disk: deque[Ticket] = deque()  # the first is being carried out
 
     def next_deadline(self) -> float:
-        return min([found.again_at for found in self._open.values()], default=inf)
+        return min([found.again_at for found in self._open.values()]) if self._open else inf
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""

@@ -109,7 +109,7 @@ class Shard:
 
     def perform_work(self, work: ShardWork) -> object:
         """Do what the slave's core asks for: call one of the methods below."""
-        return getattr(self, work.method.value)(*work.arguments)
+        return getattr(self, work.method)(*work.arguments)
 
     # ---- orders --------------------------------------------------------------------------------
 
