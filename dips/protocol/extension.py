@@ -68,4 +68,5 @@ def _find_refusal(run: RunState, targets: Targets) -> str:
     if targets.epochs > run.targets.epochs and not run.ranges.per_epoch:
         return "epochs: this run leases no data (shared.data.ranges is 0): clusters bring their own"
     end = find_end(run, targets)
-    return f"then the run would end at once: {end}; name a larger target" if end else ""
+    so_far = f"{run.tokens_accepted:,} tokens and {run.head.version:,} outer steps so far"
+    return f"then the run would end at once: {end} ({so_far}); name a larger target" if end else ""

@@ -133,7 +133,7 @@ def run_line(status: Status) -> str:
     target = progress.get("tokens_target") or 0
     share = f" ({progress.get('tokens', 0) / target:.0%})" if target else ""
     loss = _format_number(status.get("last_loss"), "{:.3f}")
-    ended = f"  finished at {status['finished']}, last loss {loss}" if status.get("finished") else ""
+    ended = f"\nfinished at {status['finished']}, last loss {loss}" if status.get("finished") else ""
     return (
         f"{status.get('run', NONE)}  head {status.get('head', NONE)}  term {status.get('term', NONE)}  "
         f"{format_count(progress.get('tokens'))} tokens{share}{ended}"

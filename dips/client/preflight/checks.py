@@ -24,7 +24,7 @@ AT_ONCE = 16  # slaves whose lanes are probed at the same time; rates are measur
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of the table; `code` is the exit code that a failure asks for."""
+    """One line; `code` is the exit code that a failure asks for."""
 
     what: str
     verdict: str
