@@ -1,4 +1,4 @@
-"""An operator changes how far the run goes (`dips extend`): its stop values and epochs, which no digest holds.
+"""An operator changes how far the run goes (`dips set`): its stop values and epochs, which no digest holds.
 
 The ledger keeps each change, so every later master has it; clusters learn it from their heartbeats' answers, where
 `outer.progress` is made of it. A run that is finished goes on: its end is taken back by the same row.

@@ -193,6 +193,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         run.set_slave_state(slave, SlaveState.RESTORING, reason)
         return
     run.set_slave_state(slave, SlaveState.READY, f"serves {run.head}")
+    mirrors.note_covered(slave)
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold pieces of a round that broke while it was away

@@ -106,7 +106,7 @@ def draw_headline(status: Status) -> Text:
 
 
 def tuned_line(tuned: Mapping[str, Any]) -> str:
-    """What holds otherwise than the run file says, since `dips tune` changed it."""
+    """What holds otherwise than the run file says, since `dips set` changed it."""
     return ", ".join(f"{key} {'off' if value is None else f'{value:.15g}'}" for key, value in tuned.items())
 
 
@@ -280,5 +280,5 @@ def _state_reason(peer: Mapping[str, Any]) -> str:
     if peer.get("quarantine"):
         return f"quarantined by an operator: {peer['quarantine']}; {reason}"
     if peer.get("quarantined"):
-        return f"quarantined by the gate until `dips readmit`; {reason}"
+        return f"quarantined by the gate until `dips cluster readmit`; {reason}"
     return "" if dull and dull.fullmatch(reason) else reason
