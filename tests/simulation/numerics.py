@@ -10,6 +10,7 @@ from dips.protocol.enums import GateName
 from dips.protocol.options import Options
 from dips.protocol.records import (
     ClusterDiverged,
+    ClusterReadmitted,
     FoldRow,
     LedgerState,
     OptionsTuned,
@@ -47,6 +48,9 @@ class FiniteInvariant(Invariant):
             self.statistics.o = tune_options(Options(penalty=self.statistics.o), record.changes).penalty
         if isinstance(record, ClusterDiverged):
             self.statistics.diverged(record.penalty.cluster)
+            self._same((record.penalty,), "a row")
+        if isinstance(record, ClusterReadmitted):
+            self.statistics.readmitted(record.penalty.cluster)
             self._same((record.penalty,), "a row")
         if isinstance(record, VersionCommitted):
             self._merged(record)

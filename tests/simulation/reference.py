@@ -222,10 +222,7 @@ class PenaltyReference:
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         if row.gated_in_a_row >= self.o.gate_patience and not row.broken:
-            others = [r.last_norm for r in rows.values() if r.cluster != cluster and r.accepted and r.last_norm]
-            reference = max([row.reference, *([median(others)] if others else [])])
-            anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
-            anew = replace(anew, reference=reference, steps=row.steps)
+            anew = self._warming(row, rows)
             kept = replace(row, quarantined=decided.quarantined, broken=decided.broken)
             if self._is_young(row) and decided.last_norm != row.last_norm:  # who are most, or alone, is not known here
                 most = min(norm, self.genesis_norm / sqrt(max(1, inner_steps)))
@@ -243,6 +240,17 @@ class PenaltyReference:
         if row.gated_in_a_row >= self.o.gate_patience:
             row = replace(row, quarantined=True, broken=True)
         self.rows[cluster] = row
+
+    def readmitted(self, cluster: str) -> None:
+        """An operator lifted the gate's quarantine: it warms up again."""
+        self.rows[cluster] = self._warming(self.row(cluster), self.rows)
+
+    def _warming(self, row: PenaltyRow, rows: Mapping[str, PenaltyRow]) -> PenaltyRow:
+        """A cluster in a new warm-up: of its past what its hard cap is made of, which the others' norms may raise."""
+        others = [r.last_norm for r in rows.values() if r.cluster != row.cluster and r.accepted and r.last_norm]
+        reference = max([row.reference, *([median(others)] if others else [])])
+        anew = replace(self.fresh(row.cluster), last_norm=row.last_norm, accepted=row.accepted)
+        return replace(anew, reference=reference, steps=row.steps)
 
     def row(self, cluster: str) -> PenaltyRow:
         return self.rows.get(cluster) or self.fresh(cluster)
