@@ -2,7 +2,7 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
+pin ends only with the flow's Released, and a bank that a slow reader leaves for a file is free only with its
 SourceMoved. It does not know rounds.
 """
 

@@ -155,7 +155,7 @@ def test_a_walk_over_a_set_is_found(played: Path, tmp_path: Path, monkeypatch: p
 
     staged = pushes.on_push_staged
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, note_set)
-    directory = journal_again(played, tmp_path)
+    directory = journal_again(played, tmp_path, segments=SEGMENTS)
     assert not any(one.differs for one in replay_journal(directory))
     script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
     script += "def note_set(w, event):\n    staged(w, event)\n"
