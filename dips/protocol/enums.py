@@ -1,7 +1,7 @@
-"""Every closed set of words that a decision may depend on, once; states and their legal moves stand in moves.py.
+"""All enums that decisions depend on; states and their legal moves are in moves.py.
 
-On the wire, in the ledger and in the journal each is its value; what arrives from outside becomes a member where it is
-read, or is refused there.
+On the wire, in the ledger and in the journal a member is written as its value; a value from outside is converted where
+it is read, or refused there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class LayerUnit(StrEnum):
-    """`shared.layers`: what one layer of the manifest holds the parameters of."""
+    """`shared.layers`: which parameters form one layer of the manifest."""
 
     BLOCK = "block"  # a numbered block, `layers.3`, with all modules in it
     MODULE = "module"  # a module, `layers.3.attention.wq`
@@ -22,10 +22,10 @@ class LayerUnit(StrEnum):
 
 
 class WindowRule(StrEnum):
-    """`timing.window`: what makes a window longer than `window_s`; see window.py."""
+    """`timing.window`: when a window is longer than `window_s`; see window.py."""
 
-    FIXED = "fixed"  # nothing
-    ADAPTIVE = "adaptive"  # clusters that are due soon, by what was seen of their pushes
+    FIXED = "fixed"  # never
+    ADAPTIVE = "adaptive"  # while clusters are due soon, by the times of their earlier pushes
 
 
 class OutcomeKind(StrEnum):
@@ -45,7 +45,7 @@ class RoundResult(StrEnum):
 
 
 class FanoutKind(StrEnum):
-    """What follows when all slaves have answered an order: see coordinator.CONTINUATIONS."""
+    """The step that follows when all slaves have answered an order: see coordinator.CONTINUATIONS."""
 
     OPEN_PUSH = "open_push"
     OPEN_PULL = "open_pull"
@@ -62,10 +62,10 @@ class FanoutKind(StrEnum):
 
 
 class DurabilityState(StrEnum):
-    """How the run stands with its disks."""
+    """State of the run's snapshots."""
 
     DURABLE = "durable"
-    DEGRADED = "degraded"  # versions are announced without a snapshot
+    DEGRADED = "degraded"  # versions are announced before they have a snapshot
     STOPPED = "stopped"  # no more rounds
 
 
@@ -78,7 +78,7 @@ class Role(StrEnum):
 
 
 class ClusterStanding(StrEnum):
-    """What an incarnation of a cluster is to this master."""
+    """Standing of a cluster's incarnation at this master."""
 
     LIVE = "live"
     GONE = "gone"  # its lease ran out: join again
@@ -86,7 +86,7 @@ class ClusterStanding(StrEnum):
 
 
 class TrainerState(StrEnum):
-    """A cluster's trainer, by its heartbeat."""
+    """State of a cluster's trainer, from its heartbeat."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -94,7 +94,7 @@ class TrainerState(StrEnum):
 
 
 class Activity(StrEnum):
-    """What a trainer is busy with, as a person sees it."""
+    """Present activity of a trainer, for people."""
 
     INNER = "inner"
     PUSH = "push"
@@ -107,7 +107,7 @@ class Activity(StrEnum):
 
 
 class PushCodec(StrEnum):
-    """What the chunks of a push carry."""
+    """Encoding of a push's chunks."""
 
     FP32 = "fp32"  # parameters, exact
     BF16 = "bf16"  # differences to a base
@@ -116,7 +116,7 @@ class PushCodec(StrEnum):
 
 
 class PullCodec(StrEnum):
-    """What the chunks of a pull carry to a rank that holds a version not far before it."""
+    """Encoding of a pull's chunks for a rank that holds a slightly older version."""
 
     FP32 = "fp32"  # parameters, always
     BF16 = "bf16"  # the update to the version
@@ -129,21 +129,21 @@ class DurabilityMode(StrEnum):
 
 
 class PersistFailurePolicy(StrEnum):
-    """What follows after two failed snapshots in a row."""
+    """`on_persist_failure`: what to do after two failed snapshots in a row."""
 
     DEGRADE = "degrade"  # go on, not durable
     STOP = "stop"  # no more rounds
 
 
 class RequeuePolicy(StrEnum):
-    """What becomes of the data ranges of versions that were rolled back."""
+    """`data.requeue`: what to do with the data ranges of versions that were rolled back."""
 
     NONE = "none"  # clusters still carry that work
     UNDONE = "undone"  # they are leased again
 
 
 class DivergencePolicy(StrEnum):
-    """What becomes of a training job whose model is not finite any more."""
+    """What to do with a training job whose model is no longer finite."""
 
     RESET = "reset"  # it pulls the head and drops its optimizer's state
     RESTART = "restart"  # it is started again, and loads its last checkpoint
@@ -151,7 +151,7 @@ class DivergencePolicy(StrEnum):
 
 
 class MergeRule(StrEnum):
-    """How the pushes of a round become one pseudo-gradient."""
+    """`outer.merge`: how the pushes of a round become one pseudo-gradient."""
 
     MEAN = "mean"
     RDA = "rda"  # directions and lengths averaged apart
@@ -160,14 +160,14 @@ class MergeRule(StrEnum):
 
 
 class WeightRule(StrEnum):
-    """What a push weighs among those of its round."""
+    """`outer.weights`: the weight of a push among those of its round."""
 
     TOKENS = "tokens"
     UNIFORM = "uniform"
 
 
 class StepRule(StrEnum):
-    """The numbers by which a round steps."""
+    """`outer.step`: the coefficients of the outer step."""
 
     NESTEROV = "nesterov"
     SGD = "sgd"
@@ -175,14 +175,14 @@ class StepRule(StrEnum):
 
 
 class Difference(StrEnum):
-    """In what a cluster has always been unlike the others: flagged, and no gate's concern (gates/)."""
+    """Lasting differences of a cluster from the others; shown, and not gated (gates/)."""
 
-    LOSS = "loss"  # it is usually far above theirs
-    DIRECTION = "direction"  # its pushes have less in common with theirs than these have with each other
+    LOSS = "loss"  # its loss is usually far above the others'
+    DIRECTION = "direction"  # its pushes have less in common with the others' than those have with each other
 
 
 class GateName(StrEnum):
-    """What `penalty.gates` lists: see gates/."""
+    """Names of the gates in `penalty.gates`: see gates/."""
 
     DIPS = "dips"
     DIPS_PAPER = "dips-paper"
