@@ -1,4 +1,4 @@
-"""Chunks of a pull that brings updates: how they are announced, and how one is cut out of where updates lie."""
+"""Chunks of a pull that carry updates: their dtype, and how one is cut out of the updates in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dips.wire.frame import Dtype
 
 
 def dtype_of(updates: tuple[Update, ...]) -> Dtype:
-    """How a stream's chunks are spelled that bring these updates; none: parameters."""
+    """Return the dtype of a stream's chunks that carry these updates; without updates, of parameters."""
     if not updates:
         return Dtype.FP32
     return Dtype.INT8_UPDATE if updates[0].steps else Dtype.BF16_UPDATE
 
 
 def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) -> bytes:
-    """A chunk's body: of one update after the other the steps of the blocks that it touches, and its elements."""
+    """Return a chunk's body: for each update, the scales of the blocks that it touches, and its elements."""
     begin, end = layout.place_range(chunk)
     blocks, parts = layout.place_blocks(chunk), list[memoryview]()
     for update in updates:
