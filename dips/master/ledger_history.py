@@ -1,4 +1,4 @@
-"""Reads the ledger's history for people: how each round ended, what it folded and the outcomes of its clusters."""
+"""Reads the ledger's history for people: how each round ended, its folds and the outcomes of its clusters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_NUMBERS = STEP_COLUMNS.count(",") + 1
 
 @dataclass(frozen=True, slots=True)
 class ResultHistory:
-    """What the process of `master.on_version` said of a version."""
+    """The result of the process of `master.on_version` for a version."""
 
     ok: bool
     reason: str
@@ -40,24 +40,24 @@ class ResultHistory:
 
 @dataclass(frozen=True, slots=True)
 class RoundHistory:
-    """One round, as it ended; times are Unix seconds."""
+    """One round with its end; times are Unix seconds."""
 
     round: int
-    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or its master died)
+    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or ended with its master)
     reason: str
     opened: float
     ended: float | None
-    version: VersionId | None  # applied: what it made
+    version: VersionId | None  # applied: the version that it made
     parent: VersionId | None
     tokens: int  # accepted
-    step: OuterStep  # by which it was made
+    step: OuterStep  # the coefficients that made the version
     delta_norm: float  # of the merged pseudo-gradient, before clipping
     clipped: bool
     folds: tuple[FoldRow, ...]
     outcomes: tuple[OutcomeRow, ...]
-    durable: bool = False  # applied: it lay complete on every disk
+    durable: bool = False  # applied: complete on every disk
     undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
-    recovered: str | None = None  # applied: of what an operator made it (`dips recover`); None if it was made by pushes
+    recovered: str | None = None  # applied: the source if made by `dips recover`; None if made from pushes
     result: ResultHistory | None = None  # applied: of its process (`master.on_version`); None if it had none
 
 
@@ -92,7 +92,7 @@ def _read_rounds(db: sqlite3.Connection, query: str, values: tuple[int, ...]) ->
 def _read_pushes(
     db: sqlite3.Connection, first: int, last: int, factors: Mapping[tuple[int, int], Factors]
 ) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
-    """Folds and outcomes by their rounds; each table is walked once, a query for every round would do so as often."""
+    """Return folds and outcomes by round, with one query for each table instead of one for each round."""
     folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
     for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
         folds[row[0]].append(read_fold(row, factors.get((row[0], row[1]), ())))
@@ -109,7 +109,7 @@ def read_results_after(db: sqlite3.Connection, number: int, limit: int) -> list[
 
 
 def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
-    """The oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
+    """Return the oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
     row = db.execute(
         """SELECT v.version, v.round FROM versions v LEFT JOIN durable d USING (round)
            LEFT JOIN undone u USING (round) LEFT JOIN retired t USING (round)
@@ -143,6 +143,6 @@ def _read_result(ok: int, reason: str, numbers: str, seconds: float, wall: float
 
 
 def _describe_recovery(source: str, lost: str) -> str:
-    """What `dips history` says under a version that an operator made."""
+    """Describe a version that an operator recovered, for `dips history`."""
     names = ", ".join(json.loads(lost))
     return f"from {source}: " + (f"layers {names} lost their momentum" if names else "no momentum was lost")

@@ -1,5 +1,5 @@
-"""The run's losses as numbers, from the ledger's history alone: a point for each push and one for each number that
-`master.on_version` brought. `dips plot` writes and draws them.
+"""The run's losses from the ledger's history: a point for each push and one for each number of `master.on_version`.
+`dips plot` writes and draws them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dips.protocol.records import FoldRow, OutcomeRow
 
 @dataclass(frozen=True, slots=True)
 class PushPoint:
-    """One push, as its round ended. A number that the ledger does not have is None, and empty in the CSV."""
+    """One push with the outcome of its round. A number that the ledger does not have is None, and empty in the CSV."""
 
     round: int
-    version: VersionId | None  # that the round made
+    version: VersionId | None  # the version that the round made
     kind: str  # accepted | gated | skipped
     undone: bool  # its version was rolled back
     cluster: str
     wall: float  # Unix seconds of the round's end
     seconds: float  # since the first round opened
-    run_tokens: int  # accepted by the lineage up to here
+    run_tokens: int  # accepted in the lineage up to here
     tokens: int  # of this push
     inner_steps: int
-    loss: float | None  # mean of its inner steps; of accepted pushes
+    loss: float | None  # mean over its inner steps; of accepted pushes
     norm: float
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ResultPoint:
-    """One number that the process of a version brought; without a name it brought none, and `reason` says why."""
+    """One number from the process of a version; if it gave none, the name is empty and `reason` says why."""
 
     round: int
     version: VersionId
@@ -51,7 +51,9 @@ class ResultPoint:
 
 
 def list_pushes(rounds: Sequence[RoundHistory]) -> list[PushPoint]:
-    """A point for each push of the rounds that ended, in the order of rounds; `rounds` from the run's first on."""
+    """Return a point for each push of the rounds that ended, in the order of rounds; `rounds` must begin with the
+    first.
+    """
     tokens, points = count_tokens(rounds), []
     zero = rounds[0].opened if rounds else 0.0
     head = 0
@@ -65,7 +67,7 @@ def list_pushes(rounds: Sequence[RoundHistory]) -> list[PushPoint]:
 
 
 def list_results(rounds: Sequence[RoundHistory]) -> list[ResultPoint]:
-    """A point for each number that a version's process brought, and one for each process that failed."""
+    """Return a point for each number from a version's process, and one for each process that failed."""
     tokens, points = count_tokens(rounds), []
     zero = rounds[0].opened if rounds else 0.0
     for r in rounds:
@@ -78,7 +80,7 @@ def list_results(rounds: Sequence[RoundHistory]) -> list[ResultPoint]:
 
 
 def count_tokens(rounds: Iterable[RoundHistory]) -> Mapping[VersionId, int]:
-    """Tokens that each version's lineage has accepted; versions follow their parents."""
+    """Return the tokens that each version's lineage has accepted; versions must follow their parents."""
     tokens = {GENESIS: 0}
     for r in rounds:
         if r.version is not None:
@@ -87,7 +89,7 @@ def count_tokens(rounds: Iterable[RoundHistory]) -> Mapping[VersionId, int]:
 
 
 def mean_losses(points: Iterable[PushPoint]) -> list[tuple[PushPoint, float]]:
-    """The run's loss at each version: the mean over its accepted pushes by tokens, with the last of them."""
+    """Return the run's loss at each version: the mean of its accepted pushes by tokens, with the last of these."""
     sums: dict[VersionId, tuple[PushPoint, float, int]] = {}
     for p in points:
         if p.version is not None and p.kind == "accepted" and p.loss is not None:

@@ -1,4 +1,4 @@
-"""The metrics that the master exports: the run, its rounds, and what it hears from clusters and slaves."""
+"""The metrics that the master exports: of the run, its rounds, and the heartbeats of clusters and slaves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ TABLES: tuple[Table, ...] = (
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn the master's status into metric families; numbers not reported yet are left out."""
+    """Convert the master's status into metric families; numbers not reported yet are left out."""
     version, _, number = str(status.get("head", "")).partition("@r")
     flat = {
         **status,
@@ -143,7 +143,7 @@ def collect(status: Status) -> Iterator[Metric]:
 
 
 def count_standings(status: Status) -> dict[str, int]:
-    """How many clusters have a lease; of these, how many can contribute; and how many did to the newest version."""
+    """Count the clusters with a lease, those of them that can contribute, and those that did to the newest version."""
     live = [c for c in status.get("clusters", {}).values() if c.get("state") != "gone"]
     able = [c for c in live if c.get("trainer") == "training" and not c.get("quarantined")]
     contributing = (status.get("newest") or {}).get("clusters", 0)

@@ -1,4 +1,4 @@
-"""The master's side of the page (dips/page): watches the Coordinator, recalls the ledger, and answers who asks."""
+"""The master's part of the page (dips/page): watches the Coordinator, reads the ledger, and answers requests."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from dips.master.core import Step
     from dips.master.runtime import Runtime
 
-ROUNDS_RECALLED = 1_000  # of the ledger at the start; 0.2 s for rounds of ten clusters, on one core
-READ_S = 5.0  # the loop answers, or the page says that it does not
-# What a cluster's state says of the span that is open in its lane.
+ROUNDS_RECALLED = 1_000  # read from the ledger at the start; 0.2 s for rounds of ten clusters, on one core
+READ_S = 5.0  # deadline for the event loop's answer to the page
+# A cluster's state → the kind of the open span in its lane.
 _BUSY_WITH = {"pushing": SpanKind.PUSH, "committed": SpanKind.WAIT, "pulling": SpanKind.PULL}
 
 
 class MasterPage:
-    """What one term of the master shows. All but the routes' reading belongs to the event loop."""
+    """The page of one term of the master. Only the routes are called outside the event loop."""
 
     def __init__(self, heartbeat_s: float) -> None:
-        """`heartbeat_s` of the master's timing."""
+        """`heartbeat_s` is that of the master's timing."""
         self._memory, self._heartbeat_s = PageMemory(), heartbeat_s
         self._rates, self._seen = SlaveRates(), SeenTransfers()
 
     def recall_ledger(self, ledger: Ledger, state: LedgerState) -> None:
-        """What the ledger has of the newest rounds; before the first step."""
+        """Read the newest rounds from the ledger; before the first step."""
         self._memory.begin_lineage(tokens := sum(v.tokens for v in state.versions))
         recall_rounds(self._memory, ledger.read_history(ROUNDS_RECALLED), state.versions[-1].version, tokens)
 
     def watch_steps(self, step: Step) -> Step:
-        """The same step, seen by the page."""
+        """Wrap a step function so that the page sees events and effects."""
 
         def step_seen(event: Event, now: float) -> list[Effect]:
             effects = step(event, now)
@@ -58,7 +58,7 @@ class MasterPage:
         return step_seen
 
     def make_routes(self, runtime: Runtime) -> list[Route]:
-        """The routes for an HTTP server, which may call them in a thread of its own; called on the master's loop."""
+        """Return the routes for an HTTP server, which may call them in its own thread; called on the master's loop."""
         from dips.page.routes import page_routes  # starlette: only for those who serve it
 
         loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class MasterPage:
         return page_routes(read_in_loop)
 
     def read_state(self, runtime: Runtime) -> dict[str, Any]:
-        """The whole document as of now."""
+        """Return the whole document as of now."""
         now, wall = time.monotonic(), time.time()
         status = build_status(runtime.build_view(), runtime.heartbeats, now)
         busy = {
@@ -96,7 +96,7 @@ class MasterPage:
 
 
 def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> None:
-    """Tell the memory of rounds, oldest first; `tokens` of the lineage that ends at `head`."""
+    """Add rounds to the memory, oldest first; `tokens` are those of the lineage that ends at `head`."""
     known = _tokens_of_lineage(rounds, head, tokens)
     for r in rounds:
         if r.ended is None:
@@ -110,7 +110,7 @@ def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: Vers
 
 
 def _tokens_of_lineage(rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> dict[VersionId, int]:
-    """Tokens of the head and of its ancestors among these rounds."""
+    """Return the tokens of the head and of its ancestors among these rounds."""
     known = {head: tokens}
     for r in reversed(rounds):
         if r.version in known and r.parent is not None:

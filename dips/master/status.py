@@ -1,4 +1,4 @@
-"""What people look at: the core's view merged with the newest heartbeats. For showing, never for deciding."""
+"""The status for people: the core's view merged with the newest heartbeats. For display only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 
-# The newest by (role, name), with the time when it came.
+# (role, name) → the newest heartbeat, with its time of arrival.
 Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]]
 
 # Fields that the view has already.
@@ -35,7 +35,7 @@ def build_status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) ->
 
 
 def to_json(merged: Mapping[str, Any]) -> str:
-    """Spell a status as JSON that any reader accepts: NaN and infinity become null."""
+    """Encode a status as JSON that any reader accepts: NaN and infinity become null."""
     return json.dumps(_drop_infinite(merged), separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""What a tracker shows of a run (`master.track`): each round of the ledger as numbers by name. Pure."""
+"""The numbers of a run for trackers (`master.track`): each round of the ledger as numbers by name. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dips.ids import GENESIS, VersionId
 from dips.master.last_loss import mean_loss
 from dips.master.ledger_history import RoundHistory
 
-VERSIONS_KEPT = 10_000  # newest, whose tokens are known: no rollback goes farther
+VERSIONS_KEPT = 10_000  # newest versions whose tokens are known: no rollback goes farther
 
 
 @dataclass(frozen=True, slots=True)
 class TrackPoint:
-    """Numbers of one round, which is the step that trackers draw them at."""
+    """The numbers of one round, which is the step on the trackers' axes."""
 
     round: int
     wall: float  # Unix seconds
@@ -22,14 +22,14 @@ class TrackPoint:
 
 
 class RunTotals:
-    """What is counted over the rounds, in their order, from the first on."""
+    """Sums over the rounds, in their order, from the first on."""
 
     def __init__(self) -> None:
         self.began: float | None = None  # Unix seconds
-        self._tokens = {GENESIS: 0}  # accepted by each version's lineage: one that was rolled back counts no further
+        self._tokens = {GENESIS: 0}  # accepted in each version's lineage, without those that were rolled back
 
     def count_version(self, version: VersionId, parent: VersionId, tokens: int) -> int | None:
-        """Return the tokens of the version's lineage; None if its parent is too long ago."""
+        """Return the tokens of the version's lineage; None if its parent is too old."""
         before = self._tokens.get(parent)
         if before is None:
             return None
@@ -40,7 +40,7 @@ class RunTotals:
 
 
 def point_of_round(r: RoundHistory, totals: RunTotals) -> TrackPoint | None:
-    """The numbers of a round that has ended, which `totals` then counts; None of one whose master died in it."""
+    """Return the numbers of a round that has ended, and add it to `totals`; None for one that ended with its master."""
     totals.began = r.opened if totals.began is None else totals.began
     if r.ended is None:
         return None
@@ -49,14 +49,14 @@ def point_of_round(r: RoundHistory, totals: RunTotals) -> TrackPoint | None:
 
 
 def point_of_result(r: RoundHistory) -> TrackPoint | None:
-    """What `master.on_version` said of the round's version; None if it said no number."""
+    """Return the numbers of `master.on_version` for the round's version; None if there are none."""
     if r.result is None or not r.result.numbers:
         return None
     return TrackPoint(r.round, r.result.wall, {f"on_version/{name}": x for name, x in r.result.numbers.items()})
 
 
 def _run_numbers(r: RoundHistory, totals: RunTotals, ended: float) -> Iterator[tuple[str, float]]:
-    """Of the whole run; what a round that made no version cannot say is left out."""
+    """Iterate over numbers of the whole run; those that a round without a version does not have are left out."""
     yield "run/hours", (ended - (totals.began or ended)) / 3600
     if r.version is None:
         yield f"round/{r.kind}", 1.0
@@ -72,7 +72,7 @@ def _run_numbers(r: RoundHistory, totals: RunTotals, ended: float) -> Iterator[t
 
 
 def _push_numbers(r: RoundHistory) -> Iterator[tuple[str, float]]:
-    """Of each cluster: what its push lost, weighed, and whether the gate let it in."""
+    """Iterate over each cluster's numbers: loss, norm, score, tokens, and whether its push was gated."""
     for fold in r.folds:
         if fold.loss is not None:
             yield f"loss/{fold.push.cluster}", fold.loss
