@@ -74,12 +74,12 @@ def serve_command(
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
-    It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
+    It holds no parameters. Its durable state is <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
     One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
     starts and supervises itself; SIGTERM stops them too.
 
-    What it decided, and upon what, lies in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
+    Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.

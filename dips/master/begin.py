@@ -47,8 +47,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     """Write the ledger of a new run; return its first row.
 
     Errors  RemoteProtocolError, CorruptManifest: the proposal is no model; ConfigError: a ledger exists, a mirror holds
-    a
-             run of this name, more slaves than layers
+            a run of this name, more slaves than layers
     """
     path = genesis.ledger_path(config)
     genesis.find_mirrors(config, force=False)

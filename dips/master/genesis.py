@@ -81,13 +81,14 @@ def make_run(
 ) -> RunRow:
     """Write `<master.directory>/initial/` and the ledger of a new run; return its first row.
 
-    config   names the run, the slaves and the directory tensors  full fp32 parameters by name, in any order; without
-    frozen parameters, and of buffers only those that
-              shared.share_buffers names
-    force    delete an existing ledger, and its run with it wall     Unix seconds, for the ledger's rows
+    config   names the run, the slaves and the directory
+    tensors  full fp32 parameters by name, in any order; without frozen parameters, and of buffers only those that
+             shared.share_buffers names
+    force    delete an existing ledger, and its run with it
+    wall     Unix seconds, for the ledger's rows
 
     Errors   ConfigError: a ledger exists, or a mirror with a run of this name; a dtype is not float32, an element is
-              not finite, more slaves than layers
+             not finite, more slaves than layers
     """
     ledger = ledger_path(config)
     if ledger.exists() and not force:

@@ -15,7 +15,7 @@ from dips.protocol.events import Event
 
 @dataclass(frozen=True, slots=True)
 class PollOptions:
-    """How long questions stay open and how often they are asked again, in seconds."""
+    """Durations of open questions and intervals of asking them again, in seconds."""
 
     patience_s: float = 10.0  # then the answer is Pending: well before a client's own deadline of 30 s
     again_s: float = 2.0  # longest time until questions are asked again without a change

@@ -1,11 +1,11 @@
 """The journal: every event that the Coordinator processed, and a digest of its effects; for diagnosis, not the run's
 state (docs/rationale.md#30).
 
-journal-<term>-<n>.jsonl        one segment: a head, then one line for each event {"journal": 3, "term": 3, …, "state":
-[…]}       the head, with the Coordinator's whole state before the first event [12.25, ["Ticked"], "0f3a…", ["Note", "2
-Order"]]
-             when (master's clock), the event, digest and kinds of the effects
-[12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and its exception: the last line
+    journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
+    {"journal": 3, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
+    [12.25, ["Ticked"], "0f3a…", ["Note", "2 Order"]]
+                when (master's clock), the event, digest and kinds of the effects
+    [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and its exception: the last line
 
 The event loop only queues steps: a thread encodes and writes them. A disk that is full, or slower than the events,
 stops the journal with an error in the log, but not the master; later the journal begins again with a new segment.

@@ -1,7 +1,7 @@
 """The files of a ledger's mirror, `<mirror>/<run>/master/ledger/`: bases and the transactions since.
 
-0000000003-0000000120.base   the ledger's file as it was in term 3, after the 120th transaction of that term
-0000000003-0000000121.log    the records of the 121st, encoded by codec.py, with their wall-clock time
+    0000000003-0000000120.base   the ledger's file as it was in term 3, after the 120th transaction of that term
+    0000000003-0000000121.log    the records of the 121st, encoded by codec.py, with their wall-clock time
 
 Each begins with one line of JSON: format, run, and the length and xxh3-128 of the rest; a file that does not match its
 line is incomplete and is not used. A ledger is the newest base of the newest term with every transaction that follows

@@ -61,8 +61,9 @@ class ProcessWatch:
     def explain_hang(self, state: str, sinc: int, worked_at: float, moved: int, now: float) -> str:
         """Return why the process is to be killed; empty if it does not hang.
 
-        state, sinc  of its slave, as the Coordinator sees it worked_at    when its heartbeats last reported work moved
-        bytes that it has read and written
+        state, sinc  of its slave, as the Coordinator sees it
+        worked_at    when its heartbeats last reported work
+        moved        bytes that it has read and written
         """
         registered = self.adopted or sinc > self.sinc_before
         self.lost_since = (now if self.lost_since is None else self.lost_since) if state == LOST else None

@@ -10,7 +10,7 @@ slot is lent to another push that should be over before the cluster it is kept f
 Bounded waiting. Let N clusters share K slots, let a push hold its slot for at most H seconds, let a slot be kept for at
 most L seconds (`most_kept_s`), and let no waiting cluster be late. Then a cluster that asks has waited at most
 
-H + (N + MOST_LEAD) x (2 H + L) / K
+    H + (N + MOST_LEAD) x (2 H + L) / K
 
 seconds when it is admitted. At most N - 1 + MOST_LEAD others go before it: those that asked earlier, each once since a
 cluster has one place, and some of the next MOST_LEAD numbers. Each of these, and the cluster itself, takes a slot
@@ -82,8 +82,9 @@ class SlotQueue:
     def request_slot(self, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float) -> SlotAnswer:
         """Answer a request for a slot: admit the push and remove its cluster from the queue, or keep its place there.
 
-        free         free slots retry_s      a refused cluster asks again at the first boundary of its inner steps after
-        this time most_kept_s  the longest time for which a slot is kept for a cluster
+        free         free slots
+        retry_s      a refused cluster asks again at the first boundary of its inner steps after this time
+        most_kept_s  the longest time for which a slot is kept for a cluster
         """
         self._pass_over_late(now)
         waiter = self._find_or_enter(ask, now)

@@ -35,7 +35,7 @@ from dips.protocol.tunable import describe_changes
 
 @dataclass(frozen=True, slots=True)
 class AuditedRequest:
-    """How one kind of request is carried out, and the action that its row names."""
+    """One kind of request: its handler, and the action and arguments for its row."""
 
     action: str
     handle: Callable[[RunState, Any], None]

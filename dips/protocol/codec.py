@@ -5,12 +5,15 @@ RunState, Penalty, LastNorms and RangeBook by their attributes; any other object
 identity: a push that is referenced by a cluster and by a round is one object again after decoding. Sets are encoded in
 ascending order, so equal states give equal text in every process. No pickle: text that names another class is refused.
 
-scalar                         as in JSON (Infinity and NaN as in Python) ["t", …] ["l", …]              tuple, list
-["s", …] ["f", …]              set, frozenset; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length) ["d", key,
-value, …]           dict, in its order ["q", most, …]                 deque of at most that many ["r", 3]
-the fourth mutable object, again ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member
-of an enum ["e", "StaleTerm"]             a class of dips.errors ["RunState", {"head": …, …}]   one of the four classes
-that are no dataclasses
+    scalar                         as in JSON (Infinity and NaN as in Python)
+    ["t", …] ["l", …]              tuple, list
+    ["s", …] ["f", …]              set, frozenset; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length)
+    ["d", key, value, …]           dict, in its order
+    ["q", most, …]                 deque of at most that many
+    ["r", 3]                       the fourth mutable object, again
+    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
+    ["e", "StaleTerm"]             a class of dips.errors
+    ["RunState", {"head": …, …}]   one of the four classes that are no dataclasses
 """
 
 from __future__ import annotations

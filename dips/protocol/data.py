@@ -61,7 +61,8 @@ class RangeBook:
     ) -> None:
         """Build the book from the ledger's rows.
 
-        used  ranges in the largest known push of each cluster held  ranges that each cluster may hold, whatever it used
+        used  ranges in the largest known push of each cluster
+        held  ranges that each cluster may hold, whatever it used
         """
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs

@@ -362,7 +362,7 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class SeedGranted:
-    """These slaves take v0@r0 as the push of this name."""
+    """Permission to send v0@r0 to these slaves, as the push of this name."""
 
     push: PushId
     grant: Grant

@@ -37,7 +37,7 @@ class OutcomeKind(StrEnum):
 
 
 class RoundResult(StrEnum):
-    """How a round ended."""
+    """The end of a round."""
 
     APPLIED = "applied"  # it made a version
     UNCHANGED = "unchanged"  # all of its pushes were gated
@@ -143,7 +143,7 @@ class RequeuePolicy(StrEnum):
 
 
 class DivergencePolicy(StrEnum):
-    """What to do with a training job whose model is no longer finite."""
+    """The action for a training job whose model is no longer finite."""
 
     RESET = "reset"  # it pulls the head and drops its optimizer's state
     RESTART = "restart"  # it is started again, and loads its last checkpoint

@@ -157,7 +157,7 @@ _PENALTY_BOUNDS = {
 
 @dataclass(frozen=True)
 class StopOptions:
-    """When the run ends; 0 means never by this measure (Algorithm 1, line 7)."""
+    """The end of the run; 0 means never by this measure (Algorithm 1, line 7)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     tokens: int = 0  # accepted in the lineage

@@ -1,7 +1,7 @@
 """Seeding: the first model over the lanes (`dips seed`, docs/guides/seed.md), from an operator's host to the slaves
 that lack v0@r0.
 
-asked → OpenPush on each slave that lacks it → granted → staged → KeepSeed: compared with the digests, on its disk
+    asked → OpenPush on each slave that lacks it → granted → staged → KeepSeed: compared with the digests, on its disk
 
 All slaves must be present before anything moves. A slave keeps only a model with the digests of the ledger, so seeding
 does not define θ (docs/architecture.md#invariant-7), and a slave that has it is skipped when the operator asks again.

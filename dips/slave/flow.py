@@ -1,8 +1,8 @@
 """The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the receiver and sender that
 decide.
 
-lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
-                             → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
+    lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
+                                → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
 
 A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
 """
@@ -84,8 +84,7 @@ class ZmqFlow:
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
-        key  key pair of all lanes, which use CURVE and admit the ranks of open transfers; None: not encrypted, open to
-        all
+        key  of all lanes, which use CURVE and admit the ranks of open transfers; None: not encrypted, open to all
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()

@@ -50,8 +50,8 @@ def list_copies(
 ) -> MirrorListing:
     """List the versions whose copy is complete by its manifest and size; others are ignored, with a warning in the log.
 
-    layers  layers that this slave holds, if known: a copy of other layers may have the same name rotten  versions whose
-    bytes were found damaged → their `copy_state` then: not read again until that changes
+    layers  layers that this slave holds, if known: a copy of other layers may have the same name
+    rotten  versions whose bytes were found damaged → their `copy_state` then: not read again until that changes
     """
     whole, outdated, reason = list[VersionId](), list[VersionId](), ""
     for version in _list_versions(store):

@@ -41,10 +41,11 @@ class Flow(Protocol):
     ) -> None:
         """Accept HELLOs of the push's len(places) ranks and ask for their chunks, by their places, into `buffers`.
 
-        places      place of each rank in the line of all pushes; the smallest is asked first deadline_s  from one
-        rank's HELLO to the next one's codec       "fp32": chunks are written; other codecs: they are added to the base
-        in `buffers` keys        public key of each rank; not needed for lanes without encryption Errors
-        RemoteProtocolError: the lanes are encrypted, and these are no keys of that many ranks
+        places      place of each rank in the line of all pushes; the smallest is asked first
+        deadline_s  from one rank's HELLO to the next one's
+        codec       "fp32": chunks are written; other codecs: they are added to the base in `buffers`
+        keys        public key of each rank; not needed for lanes without encryption
+        Errors      RemoteProtocolError: the lanes are encrypted, and these are no keys of that many ranks
         """
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:

@@ -68,7 +68,7 @@ class Receiver:
         """Accept the HELLOs of a push; idempotent. Chunks of a lossy codec are added to the contents of `buffers`.
 
         deadline_s  from each rank's HELLO to the next one's; there is none for the first, since ranks may be anywhere
-                     in an inner step when their push is granted
+                    in an inner step when their push is granted
         """
         layout = self._layout
         assert layout is not None, "set_layers() comes before open_push()"
@@ -105,8 +105,8 @@ class Receiver:
     ) -> list[Move]:
         """Register a rank's stream and its ranges, for the first time or after its connection broke.
 
-        ready       number of `pieces` that may be asked for now; None: all Repetition  a HELLO at or below the stream's
-        epoch is refused and changes nothing
+        ready       number of `pieces` that may be asked for now; None: all
+        Repetition  a HELLO at or below the stream's epoch is refused and changes nothing
         """
         assert self._layout is not None, "set_layers() comes before any HELLO"
         misfit = self._layout.describe_misfit(pieces)

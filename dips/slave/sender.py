@@ -111,8 +111,7 @@ class Sender:
     ) -> None:
         """Serve `source` until close or stall, however late its ranks come. Idempotent.
 
-        chain  the updates that led to the version: a rank that holds the parent of one of them gets the updates from
-        there
+        chain  the updates that led to the version: a rank that holds the parent of one gets the updates from there
         """
         served = self._make_source(source)
         with self._lock:

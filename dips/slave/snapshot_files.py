@@ -72,9 +72,10 @@ def write_snapshot(
 ) -> bytes:
     """Fill the directory `path` with a snapshot, durably; return the bytes of its manifest.
 
-    owner     run, slave and incarnation flat      θ and m of each layer, in the order of `layers`; an array may be
-    reused when the next one is asked for on_piece  called with the bytes of each piece written; its exceptions end the
-    write Raises    OSError; the directory then holds no snapshot
+    owner     run, slave and incarnation
+    flat      θ and m of each layer, in the order of `layers`; an array may be reused when the next one is asked for
+    on_piece  called with the bytes of each piece written; its exceptions end the write
+    Raises    OSError; the directory then holds no snapshot
     """
     run, slave, sinc = owner
     chosen = {index: model.layers[index] for index in layers}

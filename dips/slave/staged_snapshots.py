@@ -1,6 +1,6 @@
 """Snapshots written by `dips rebalance` or `dips recover` that wait for a row in the ledger to become versions.
 
-.rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
+    .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
 
 A crash may follow the row, so the staged snapshots are promoted by the command when it is repeated, or by the slave
 when the master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are still

@@ -50,10 +50,10 @@ def write_tensors(
     """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
 
     data      flat arrays whose elements, one array behind another, are those of all tensors in order; the next one is
-               asked for when the former is with the kernel, so computing it does not delay the disk
-    on_piece  called with the bytes of each piece that is with the kernel; its exceptions end the write Raises
-    OSError: a full disk is found before the first byte, where the file system can reserve; space of
-               `reserve_file` is used, and the rest of it released
+              asked for when the former is with the kernel, so computing it does not delay the disk
+    on_piece  called with the bytes of each piece that is with the kernel; its exceptions end the write
+    Raises    OSError: a full disk is found before the first byte, where the file system can reserve; space of
+              `reserve_file` is used, and the rest of it released
     """
     header = _make_header(metadata, shapes)
     size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)

@@ -48,8 +48,8 @@ def check_snapshot(
 ) -> Checked | None:
     """Read and verify one snapshot; return None if it was deleted meanwhile.
 
-    digest  of its manifest, from the ledger; None: the ledger is not at hand, or does not have it read    called with
-    the bytes of each piece that was read, for a progress bar
+    digest  of its manifest, from the ledger; None: the ledger is not at hand, or does not have it
+    read    called with the bytes of each piece that was read, for a progress bar
     """
     path = directory / str(version)
     nbytes = 0

@@ -73,10 +73,10 @@ def make_server(
 ) -> aio.Server:
     """Create a gRPC server whose handlers may raise DipsError.
 
-    report(method, error)  called for every other exception, which the caller gets as LocalProtocolError guard    checks
-    the caller before each handler; None: plain text, which the configuration allows on loopback only limits   what the
-    server accepts at once and each second (limits.py); refusals are counted by reason calls    counts calls against
-    rates that may be changed; None: the rates of `limits`
+    report(method, error)  called for every other exception, which the caller gets as LocalProtocolError
+    guard    checks the caller before each handler; None: plain text, which the configuration allows on loopback only
+    limits   what the server accepts at once and each second (limits.py); refusals are counted by reason
+    calls    counts calls against rates that may be changed; None: the rates of `limits`
     """
     return aio.server(
         options=[*_SERVER_OPTIONS, *limits.to_options()],
@@ -132,9 +132,10 @@ async def call_method(
 ) -> Reply:
     """Call `method` of a stub; raise the class of dips.errors that the peer raised.
 
-    deadline_s   how long to wait, in seconds peer         the called server unavailable  UnavailableMaster or
-    UnavailableSlave: raised without an answer in time explain      without an answer, make a handshake and add its
-    result to the message (up to 3 s more)
+    deadline_s   how long to wait, in seconds
+    peer         the called server
+    unavailable  UnavailableMaster or UnavailableSlave: raised without an answer in time
+    explain      without an answer, make a handshake and add its result to the message (up to 3 s more)
     """
     try:
         return await method(request, timeout=deadline_s)

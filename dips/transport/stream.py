@@ -85,8 +85,8 @@ class Stream:
     ) -> None:
         """Create the stream without connecting.
 
-        keys   our pair and the lane's public key; None: not encrypted ready  returns how many of `pieces` the slave may
-        ask for now; None: all
+        keys   our pair and the lane's public key; None: not encrypted
+        ready  returns how many of `pieces` the slave may ask for now; None: all
         """
         self._keys, self._ready, self._told_ready = keys, ready, 0
         self.address = address

@@ -66,8 +66,8 @@ def find_step(name: StepRule | str) -> Callable[[StepRound], Numbers]:
 def measure_share(round_tokens: Mapping[str, int], last_tokens: Mapping[str, int]) -> float:
     """Return σ of a round.
 
-    round_tokens  tokens of its contributions, by cluster last_tokens   tokens of the last accepted push of each live
-    cluster; 0: it has none, and counts as the mean of the others
+    round_tokens  tokens of its contributions, by cluster
+    last_tokens   tokens of each live cluster's last accepted push; 0: it has none, and counts as the mean of the others
     """
     known = {**{name: tokens for name, tokens in last_tokens.items() if tokens}, **round_tokens}
     cycle, clusters = sum(known.values()), len(last_tokens.keys() | round_tokens.keys())
