@@ -24,7 +24,7 @@ from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.enums import AskOrder, PushCodec
+from dips.protocol.enums import AskOrder
 from dips.slave.flow import ZmqFlow
 from dips.transport import curve
 
@@ -100,7 +100,7 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
         salt = VersionId(seq, seq)  # of a random order: another one each time
-        grant = Grant(salt, there, WAIT_S, PushCodec(cast.codec), GENESIS, AskOrder(rule))
+        grant = Grant(salt, there, WAIT_S, cast.codec, GENESIS, AskOrder(rule))
         begun, used = time.perf_counter(), processor_s()
         transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number, keys), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])

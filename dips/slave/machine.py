@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dips.cgroup import available_memory
+from dips.codecs import Codec
 from dips.config import SlaveSection
 from dips.outer.pool import MemorySum
 from dips.outer.updates import bytes_per_parameter
 
 
-def memory_of(section: SlaveSection, numel: int, pull_codec: str) -> MemorySum:
+def memory_of(section: SlaveSection, numel: int, pull_codec: Codec) -> MemorySum:
     """What a slave of so many parameters takes."""
     updates = bytes_per_parameter(pull_codec, section.pinned)
     return MemorySum(numel, section.slots, section.pinned, section.transit_bytes, updates)

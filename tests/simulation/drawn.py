@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
+from dips.codecs import Codec
 from dips.protocol.enums import (
     AnchorRule,
     DurabilityMode,
     GateName,
     MergeRule,
     PersistFailurePolicy,
-    PushCodec,
     RequeuePolicy,
     ScoreScale,
     StepRule,
@@ -74,7 +74,9 @@ def _draw(seed: int) -> Scenario:
         mirrors=chance.generator_for("mirrors").random() < 0.6,
         steady=False,
         samples=chance.generator_for("samples").choice((None, None, DataShape(2, 1), DataShape(7, 2), DataShape(2, 3))),
-        pull_codec=chance.generator_for("pull codec").choice(("fp32", "fp32", "bf16", "int8", "int8")),
+        pull_codec=chance.generator_for("pull codec").choice(
+            (Codec.FP32, Codec.FP32, Codec.BF16, Codec.INT8, Codec.INT8)
+        ),
     )
 
 
@@ -155,7 +157,7 @@ def _options(rng: Random) -> Options:
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
     stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
-    codec = rng.choices(tuple(PushCodec), (6, 2, 2, 2))[0]
+    codec = rng.choices(tuple(Codec), [1 if codec.lossy else len(Codec) - 1 for codec in Codec])[0]
     durability = rng.choices(tuple(DurabilityMode), (5, 4))[0]
     failing, requeue = rng.choices(tuple(PersistFailurePolicy), (3, 1))[0], rng.choice(tuple(RequeuePolicy))
     return Options(
