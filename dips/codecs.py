@@ -11,8 +11,8 @@ comes with the next one: client/rank/feedback.py. A pull that brings updates: ou
     fp8    e4m3 numbers, in steps of the block's max |x| / 448: error at most 1/16 of the element or 2^-10 of a step,
            whichever is more
 
-To add a codec: a row here, its quantiser in quantisers.py, its bound in tests/unit/wire/test_bodies.py.
-No numpy here: the master and the agents read the table, too.
+To add a codec: a row here, its two functions in quantisers.py, its bound in tests/codec_bounds.py; the tests that walk
+the table say what else it owes them. No numpy here: the master and the agents read the table, too.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class Codec(StrEnum):
 
     def chunk_bytes(self, most: int) -> int:
         """What a WANT of a push may ask for at once, in bytes of fp32: whole blocks, so that no block is cut in two."""
-        whole = most - most % (ITEM_BYTES * UPDATE_BLOCK)
-        return whole if self.lossy and whole else most
+        return most - most % (ITEM_BYTES * max(1, self.block)) or most
 
 
 class Dtype(NamedTuple):

@@ -26,7 +26,7 @@ U16 = npt.NDArray[np.uint16]
 Codes = npt.NDArray[Any]  # of the type that the codec's quantiser names
 
 TINIEST = np.float32(2.0**-119)  # a block whose elements are all smaller becomes zeros: its step would not be normal
-SPAN = 1 << 14  # elements done at once, whole blocks: 64 KiB of fp32
+SPAN = 1 << 15  # elements done at once, whole blocks: 128 KiB of fp32
 _NAN_BF16 = np.uint16(0x7FC0)
 _ZERO4 = 8  # how int4 writes 0: −7 to 7 are 1 to 15, the first of two elements in the low half of their byte
 
@@ -65,37 +65,38 @@ def add_codes(codec: Codec, codes: Codes, steps: F32, target: F32) -> None:
 
 def _split_spans(codec: Codec, length: int, itemsize: int) -> Iterator[tuple[slice, slice, slice]]:
     """Elements, blocks and codes of each span."""
-    block, bits = codec.block or SPAN, 8 * itemsize
+    block, bits, held = codec.block or SPAN, codec.bits, 8 * itemsize
     for begin in range(0, length, SPAN):
         end = min(begin + SPAN, length)
-        places = slice(begin * codec.bits // bits, -(-end * codec.bits // bits))
+        places = slice(begin * bits // held, -(-end * bits // held))
         yield slice(begin, end), slice(begin // block, -(-end // block)), places
 
 
 def _count_steps(codec: Codec, values: F32, steps: F32) -> F32:
     """Set the step of each block; return the elements in steps."""
-    full = values.size - values.size % codec.block
-    square, blocks = values[:full].reshape(-1, codec.block), full // codec.block
-    np.maximum(square.max(axis=1, initial=0), -square.min(axis=1, initial=0), out=steps[:blocks])
-    if full < values.size:
-        steps[blocks] = np.abs(values[full:]).max()
+    blocks, rest = divmod(values.size, codec.block)
+    full, scaled = values.size - rest, np.abs(values)
+    square = scaled[:full].reshape(blocks, codec.block)
+    square.max(axis=1, initial=0, out=steps[:blocks])
+    if rest:
+        steps[blocks] = scaled[full:].max()
     steps[steps < TINIEST] = 0
     steps /= np.float32(codec.largest)
     steps[~np.isfinite(steps)] = np.nan
     inverse = np.divide(np.float32(1), steps, where=steps > 0, out=np.zeros_like(steps))
-    scaled = np.empty_like(values)
-    np.multiply(square, inverse[:blocks, None], out=scaled[:full].reshape(-1, codec.block))
-    if full < values.size:
+    np.multiply(values[:full].reshape(blocks, codec.block), inverse[:blocks, None], out=square)
+    if rest:
         np.multiply(values[full:], inverse[blocks], out=scaled[full:])
     return scaled
 
 
 def _take_steps(codec: Codec, values: F32, steps: F32) -> None:
     """Turn elements in steps into elements."""
-    full = values.size - values.size % codec.block
-    values[:full].reshape(-1, codec.block)[...] *= steps[: full // codec.block, None]
-    if full < values.size:
-        values[full:] *= steps[full // codec.block]
+    blocks, rest = divmod(values.size, codec.block)
+    square = values[: values.size - rest].reshape(blocks, codec.block)
+    square *= steps[:blocks, None]
+    if rest:
+        values[-rest:] *= steps[blocks]
 
 
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def _round_fp8(values: F32, codes: U8) -> None:
 
 
 def _widen_fp8(codes: U8, _: int) -> F32:
-    values: F32 = _E4M3[codes]
+    values: F32 = _E4M3.take(codes)  # twice as fast as [codes]
     return values
 
 
