@@ -29,7 +29,7 @@ class Cast:
     @classmethod
     def parse(cls, text: str) -> Self:
         told = json.loads(text)
-        return cls(**{**told, "codec": Codec(told["codec"])})
+        return cls(**{**told, "codec": Codec[told["codec"].upper()]})
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))

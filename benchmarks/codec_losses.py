@@ -74,8 +74,8 @@ class RandomErrors(CodecChannel):
 def take(case: LossCase, rounds: int) -> float:
     """The loss of one run."""
     torch.set_num_threads(1)
-    push = channels(Codec(case.way.push), True) if case.way.push in list(Codec) else random_channels(case)
-    return train(partial(average, push), rounds, pull=Codec(case.way.pull), seed=case.seed, start=case.start)
+    push = channels(Codec[case.way.push.upper()], True) if case.way.push in list(Codec) else random_channels(case)
+    return train(partial(average, push), rounds, pull=Codec[case.way.pull.upper()], seed=case.seed, start=case.start)
 
 
 def random_channels(case: LossCase) -> list[CodecChannel]:

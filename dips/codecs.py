@@ -80,6 +80,11 @@ class Codec(StrEnum):
         assert self.updates, f"{self} is for pushes only"
         return DTYPES[self.update_number]
 
+    @property
+    def tiniest(self) -> float:
+        """A block whose elements are all smaller becomes zeros: its step would not be a normal number."""
+        return 2.0 ** max(-119, self.largest.bit_length() - 126)
+
     def count_blocks(self, length: int) -> int:
         """Steps of `length` elements: the last block may be short."""
         return -(-length // self.block) if self.block else 0

@@ -25,7 +25,6 @@ U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 Codes = npt.NDArray[Any]  # of the type that the codec's quantiser names
 
-TINIEST = np.float32(2.0**-119)  # a block whose elements are all smaller becomes zeros: its step would not be normal
 SPAN = 1 << 15  # elements done at once, whole blocks: 128 KiB of fp32
 _NAN_BF16 = np.uint16(0x7FC0)
 _ZERO4 = 8  # how int4 writes 0: −7 to 7 are 1 to 15, the first of two elements in the low half of their byte
@@ -80,7 +79,7 @@ def _count_steps(codec: Codec, values: F32, steps: F32) -> F32:
     square.max(axis=1, initial=0, out=steps[:blocks])
     if rest:
         steps[blocks] = scaled[full:].max()
-    steps[steps < TINIEST] = 0
+    steps[steps < np.float32(codec.tiniest)] = 0
     steps /= np.float32(codec.largest)
     steps[~np.isfinite(steps)] = np.nan
     inverse = np.divide(np.float32(1), steps, where=steps > 0, out=np.zeros_like(steps))
@@ -163,7 +162,8 @@ def _list_e4m3() -> F32:
     exponent, fraction = codes >> 3 & 15, codes & 7
     magnitude = np.ldexp(fraction + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
     magnitude[codes & 0x7F == _NAN_E4M3] = np.nan
-    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+    numbers: F32 = np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+    return numbers
 
 
 _E4M3 = _list_e4m3()

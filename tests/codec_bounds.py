@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.codecs import Codec
-from dips.quantisers import TINIEST
 
 F32, F64 = npt.NDArray[np.float32], npt.NDArray[np.float64]
 
@@ -29,4 +28,4 @@ def error_bound(codec: Codec, values: F32, block: int | None = None) -> F64:
     tops = np.maximum.reduceat(wide, range(0, wide.size, size)) if wide.size else wide
     steps = np.repeat(tops, size)[: wide.size] / codec.largest
     bound = BOUNDS[codec](wide, steps)
-    return np.maximum((1 + SLACK) * bound, float(TINIEST)) if codec.block else bound
+    return np.maximum((1 + SLACK) * bound, codec.tiniest) if codec.block else bound

@@ -21,7 +21,7 @@ from dips.codecs import Codec
 from dips.outer import reference
 from dips.outer.reference import SUMMED
 from dips.outer_step import Numbers, nesterov_numbers
-from dips.quantisers import TINIEST, Codes
+from dips.quantisers import Codes
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
@@ -305,7 +305,7 @@ def round_update(
     Errors  none; equal lengths are the caller's promise.
     """
     if codec is Codec.INT8:
-        _round_loop(theta, theta_next, momentum_next, np.float32(back), codes, steps, TINIEST)
+        _round_loop(theta, theta_next, momentum_next, np.float32(back), codes, steps, np.float32(codec.tiniest))
     else:
         reference.round_update(codec, theta, theta_next, momentum_next, back, codes, steps)
 

@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant("bf16 rounds halves up", QUANTISERS, "odd += 0x7FFF\n", "odd += 0x8000\n", CODECS),
     Mutant("a NaN becomes an infinity", QUANTISERS, "np.uint16(0x7FC0)", "np.uint16(0x7F80)", CODECS),
-    Mutant("steps below the normal numbers", QUANTISERS, "2.0**-119", "2.0**-149", CODECS),
+    Mutant("steps below the normal numbers", TABLE, "max(-119, self", "max(-149, self", CODECS),
     Mutant(
         "what is not finite becomes zero",
         QUANTISERS,
@@ -124,6 +124,7 @@ MUTANTS = (
     ),
     Mutant("int8 overflows", TABLE, "256,    127,", "256,    129,", CODECS),
     Mutant("int4 overflows", TABLE, "128,      7,", "128,      9,", CODECS),
+    Mutant("a step of fp8 below the normal numbers", TABLE, "self.largest.bit_length() - 126", "-126", CODECS),
     Mutant("fp8 sends NaN", QUANTISERS, "np.minimum(odd, _MOST_E4M3, out=odd)", "pass", CODECS),
     Mutant("fp8 leaves half of its range", TABLE, "256,    448,", "256,    224,", CODECS),
     Mutant("fp8 rounds halves up", QUANTISERS, "odd += 0x7FFFF\n", "odd += 0x80000\n", CODECS),

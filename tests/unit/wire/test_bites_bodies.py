@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dips.codecs import Codec
+from dips.quantisers import QUANTISERS
 from dips.wire.bodies import check_steps, decode, encode, put
 from dips.wire.frame import BadFrame
 
@@ -46,9 +47,12 @@ def test_a_nan_arrives_as_a_nan_in_bf16(bits: int) -> None:
 @pytest.mark.parametrize("codec", STEPPED)
 @pytest.mark.parametrize("size", [3, BLOCK, BLOCK + 3])
 def test_a_block_too_small_for_a_step_arrives_as_zeros(size: int, codec: Codec) -> None:
-    """Below 2^-119 the step would not be a normal number and its inverse no finite one."""
+    """Below about 2^-119 the step would not be a normal number and its inverse no finite one."""
     for value in (2.0**-120, 2.0**-140):
         assert not any(there_and_back(codec, *([value] * size)))
+    assert there_and_back(codec, *([codec.tiniest] * size)) == pytest.approx([codec.tiniest] * size, rel=1e-6)
+    body = np.frombuffer(encode(codec, np.full(size, codec.tiniest, np.float32)), np.uint8)
+    assert (body[: 4 * codec.count_blocks(size)].view(np.float32) >= np.finfo(np.float32).tiny).all()
     assert there_and_back(codec, *([2.0**-110] * size)) == pytest.approx([2.0**-110] * size, rel=1e-6)
 
 
@@ -129,7 +133,11 @@ def test_fp8_rounds_to_nearest_and_ties_to_even() -> None:
 
 
 def test_fp8_saturates_and_sends_no_nan() -> None:
-    """The largest of a block may be 448 and a rounding error; what is not finite is in its block's step alone."""
+    """Beyond 448 steps a code is 448; what is not finite is in its block's step alone."""
+    beyond = np.array([448.01, 464, 480, 1e9, np.inf, -464, -np.inf], np.float32)
+    codes = np.zeros(beyond.size, np.uint8)
+    QUANTISERS[Codec.FP8].round(beyond, codes)
+    assert [*codes] == [0x7E] * 5 + [0xFE] * 2
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(1 << 16) * np.exp2(rng.uniform(-60, 60, 1 << 16))).astype(np.float32)
     body = np.frombuffer(encode(Codec.FP8, x), np.uint8)
