@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 def _require_updates(codec: Codec) -> Codec:
     if codec not in PULL_CODECS:
-        raise ValueError(f"expected one of {', '.join(PULL_CODECS)}, got {codec}, which is for pushes only")
+        raise ValueError(f"expected one of {', '.join(PULL_CODECS)}: {codec} is for pushes only")
     return codec
 
 
