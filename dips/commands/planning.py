@@ -75,10 +75,13 @@ def plan_cluster(
     """Of a model that is sharded evenly; `file` says whether ranks train on during a push."""
     share = ceil(numel / ranks)
     keeps = file is not None and file.overlap == "full"
-    streams = file is not None and file.install == "streaming"
     lossy = codec.lossy or pull_codec.lossy
-    shard = 0 if streams else BYTES_PER_PARAMETER * share
-    rank = shard + BYTES_PER_PARAMETER * share * keeps + OWED_BYTES * share * lossy + RANK_PROCESS_BYTES
+    rank = (
+        BYTES_PER_PARAMETER * share
+        + BYTES_PER_PARAMETER * share * keeps
+        + OWED_BYTES * share * lossy
+        + RANK_PROCESS_BYTES
+    )
     push, pull = (ceil(each.element_bytes * numel) for each in (codec, pull_codec))
     return PlannedCluster(ranks, rank, push, pull)
 

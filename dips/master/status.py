@@ -18,7 +18,7 @@ _IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "me
 
 
 def build_status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:
-    """Merge `view` (Coordinator.view) with each peer's newest heartbeat; `heard_s` is its age in seconds."""
+    """Merge `view` (Coordinator.build_view) with each peer's newest heartbeat; `heard_s` is its age in seconds."""
     merged = dict(view)
     for section, role in (("clusters", "cluster"), ("slaves", "slave")):
         peers = {name: dict(known) for name, known in view.get(section, {}).items()}

@@ -45,7 +45,7 @@ LOG_BYTES = 16 << 20  # of each slave's log, and as much of the one before
 
 LOST, AWAITED = SlaveState.LOST.value, SlaveState.AWAITED.value
 
-Seen = Mapping[str, Mapping[str, Any]]  # of each slave: state, sinc (Coordinator.view)
+Seen = Mapping[str, Mapping[str, Any]]  # of each slave: state, sinc (Coordinator.build_view)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dips.errors import CorruptFrame
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
-FORMAT = 3  # 2 had no READY
+FORMAT = 1
 HEADER_BYTES = 64
 MESSAGE_LIMIT = 1 << 20  # bytes of a body that is not a CHUNK's: about 75,000 ranges in one HELLO
 FRAME_LIMIT = MESSAGE_LIMIT + 4096  # ZMQ_MAXMSGSIZE: the largest body, and room; chunks are at most 1 MiB too
@@ -81,7 +81,7 @@ class Header(NamedTuple):
 
     kind: Kind
     run: int  # run_id of the run's name
-    stream: int  # StreamName.id
+    stream: int  # StreamName.stream_id
     length: int  # bytes of the body
     body_xxh3: int
     layer: int = 0  # index in the manifest
