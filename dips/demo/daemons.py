@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import Any
 
-from dips.commands.status import ask_status
+from dips.commands.status import ask_view
 from dips.demo.layout import DemoLayout
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.errors import Unavailable
+from dips.protocol.view import RunView
 from dips.transport.endpoints import Endpoint
 
 RANKS = {"fast": 2, "slow": 1}
@@ -48,13 +48,14 @@ def run_word(*arguments: str) -> str:
     """Run a word of `dips` to its end and return what it said; raise ProcessEnded with that if it fails."""
     done = subprocess.run(module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
+        said = f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}"
+        raise ProcessEnded(said, done.returncode)
     return done.stdout.strip()
 
 
-def read_status(master: Endpoint) -> dict[str, Any] | None:
+def read_status(master: Endpoint) -> RunView | None:
     """The master's status; None if it does not answer."""
     try:
-        return asyncio.run(ask_status(master, deadline_s=STATUS_S))
+        return asyncio.run(ask_view(master, deadline_s=STATUS_S))
     except Unavailable:
         return None

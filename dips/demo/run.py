@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,15 +21,16 @@ from dips.commands.plot import plot_run
 from dips.config import load_run
 from dips.demo import certificates, daemons, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
-from dips.demo.lost_machines import DemoRun, Way, head_of
+from dips.demo.lost_machines import DemoRun, Way
 from dips.demo.model import build
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
+from dips.protocol.view import RunView
 from dips.telemetry import timeline
+from dips.view.points import RoundHistory
 
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
 KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
@@ -82,7 +82,7 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 def _train_and_kill(
     files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool, preset: Path | None
-) -> tuple[Mapping[str, Any], Kill, list[Check]]:
+) -> tuple[RunView, Kill, list[Check]]:
     """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
     with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
@@ -109,7 +109,7 @@ def _train_and_kill(
         if status is None:
             raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         watch.show_status(status)
-        watch.print_event(f"the run is finished at {status['finished']}")
+        watch.print_event(f"the run is finished at {status.finished}")
     _check_codes(running)
     return status, killed, refused
 
@@ -147,7 +147,7 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
         answered = answered or status is not None
         demo.watch.show_status(status)
         demo.running.check_alive()
-        if status and status.get("finished"):
+        if status and status.finished:
             return killed
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
@@ -162,9 +162,9 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
         time.sleep(LOOK_EVERY_S)
 
 
-def _may_be_lost(files: DemoLayout, status: Mapping[str, Any], way: Way) -> bool:
+def _may_be_lost(files: DemoLayout, status: RunView, way: Way) -> bool:
     """Whether there is something to go on from."""
-    enough = head_of(status).version >= lost_machines.LEAST_VERSION[way]
+    enough = status.head_version.version >= lost_machines.LEAST_VERSION[way]
     return enough and (way != "mirrored" or lost_machines.newest_mirrored(files, KILLED_SLAVE).version > 0)
 
 
@@ -180,9 +180,9 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     status = demo.wait_for(lambda status: True, "the master answers")
     demo.running.processes[KILLED_SLAVE].kill()
     after = daemons.read_status(demo.master)  # what was made between the look and the kill is passed over
-    head = head_of(after or status)
+    head = (after or status).head_version
     demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
-    kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
+    kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status.slaves[KILLED_SLAVE].sinc, head)
     if exported is not None:
         return replace(kill, lost=lost_machines.lose_unmirrored(demo, KILLED_SLAVE, head, exported))
     if way == "mirrored":
@@ -193,9 +193,9 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     return kill
 
 
-def _run_progress(status: Mapping[str, Any]) -> float:
-    progress = status["progress"]
-    return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
+def _run_progress(status: RunView) -> float:
+    progress = status.progress
+    return progress.tokens / progress.tokens_target if progress.tokens_target else 0.0
 
 
 def _check_codes(running: DemoProcesses) -> None:
@@ -211,7 +211,7 @@ def _check_codes(running: DemoProcesses) -> None:
 
 def _report_results(
     files: DemoLayout,
-    status: Mapping[str, Any],
+    status: RunView,
     killed: Kill,
     seconds: float,
     seed: int,
@@ -221,7 +221,7 @@ def _report_results(
     """Evaluate, plot, print; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
-    head = str(status["head"])
+    head = status.head
     with console.status("exporting and evaluating"):
         daemons.run_word(
             "export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head

@@ -20,7 +20,6 @@ from dips.master.ledger_chain import ChainedRows, require_no_chain, verify_chain
 from dips.master.ledger_errors import refuse_failing
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
-    RoundHistory,
     find_unprocessed,
     read_history,
     read_results_after,
@@ -33,6 +32,7 @@ from dips.master.ledger_upgrade import copy_to_memory, is_upgradable, upgrade_le
 from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
+from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
 BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails

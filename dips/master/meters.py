@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
 
 from dips.telemetry.histogram import Histogram
 
@@ -32,9 +31,6 @@ class RoundMeters:
         self.unanchored = 0  # pushes measured against another θ than `outer.anchor` wants
         self._phase, self._since = "", 0.0
         self._granted: OrderedDict[str, float] = OrderedDict()
-
-    def read_meters(self) -> dict[str, Any]:
-        return {"phases": self.phases, "push": self.push, "unanchored": self.unanchored}
 
     def on_note(self, kind: str, fields: Mapping[str, str], now: float) -> None:
         """Hear of every note, in order."""

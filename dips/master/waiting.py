@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from dips.master.ledger import hold_ledger
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.seeding import WAITS
+from dips.protocol.view import RunView
 from dips.telemetry.logs import Log
 from dips.transport import control
 from dips.transport.gate import Report
@@ -38,8 +39,6 @@ GRACE_S = 2.0  # the answer to Begin may leave for so long
 class ModelAwaiting:
     """Stands where a runtime will: it answers every question with what is waited for."""
 
-    heartbeats: Mapping[tuple[str, str], Any] = {}  # of nobody
-
     def __init__(self, config: RunFile) -> None:
         self._config = config
 
@@ -52,9 +51,9 @@ class ModelAwaiting:
     def put_event(self, event: Any) -> NoReturn:
         self._refuse_all()
 
-    def build_view(self) -> dict[str, Any]:
+    def build_view(self) -> RunView:
         """What is waited for, and what a model must fit."""
-        return {"run": self._config.shared.run, "waiting": WAITS, "shared": self._config.shared.agreed}
+        return RunView(self._config.shared.run, WAITS, shared=self._config.shared.agreed)
 
     def _refuse_all(self) -> NoReturn:
         run = self._config.shared.run
@@ -74,7 +73,7 @@ async def wait_for_ledger(
     awaiting: Any = ModelAwaiting(config)
     add_ClusterServiceServicer_to_server(ClusterServicer(awaiting), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
-    add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
+    add_StatusServiceServicer_to_server(StatusServicer(awaiting, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
     await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
     loop = asyncio.get_running_loop()
@@ -104,7 +103,7 @@ async def _serve_http(
         return _end_nothing
     from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
 
-    subject = HttpSubject("master", awaiting.build_view, lambda _: (), lambda: WAITS)
+    subject = HttpSubject("master", dict, lambda _: (), lambda: WAITS)
     return await serve_http(section.http, section.http_token, tls, subject, log)
 
 

@@ -35,9 +35,9 @@ from dips.identity.names import MASTER_NAME, PeerRole
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
+from dips.view.points import RoundHistory
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_secured

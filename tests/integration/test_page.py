@@ -57,7 +57,7 @@ class Watched:
         page.on("pageerror", lambda error: self.problems.append(f"raised: {error}"))
         page.goto(self.url)
         page.locator("#clusters tbody tr").first.wait_for()
-        page.wait_for_function("() => document.querySelectorAll('#loss-time polyline').length > 0")
+        page.wait_for_function("() => document.querySelectorAll('#curve-loss polyline').length > 0")
         return page
 
     def keep_shot(self, page: Any, name: str, *, whole: bool = True) -> None:

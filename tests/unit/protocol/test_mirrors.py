@@ -23,14 +23,14 @@ AWAY = "No route to host"
 
 def told(run: ScriptedRun, *held: VersionId, reason: str = "", unknown: bool = False) -> None:
     """A heartbeat of the present process of the slave says this of its mirror."""
-    run.step(ev.MirrorReported("s", run.view["slaves"]["s"]["sinc"], ev.MirrorReport(held, reason, unknown)))
+    run.step(ev.MirrorReported("s", run.view.slaves["s"].sinc, ev.MirrorReport(held, reason, unknown)))
 
 
 def make_version(run: ScriptedRun) -> VersionId:
     """A push of each cluster, and the version that they make."""
     pushes = [run.open_push(name) for name in ("a", "b")]
     for push in pushes:
-        run.step(ev.PushStaged("s", run.view["slaves"]["s"]["sinc"], push, 4))
+        run.step(ev.PushStaged("s", run.view.slaves["s"].sinc, push, 4))
         run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5))
     run.wait(20)
     for push in pushes:
@@ -71,7 +71,7 @@ def test_a_process_that_cannot_list_its_mirror_leaves_the_last_word() -> None:
     register_again(run, (held, head), ev.MirrorReport((), AWAY, unknown=True))
     newer = [make_version(run) for _ in range(4)]
     assert held not in retired(run) and newer[0] in retired(run)
-    assert run.view["slaves"]["s"]["mirror"]["version"] == str(held)
+    assert run.view.slaves["s"].mirror.version == str(held)
     told(run)
     make_version(run)
     assert held in retired(run), "it was listed: nothing lies there"
@@ -103,13 +103,13 @@ def test_who_lacks_a_version_that_all_others_have_is_asked_to_bring_it_back() ->
     register, view = two_slaves(mirrors)
     assert isinstance(register("a", v7, (v6, v7)), Hold)
     assert isinstance(register("b", None, (v2,)), RegisterLater)
-    assert view()["slaves"]["a"]["state"] == "restoring", "it is told to register, by its next heartbeat"
+    assert view().slaves["a"].state == "restoring", "it is told to register, by its next heartbeat"
     asked = register("a", v7, (v6, v7))
     assert isinstance(asked, RegisterLater) and asked.look_for == (v2,)
     assert "v2@r2 is brought back from mirrors" in asked.reason
     assert register("b", None, (v2,)).look_for == (), "it has it"
     assert register("a", v7, (v2, v6, v7)) == LoadVersion(v2)
-    assert view()["head"] == "v2@r2"
+    assert view().head == "v2@r2"
 
 
 def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
@@ -124,7 +124,7 @@ def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
     register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v6,), AWAY)})
     register("a", v7, (v2, v6, v7))
     assert register("b", None, (v2,)) == LoadVersion(v2)
-    assert view()["head"] == "v2@r2"
+    assert view().head == "v2@r2"
 
 
 def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
@@ -133,7 +133,7 @@ def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
     register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v2,))})
     assert isinstance(register("a", v7, (v7,)), Hold)
     assert register("b", None, (v2,)).look_for == ()
-    assert view()["slaves"]["a"]["state"] == "restoring"
+    assert view().slaves["a"].state == "restoring"
     again = register("a", v7, (v7,))
     assert (again.look_for, again.retry_after_s) == ((), 1.0)
     assert again.reason.endswith("a: v7@r7; b: v2@r2; restore a snapshot directory")

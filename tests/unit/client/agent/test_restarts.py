@@ -9,7 +9,8 @@ from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand,
 from dips.client.agent.state import Crash
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
-from dips.protocol.enums import ClusterStanding
+from dips.protocol.enums import ClusterStanding, RemarkSubject
+from dips.protocol.heartbeats import Remark
 from tests.unit.client.agent.play import Play
 
 
@@ -79,7 +80,9 @@ def test_crashes_are_shown() -> None:
     play.begin()
     crash(play, last_line="ValueError: x")
     heartbeat = build_heartbeat(play.s)
-    assert heartbeat is not None and heartbeat.note == "crashing, 1 of 1, exit 1, last line: ValueError: x"
+    assert heartbeat is not None and heartbeat.remarks == (
+        Remark(RemarkSubject.CRASH, "crashing, 1 of 1, exit 1, last line: ValueError: x"),
+    )
     crash(play, last_line="ValueError: x")
     left = play.core.leave_run()
     assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in inf s: exit 1")
