@@ -19,6 +19,8 @@ from dips.commands import (
     extend,
     history,
     init,
+    logs,
+    new,
     plan,
     plot,
     quarantine,
@@ -28,8 +30,10 @@ from dips.commands import (
     rollback,
     seed,
     status,
+    stop,
     study,
     tune,
+    up,
     verify,
 )
 from dips.data import app as data
@@ -45,12 +49,14 @@ cli = typer.Typer(
 
 \b
 First look:
-  dips demo --seconds 60 --no-kill
+  dips demo --seconds 60 --no-kill                          a run with two clusters, and what it claims
+  dips new my-run && cd my-run && dips up -- python train.py    a run of your own on this machine
 
 \b
 A run:
   dips plan memory --parameters N                           what it will need
   dips study study.yaml                                     which outer step suits its model
+  dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
   dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
   dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
@@ -61,6 +67,7 @@ A run:
   dips history --config dips.yaml                           and round by round,
   dips plot --config dips.yaml                              and as a curve
   dips export --config dips.yaml --output model.safetensors take the model out
+  dips stop --config dips.yaml                              let it end with its next version
 
 \b
 Keeping it going:
@@ -109,6 +116,9 @@ def _common_options(
 
 for word in (
     demo.demo,
+    new.new,
+    up.up,
+    logs.logs,
     init.init,
     seed.seed,
     status.status,
@@ -116,6 +126,7 @@ for word in (
     plot.plot,
     verify.verify,
     export.export,
+    stop.stop,
     readmit.readmit,
     quarantine.quarantine,
     tune.tune,

@@ -24,7 +24,7 @@ CONFIG = {
     "dips.fsync",
     "dips.http",
     "dips.mirror",
-    "dips.open_files",
+    "dips.daemon",
     "dips.pidlock",
     "dips.private_files",
     "dips.tasks",
@@ -49,7 +49,8 @@ MAY: dict[str, set[str]] = {
     "dips.cgroup": LOW,
     "dips.file_stamps": set(),
     "dips.fsync": LOW,
-    "dips.open_files": LOW,
+    "dips.daemon": LOW
+    | {"dips.config", "dips.http", "dips.identity", "dips.tasks", "dips.telemetry", "dips.transport"},
     "dips.pidlock": LOW,
     "dips.tasks": set(),
     "dips.mirror": LOW | {"dips.fsync"},
@@ -74,7 +75,7 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.study", "dips.view"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study", "dips.view"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
@@ -96,6 +97,8 @@ MAY: dict[str, set[str]] = {
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
     | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
+    "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
+    "dips.templates": {"dips.client"},  # what `dips new` writes
     "dips.demo": {"dips"},
 }
 
