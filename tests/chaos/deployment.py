@@ -409,7 +409,8 @@ class Deployment(Run):
         c, begun = status["clusters"].get(name), sum(t for _, t in self._written(name, "steps"))
         if c is None:
             return [] if begun == 0 else [f"{name} is unknown to the master"]
-        parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
+        told = {**(c["heartbeat"] or {}), **c}  # the view counts what earlier incarnations lost, too
+        parts = {k: told.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
             parts["carried"] = 0  # of its last heartbeat: lost by now
         least = begun - H * TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
