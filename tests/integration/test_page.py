@@ -208,7 +208,7 @@ def test_last_lines_and_options_are_there_when_opened(watched: Watched) -> None:
     """What the trainer said last stays text; the configuration is what the run agreed on."""
     page = watched.open_page()
     page.locator("#lines summary").click()
-    said = page.locator("#lines-of [data-key='odd-one'] pre")
+    said = page.locator("#lines-of [data-key='west-h100'] pre")
     said.wait_for()
     assert script.MARKUP in said.inner_text()
     page.locator("#options summary").click()

@@ -33,6 +33,7 @@ class CommandRunner:
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
         self._end_grace_s = end_grace_s
         self._tail: ErrorTail | None = None  # of the newest launch
+        self._lines_before: tuple[str, ...] = ()  # of the launch before
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
         """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
@@ -67,11 +68,13 @@ class CommandRunner:
         return stop.code
 
     def last_lines(self) -> tuple[str, ...]:
-        """What the training command said last on standard error."""
-        return () if self._tail is None else self._tail.last_lines(MOST_LINES)
+        """What the training command said last on standard error; a launch that is silent so far hides no crash."""
+        lines = () if self._tail is None else self._tail.last_lines(MOST_LINES)
+        return lines or self._lines_before
 
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
         """Return its exit code, and what it said last on standard error."""
+        self._lines_before = self.last_lines()
         tail = self._tail = ErrorTail()
         try:
             process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)}, tail.writer)
