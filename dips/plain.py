@@ -15,9 +15,13 @@ from math import isfinite, nan
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+_AS_THEY_ARE = frozenset({int, str, bool, NoneType})
+
 
 def to_plain(value: Any) -> Any:
     """Spell a value; a dataclass becomes a map of its fields."""
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Enum):

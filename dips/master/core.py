@@ -155,10 +155,10 @@ class MasterCore:
     def build_view(self, now: float) -> RunView:
         """The run for people, as far as it is known here."""
         timing, view = self._coordinator.window_timing(), self._coordinator.build_view(now)
-        clusters = {
-            name: dataclasses.replace(c, pace=self._alignment.explain_pace(name, timing, now))
-            for name, c in view.clusters.items()
-        }
+        clusters = dict(view.clusters)
+        for name, c in view.clusters.items():
+            if pace := self._alignment.explain_pace(name, timing, now):
+                clusters[name] = dataclasses.replace(c, pace=pace)
         warning = self._alignment.warn_pace(self._timing.heartbeat_s)
         return dataclasses.replace(view, clusters=clusters, pace_warning=warning)
 

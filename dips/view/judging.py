@@ -25,7 +25,8 @@ from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
 
 # The newest by (role, name), with the time when it came.
-Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]]
+Heard = tuple[ClusterHeartbeat | SlaveHeartbeat, float]
+Heartbeats = Mapping[tuple[str, str], Heard]
 Judgement = tuple[str, Severity, str]  # the word for its state, how grave that is, and why
 
 SILENT_HEARTBEATS = 2.0  # without one for so many, and a peer is shown as silent; its lease ends after five
@@ -44,11 +45,11 @@ _GRAVEST = (Severity.BROKEN, Severity.ATTENTION, Severity.GOOD, Severity.PLAIN)
 def judge_run(view: RunView, heartbeats: Heartbeats, now: float, heartbeat_s: float) -> RunView:
     """Add each peer's newest heartbeat and what to think of it, and what asks for a look in all."""
     clusters = {
-        name: _judged_cluster(_hear_cluster(c, heartbeats.get(("cluster", name)), now), view, heartbeat_s)
+        name: _judged_cluster(c, heartbeats.get(("cluster", name)), now, view, heartbeat_s)
         for name, c in view.clusters.items()
     }
     slaves = {
-        name: _judged_slave(_hear_slave(s, heartbeats.get(("slave", name)), now), view, heartbeat_s)
+        name: _judged_slave(s, heartbeats.get(("slave", name)), now, view, heartbeat_s)
         for name, s in view.slaves.items()
     }
     judged = replace(view, clusters=clusters, slaves=slaves)
@@ -68,51 +69,46 @@ def rank_severity(severity: Severity) -> int:
 # ---- peers --------------------------------------------------------------------------------------------------------
 
 
-def _hear_cluster(
-    c: ClusterView, heard: tuple[ClusterHeartbeat | SlaveHeartbeat, float] | None, now: float
-) -> ClusterView:
-    """The view counts incarnations that are over, a heartbeat its own."""
-    if heard is None or not isinstance(heard[0], ClusterHeartbeat):
-        return c
-    return replace(c, heartbeat=heard[0], heard_s=now - heard[1], tokens_lost=c.tokens_lost + heard[0].tokens_lost)
+def _judged_cluster(c: ClusterView, newest: Heard | None, now: float, run: RunView, heartbeat_s: float) -> ClusterView:
+    """The view counts tokens that were lost by incarnations that are over, a heartbeat its own."""
+    heartbeat, heard_s, lost = c.heartbeat, c.heard_s, c.tokens_lost
+    if newest is not None and isinstance(newest[0], ClusterHeartbeat):
+        heartbeat, heard_s, lost = newest[0], now - newest[1], lost + newest[0].tokens_lost
+    word, severity, why = judge_cluster(c, heartbeat, _silent_s(heard_s, run, heartbeat_s), run.finished is not None)
+    return replace(c, heartbeat=heartbeat, heard_s=heard_s, tokens_lost=lost, word=word, severity=severity, why=why)
 
 
-def _hear_slave(s: SlaveView, heard: tuple[ClusterHeartbeat | SlaveHeartbeat, float] | None, now: float) -> SlaveView:
-    if heard is None or not isinstance(heard[0], SlaveHeartbeat):
-        return s
-    return replace(s, heartbeat=heard[0], heard_s=now - heard[1])
+def _judged_slave(s: SlaveView, newest: Heard | None, now: float, run: RunView, heartbeat_s: float) -> SlaveView:
+    heartbeat, heard_s = s.heartbeat, s.heard_s
+    if newest is not None and isinstance(newest[0], SlaveHeartbeat):
+        heartbeat, heard_s = newest[0], now - newest[1]
+    word, severity, why = judge_slave(s, heartbeat, _silent_s(heard_s, run, heartbeat_s))
+    return replace(s, heartbeat=heartbeat, heard_s=heard_s, word=word, severity=severity, why=why)
 
 
-def _judged_cluster(c: ClusterView, run: RunView, heartbeat_s: float) -> ClusterView:
-    word, severity, why = judge_cluster(c, run, heartbeat_s)
-    return replace(c, word=word, severity=severity, why=why)
-
-
-def _judged_slave(s: SlaveView, run: RunView, heartbeat_s: float) -> SlaveView:
-    word, severity, why = judge_slave(s, run, heartbeat_s)
-    return replace(s, word=word, severity=severity, why=why)
-
-
-def judge_cluster(c: ClusterView, run: RunView, heartbeat_s: float) -> Judgement:
-    trainer = c.heartbeat.trainer if c.heartbeat is not None else None
+def judge_cluster(
+    c: ClusterView, heartbeat: ClusterHeartbeat | None, silent_s: float | None, finished: bool
+) -> Judgement:
+    """`silent_s`: since when nothing was heard of it, if that is too long."""
+    trainer = heartbeat.trainer if heartbeat is not None else None
     why, held = "" if c.cause in PLAIN else c.reason, _explain_quarantine(c)
     if c.state is ClusterState.GONE:
         why = f"quarantined {held}; {c.reason}" if held else why
-        quiet = c.cause in QUIET or run.finished is not None
+        quiet = c.cause in QUIET or finished
         return ("left", Severity.PLAIN, why) if quiet else ("gone", Severity.ATTENTION, why)
     if held:
         return "quarantined", Severity.ATTENTION, f"{held}; {c.reason}"
-    if (silent_s := _silent_s(c, run, heartbeat_s)) is not None:
-        return "silent", Severity.ATTENTION, _explain_silence(silent_s, c)
-    if trainer is TrainerState.DEAD:
-        crashing = _has_remark(c, RemarkSubject.CRASH)  # which says how
+    if silent_s is not None:
+        return "silent", Severity.ATTENTION, _explain_silence(silent_s, heartbeat is not None, c.state)
+    if heartbeat is not None and trainer is TrainerState.DEAD:
+        crashing = any(remark.subject is RemarkSubject.CRASH for remark in heartbeat.remarks)  # which says how
         return ("crashing", Severity.ATTENTION, "") if crashing else ("stopped", Severity.ATTENTION, c.reason)
     if c.last is not None and c.last.kind is OutcomeKind.GATED:
         return c.state.value, Severity.ATTENTION, f"its last push was gated: {c.last.reason}"
     if c.state is ClusterState.IDLE and trainer is TrainerState.STARTING:
         return "starting", Severity.PLAIN, ""
     if c.state is ClusterState.IDLE:
-        return "idle", Severity.PLAIN if run.finished else Severity.ATTENTION, c.reason
+        return "idle", Severity.PLAIN if finished else Severity.ATTENTION, c.reason
     return c.state.value, Severity.GOOD, why
 
 
@@ -123,35 +119,32 @@ def _explain_quarantine(c: ClusterView) -> str:
     return "by the gate until `dips readmit`" if c.quarantined else ""
 
 
-def judge_slave(s: SlaveView, run: RunView, heartbeat_s: float) -> Judgement:
+def judge_slave(s: SlaveView, heartbeat: SlaveHeartbeat | None, silent_s: float | None) -> Judgement:
+    """Likewise."""
     word = s.state.value
     if s.state is SlaveState.LOST:
         return word, Severity.BROKEN, s.reason
     if s.state is not SlaveState.READY:
         return word, Severity.ATTENTION, s.reason
-    if (silent_s := _silent_s(s, run, heartbeat_s)) is not None:
-        return "silent", Severity.ATTENTION, _explain_silence(silent_s, s)
-    if s.heartbeat is not None and s.heartbeat.disk_free < LEAST_FREE * s.heartbeat.disk_total:
-        share = s.heartbeat.disk_free / s.heartbeat.disk_total
+    if silent_s is not None:
+        return "silent", Severity.ATTENTION, _explain_silence(silent_s, heartbeat is not None, s.state)
+    if heartbeat is not None and heartbeat.disk_free < LEAST_FREE * heartbeat.disk_total:
+        share = heartbeat.disk_free / heartbeat.disk_total
         return word, Severity.ATTENTION, f"its disk is nearly full: {share:.1%} are free"
     if s.mirror is not None and s.mirror.failing:
         return word, Severity.ATTENTION, f"its mirror fails: {s.mirror.reason}"
     return word, Severity.GOOD, "" if s.cause is SlaveCause.SERVES else s.reason
 
 
-def _has_remark(c: ClusterView, subject: RemarkSubject) -> bool:
-    return c.heartbeat is not None and any(remark.subject is subject for remark in c.heartbeat.remarks)
-
-
-def _silent_s(peer: ClusterView | SlaveView, run: RunView, heartbeat_s: float) -> float | None:
+def _silent_s(heard_s: float | None, run: RunView, heartbeat_s: float) -> float | None:
     """Since when nothing was heard, if that is too long; one never heard counts from this master's start."""
-    since = run.uptime_s if peer.heard_s is None else peer.heard_s
+    since = run.uptime_s if heard_s is None else heard_s
     return since if since > SILENT_HEARTBEATS * heartbeat_s else None
 
 
-def _explain_silence(silent_s: float, peer: ClusterView | SlaveView) -> str:
-    when = "since this master started" if peer.heard_s is None else f"for {silent_s:.0f} s"
-    return f"no heartbeat {when}; it was {peer.state}"
+def _explain_silence(silent_s: float, was_heard: bool, state: str) -> str:
+    when = f"for {silent_s:.0f} s" if was_heard else "since this master started"
+    return f"no heartbeat {when}; it was {state}"
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------

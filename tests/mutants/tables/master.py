@@ -323,8 +323,8 @@ MUTANTS = (
     Mutant(
         "any remark of a dead trainer is called a crash",
         "dips/view/judging.py",
-        "any(remark.subject is subject for remark in c.heartbeat.remarks)",
-        "bool(c.heartbeat.remarks)",
+        "any(remark.subject is RemarkSubject.CRASH for remark in heartbeat.remarks)",
+        "bool(heartbeat.remarks)",
         "tests/unit/view/test_judging.py",
     ),
     Mutant(
