@@ -25,6 +25,7 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.enums import PushCodec
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
+from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.transport.shares import Piece
 
 RUN, SLAVE, CLUSTER = "bytes", "s0", "west"
@@ -70,15 +71,11 @@ class StagedEvents:
     def __init__(self) -> None:
         self.staged = threading.Event()
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        self.staged.set()
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        raise RuntimeError(f"{push}: {reason}")
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None: ...
-
-    def on_source_moved(self, pull: PullId) -> None: ...
+    def on_event(self, event: FlowEvent) -> None:
+        if isinstance(event, PushOver):
+            raise RuntimeError(f"{event.push}: {event.reason}")
+        if isinstance(event, Staged):
+            self.staged.set()
 
 
 class CountedRounds:
@@ -89,7 +86,7 @@ class CountedRounds:
         self._events = StagedEvents()
         manifest = Manifest((Layer("model", (Parameter("model.w", (numel,)),)),))
         flow.set_layers(manifest, (0,))
-        flow.start(1, self._events)
+        flow.start(1, self._events.on_event)
         self.versions = Versions(KernelPool(kernels), 1, 1, pull_codec)
         self.versions.allocate_banks({0: numel})
         _begin(*self.versions.begin_load(GENESIS))

@@ -12,27 +12,25 @@ import typer
 from dips import __version__
 from dips.commands import (
     certs,
+    cluster,
     config,
     demo,
     drain,
     export,
-    extend,
     history,
     init,
     logs,
     new,
     plan,
     plot,
-    quarantine,
-    readmit,
     rebalance,
     recover,
     rollback,
     seed,
+    set_options,
     status,
     stop,
     study,
-    tune,
     up,
     verify,
 )
@@ -73,10 +71,8 @@ A run:
 Keeping it going:
   dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
-  dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
-  dips quarantine CLUSTER --config dips.yaml                keep a cluster out of the outer step
-  dips tune KEY=VALUE --config dips.yaml                    change lr, window or gate while the run goes on
-  dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
+  dips set KEY=VALUE --config dips.yaml                     change lr, window, gate or the end while the run goes on
+  dips cluster quarantine|readmit NAME --config dips.yaml   keep a cluster out of the outer step, and let it in again
   dips rollback vN@rM --config dips.yaml                    go back to an older version, by hand
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
@@ -89,6 +85,7 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 )
 
 cli.add_typer(data.words, name="data")
+cli.add_typer(cluster.words, name="cluster")
 cli.add_typer(certs.words, name="certs")
 cli.add_typer(config.words, name="config")
 cli.add_typer(plan.words, name="plan")
@@ -127,17 +124,14 @@ for word in (
     verify.verify,
     export.export,
     stop.stop,
-    readmit.readmit,
-    quarantine.quarantine,
-    tune.tune,
-    extend.extend,
+    set_options.set_options,
     drain.drain,
     rebalance.rebalance,
     recover.recover,
     rollback.rollback,
     study.study,
 ):
-    cli.command()(word)
+    cli.command(None if word is not set_options.set_options else "set")(word)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS =
     """End the run with its next version: clusters push once more, pull the last model, and their training ends.
 
     Nothing is lost, and nobody is interrupted in an inner step. The ledger keeps it, as any change of `stop.versions`;
-    `dips extend --rounds 0` takes it back, also after the end. Daemons go on answering until they are stopped.
+    `dips set stop.versions=0` takes it back, also after the end. Daemons go on answering until they are stopped.
 
     Exit codes: 0 done, or the run had ended before; 1 refused; 69 no master answers; 77 you are no operator.
 

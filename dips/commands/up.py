@@ -52,8 +52,7 @@ def up(
 
     \b
     Example:
-      dips new my-run && cd my-run
-      dips up -- python train.py
+      dips up -- python train.py          (in a directory that `dips new` made)
       dips up --factory mymodel:build -- torchrun --standalone --nproc-per-node 2 train.py
     """
     run_file, cluster_path = _load_run(config), cluster or config.with_name(CLUSTER)

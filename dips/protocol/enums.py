@@ -153,6 +153,7 @@ class RemarkSubject(StrEnum):
     GATED = "gated"
     RANGES = "ranges"  # it waits for data ranges
     SCRIPT = "script"  # the training script said something
+    CERTIFICATE = "certificate"  # a renewed one is not used
     END = "end"  # it ended without one accepted push
 
 

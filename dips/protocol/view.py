@@ -248,7 +248,7 @@ class RunView:
     head: str = str(VersionId(0, 0))
     progress: ProgressView = ProgressView()
     targets: Targets = Targets()
-    tuned: Mapping[str, float | None] = field(default_factory=dict)  # by `dips tune`; null: off
+    tuned: Mapping[str, float | None] = field(default_factory=dict)  # by `dips set`; null: off
     untuned: tuple[str, ...] = ()  # what the ledger has tuned and this master cannot
     finished: str | None = None
     round: RoundView = RoundView()

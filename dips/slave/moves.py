@@ -1,8 +1,7 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Wake), what they count (FrameRefused) and news for the shard (Staged, PushOver, Released,
-SourceMoved), as values, so that both halves can be tested without a socket, and so that nothing is called while a lock
-is held.
+Orders to the lanes (Say, Wake), what they count (FrameRefused) and events for the shard (`FlowEvent`), as values, so
+that both halves can be tested without a socket, and so that nothing is called while a lock is held.
 """
 
 from __future__ import annotations
@@ -34,13 +33,15 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
+    """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
+
     push: PushId
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class PushOver:
-    """The push is refused; nobody writes into its buffers any more."""
+    """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes into its buffers now."""
 
     push: PushId
     reason: str
@@ -55,7 +56,7 @@ class FrameRefused:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody reads the pull's source any more."""
+    """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
 
     pull: PullId
     reason: str
@@ -63,12 +64,13 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class SourceMoved:
-    """Nobody reads what the pull's source was before it was moved."""
+    """Nobody reads what the pull's source was before its `move_pull`. Not said after Released."""
 
     pull: PullId
 
 
-Move = Say | Wake | Staged | PushOver | FrameRefused | Released | SourceMoved
+FlowEvent = Staged | PushOver | Released | SourceMoved  # what the shard is told (`ports.Flow`)
+Move = Say | Wake | FrameRefused | FlowEvent
 
 
 def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:

@@ -3,7 +3,7 @@
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
 pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
-`on_source_moved`. It does not know rounds.
+SourceMoved. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -17,30 +17,13 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
+from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged
 from dips.slave.ports import Arrays, Disk, Flow
 
 NO_KEYS = RankKeys(())
+Report = Staged | PushOver  # what the master is told of
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
 Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
-
-
-@dataclass(frozen=True, slots=True)
-class StagedReport:
-    """Report to the master: all of a push is here."""
-
-    push: PushId
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedReport:
-    """Report to the master: a push was refused here."""
-
-    push: PushId
-    reason: str
-
-
-Report = StagedReport | RefusedReport
 
 
 @dataclass(slots=True)
@@ -56,7 +39,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class OpenTransfers:
-    """All open transfers of one slave, pushes in order of opening; implements ports.FlowEvents."""
+    """All open transfers of one slave, pushes in order of opening."""
 
     versions: Versions
     flow: Flow
@@ -67,7 +50,7 @@ class OpenTransfers:
     pulls: dict[PullId, Opened] = field(default_factory=dict)
     closed_pushes: Closed = field(default_factory=dict)
     closed_pulls: Closed = field(default_factory=dict)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)  # that the master was not sent yet
 
     def staged_pushes(self) -> tuple[PushId, ...]:
         """Return the pushes that are full and not measured: every heartbeat names them."""
@@ -88,7 +71,7 @@ class OpenTransfers:
                 raise StalePush(f"{push} is open as {known.codec} on {known.base}, not {order.codec} on {order.base}")
             known.opened = opened
             if known.nbytes is not None:
-                self.reports.append(StagedReport(push, known.nbytes))
+                self.reports.append(Staged(push, known.nbytes))
             return
         _refuse_closed(self.closed_pushes, push)
         if not 1 <= order.ranks <= MAX_RANKS:
@@ -127,19 +110,6 @@ class OpenTransfers:
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
-
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """All of it is here; a push that was dropped meanwhile is none of ours any more."""
-        known = self.pushes.get(push)
-        if known is not None and known.nbytes is None:
-            known.nbytes = nbytes
-            self.reports.append(StagedReport(push, nbytes))
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """It cannot be completed: free its slot and tell the master."""
-        if push in self.pushes:
-            self.drop_push(push)
-            self.reports.append(RefusedReport(push, reason))
 
     def staged_push(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
@@ -200,10 +170,6 @@ class OpenTransfers:
             for pull in self.versions.held.move_readers(version):
                 self.flow.move_pull(pull, source)
 
-    def on_source_moved(self, pull: PullId) -> None:
-        """It reads from its file only."""
-        self.versions.held.on_reader_moved(pull)
-
     def open_pulls(self, order: Commit, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated.
 
@@ -217,17 +183,30 @@ class OpenTransfers:
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""
+        """Serve it no further and set the tombstone; the pin ends with the flow's Released."""
         _record_closed(self.closed_pulls, pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Nobody reads for it any more, libzmq included."""
-        self.pulls.pop(pull, None)
-        self.versions.unpin_version(pull)
-
     # ---- both --------------------------------------------------------------------------------
+
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """What the data flow says of a transfer; of a push that was dropped meanwhile it changes nothing."""
+        match event:
+            case Staged(push, nbytes):
+                known = self.pushes.get(push)
+                if known is not None and known.nbytes is None:
+                    known.nbytes = nbytes
+                    self.reports.append(event)
+            case PushOver(push):
+                if push in self.pushes:
+                    self.drop_push(push)
+                    self.reports.append(event)
+            case Released(pull):
+                self.pulls.pop(pull, None)
+                self.versions.unpin_version(pull)
+            case SourceMoved(pull):
+                self.versions.held.on_reader_moved(pull)
 
     def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
         """Drop what is not live and was opened by an order that the list knows; return what was dropped."""

@@ -116,7 +116,7 @@ def _explain_quarantine(c: ClusterView) -> str:
     """By whom it is quarantined; empty if it is not."""
     if c.quarantine:
         return f"by an operator: {c.quarantine}"
-    return "by the gate until `dips readmit`" if c.quarantined else ""
+    return "by the gate until `dips cluster readmit`" if c.quarantined else ""
 
 
 def judge_slave(s: SlaveView, heartbeat: SlaveHeartbeat | None, silent_s: float | None) -> Judgement:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from dips.printable import make_printable
+from dips.printable import make_lines_printable, make_printable
 from dips.protocol.enums import Severity
 from dips.protocol.view import ClusterView, MirrorView, RoundView, RunView, SlaveView
 from dips.telemetry.listing import Column, Listing, ListingRow
@@ -58,7 +58,7 @@ def draw_headline(view: RunView) -> Text:
     lines = (
         run_line(view), "rounds: " + counts_line(view), "round: " + round_line(view.round), "data: " + data_line(view),
     )  # fmt: skip
-    text = Text("\n".join(make_printable(line) for line in lines), style="bold")
+    text = Text(make_lines_printable("\n".join(lines)), style="bold")
     if view.page:
         text.append(f"\npage: {view.page}")
     if view.tuned:
@@ -69,7 +69,7 @@ def draw_headline(view: RunView) -> Text:
 
 
 def tuned_line(tuned: Mapping[str, float | None]) -> str:
-    """What holds otherwise than the run file says, since `dips tune` changed it."""
+    """What holds otherwise than the run file says, since `dips set` changed it."""
     return ", ".join(f"{key} {'off' if value is None else f'{value:.15g}'}" for key, value in tuned.items())
 
 
@@ -86,7 +86,7 @@ def run_line(view: RunView) -> str:
     tokens, target = view.progress.tokens, view.progress.tokens_target
     share = f" ({tokens / target:.0%})" if target else ""
     loss = format_number(view.newest.loss, "{:.3f}")
-    ended = f"  finished at {view.finished}, last loss {loss}" if view.finished else ""
+    ended = f"\nfinished at {view.finished}, last loss {loss}" if view.finished else ""
     return f"{view.run}  head {view.head}  term {view.term}  {format_count(tokens)} tokens{share}{ended}"
 
 

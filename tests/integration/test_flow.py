@@ -43,6 +43,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
+from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged
 from dips.slave.outgoing_pull import OutStream
 from dips.wire import codecs, streams
 from dips.wire.chunks import Range, split_chunks
@@ -76,17 +77,16 @@ class FlowRecorder:
             self.all.append((kind, who, what))
             self._new.notify_all()
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        self._add("staged", push, nbytes)
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        self._add("refused", push, reason)
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        self._add("released", pull, reason)
-
-    def on_source_moved(self, pull: PullId) -> None:
-        self._add("moved", pull, True)
+    def on_event(self, event: FlowEvent) -> None:
+        match event:
+            case Staged(push, nbytes):
+                self._add("staged", push, nbytes)
+            case PushOver(push, reason):
+                self._add("refused", push, reason)
+            case Released(pull, reason):
+                self._add("released", pull, reason)
+            case SourceMoved(pull):
+                self._add("moved", pull, True)
 
     def of(self, kind: str, who: object) -> list[object]:
         return [what for k, w, what in self.all if (k, w) == (kind, who)]
@@ -104,7 +104,7 @@ class FlowUnderTest:
         self.flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, CHUNK_BYTES, transit_bytes, 2, stall_s)
         self.heard = FlowRecorder()
         self.flow.set_layers(MANIFEST, LAYERS)
-        self.flow.start(SINC, self.heard)
+        self.flow.start(SINC, self.heard.on_event)
 
     def address(self, lanes: Sequence[str] | None = None, sinc: int = SINC) -> SlaveAddress:
         return SlaveAddress("s0", sinc, tuple(lanes or self.flow.lane_addresses()), LAYERS)
@@ -774,7 +774,7 @@ def test_a_new_incarnation_drops_what_the_last_one_had_open():
     with running_flow() as slave:
         slave.open_push(PushId("fast", 1, 1))
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1))
-        slave.flow.start(SINC + 1, slave.heard)
+        slave.flow.start(SINC + 1, slave.heard.on_event)
         assert "incarnation 4" in slave.heard.wait("released", PullId("fast", 1, 1))
         assert slave.flow.list_transfers() == ()
         with pytest.raises(StaleIncarnation):
@@ -896,7 +896,7 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
             flow = ZmqFlow(RUN, f"s{index}", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0)
             stack.callback(flow.close)
             flow.set_layers(MANIFEST, layers)
-            flow.start(index, FlowRecorder())
+            flow.start(index, FlowRecorder().on_event)
             flow.open_pull(pull_id, V, {i: source[i] for i in layers})
             addresses.append(SlaveAddress(f"s{index}", index, flow.lane_addresses(), layers))
         grant = Grant(V, tuple(addresses), 30.0, first=1)
@@ -959,7 +959,7 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
     flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), FlowRecorder()
     try:
         flow.set_layers(big, (0,))
-        flow.start(SINC, heard)
+        flow.start(SINC, heard.on_event)
         pull_id = PullId("fast", 1, 1)
         flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)})
         with raw(flow.lane_addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
@@ -996,7 +996,7 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
         for i in range(slaves):
             flows.append(ZmqFlow(RUN, f"s{i}", ("127.0.0.1:0",), CHUNK_BYTES, 64 << 20, 2, stall_s))
             flows[i].set_layers(many, (i,))
-            flows[i].start(SINC, FlowRecorder())
+            flows[i].start(SINC, FlowRecorder().on_event)
             flows[i].open_pull(PullId("fast", 1, 1), V, {i: source[i]})
         addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].lane_addresses(), (i,)) for i in range(slaves))
         grant, target = Grant(V, addresses, 30.0), np.empty_like(source)
@@ -1025,7 +1025,7 @@ def test_a_pull_does_not_depend_on_when_libzmq_lets_go(monkeypatch):
     timer = threading.Timer(0.3, let_go.set)
     try:
         flow.set_layers(big, (0,))
-        flow.start(SINC, FlowRecorder())
+        flow.start(SINC, FlowRecorder().on_event)
         flow.open_pull(PullId("fast", 1, 1), V, {0: source})
         timer.start()
         grant = Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0,)),), 30.0)

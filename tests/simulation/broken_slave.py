@@ -11,11 +11,11 @@ from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
-from dips.slave.order_fences import OrderFences
+from dips.slave.moves import Released, SourceMoved
 from dips.slave.outgoing_pull import OutgoingPull
 from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
-from dips.slave.shard import Shard
+from dips.slave.shard import OrderFences, Shard
 from dips.slave.shard_round import ShardRound
 from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
@@ -27,8 +27,8 @@ Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 def flip_on_prepared() -> list[Patch]:
     honest = ShardRound.apply
 
-    def apply(self: ShardRound, order: Apply, opened: tuple[int, int]) -> Answer:
-        answer = honest(self, order, opened)
+    def apply(self: ShardRound, order: Apply) -> Answer:
+        answer = honest(self, order)
         self.flip_version(order.version)
         return answer
 
@@ -43,15 +43,15 @@ def refold_on_retry() -> list[Patch]:
         remembered = honest_admit(self, order)
         return None if isinstance(order.body, Fold) else remembered
 
-    def fold(self: ShardRound, order: Fold, opened: tuple[int, int]) -> Answer:
+    def fold(self: ShardRound, order: Fold) -> Answer:
         key = (id(self), order.push)
         if key not in kept:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
             kept[key] = {layer: a.copy() for layer, a in arrays.items()}
-            return honest_fold(self, order, opened)
+            return honest_fold(self, order)
         acc, memory = self.versions._acc, self.versions.served_version
         if acc is None or memory is None:
-            return honest_fold(self, order, opened)
+            return honest_fold(self, order)
         theta = self.versions.theta(memory)
         for layer, theta_j in kept[key].items():
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
@@ -65,7 +65,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
         honest(self, pull, version, source, *more)
-        self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
+        self._call_later(0.0, f"{pull} is sent", lambda: self._report_event(Released(pull, "sent")))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -82,7 +82,7 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._call_later(0.0, f"{pull} moves", lambda: self._listener().on_source_moved(pull))
+        self._call_later(0.0, f"{pull} moves", lambda: self._report_event(SourceMoved(pull)))
 
     return [(SimFlow, "move_pull", move_pull)]
 

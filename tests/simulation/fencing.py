@@ -100,8 +100,8 @@ def _of_slave(process: SlaveProcess) -> Any:
         versions.open_pushes,
         versions.bank_holders(),
         sorted(versions.held.pins),
-        shard.round,
-        shard.poison,
+        shard.rounds.number,
+        shard.rounds.poison,
     )
 
 

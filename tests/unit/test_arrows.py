@@ -82,7 +82,7 @@ MAY: dict[str, set[str]] = {
     | {"dips.protocol", "dips.outer"}
     | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams", "updates")}
     | {"dips.transport.pool", "dips.transport.shares"}
-    | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
+    | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {
         f"dips.slave.{pure}"

@@ -30,6 +30,14 @@ def list_remarks(s: AgentState) -> tuple[Remark, ...]:
     return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
 
 
+def tell_certificate(s: AgentState, problem: str) -> None:
+    """Say why a renewed certificate is not used, while the former one still is; empty: nothing is wrong."""
+    if problem:
+        make_remark(s, RemarkSubject.CERTIFICATE, f"certificate: {problem}")
+    else:
+        drop_remark(s, RemarkSubject.CERTIFICATE)
+
+
 def tell_wait(s: AgentState) -> None:
     """Log what a trainer that stands still, or that has not joined, has been waiting for; each reason once."""
     stands = s.trainer.alive and (s.sync.waiting or not s.joined)

@@ -15,7 +15,7 @@ from typing import Any
 
 from dips.plain import to_plain
 from dips.protocol.enums import RoundResult, Severity
-from dips.protocol.moves import SlaveState
+from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
 from dips.view.judging import rank_severity, sort_concerns
 from dips.view.page.curves import PUSH_COLUMNS, RUN_COLUMNS, Curve
@@ -130,10 +130,16 @@ def _title_of(level: HealthLevel, view: RunView, concerns: int) -> str:
         case HealthLevel.FINISHED:
             return f"The run is finished at {view.finished}"
         case HealthLevel.ATTENTION:
-            things = "one thing needs a look" if concerns == 1 else f"{concerns} things need a look"
-            return f"Training goes on; {things}" if view.finished is None else f"The run is finished; {things}"
+            goes_on = "Training goes on" if _is_trained(view) else "No cluster trains"
+            goes_on = goes_on if view.finished is None else "The run is finished"
+            return f"{goes_on}; {'one thing needs' if concerns == 1 else f'{concerns} things need'} a look"
         case HealthLevel.BROKEN:
             return "No new version can be made"
+
+
+def _is_trained(view: RunView) -> bool:
+    """Whether a cluster is here and not idle."""
+    return any(c.state not in (ClusterState.IDLE, ClusterState.GONE) for c in view.clusters.values())
 
 
 def _find_old_concerns(view: RunView, memory: PageMemory, head_age_s: float | None) -> Iterator[Concern]:

@@ -31,14 +31,24 @@ GROUPS = "tests/unit/protocol/test_manifest.py"
 
 ANCHORS, ROUND_PY, WINDOW = "dips/protocol/anchors.py", "dips/protocol/round.py", "dips/protocol/window.py"
 ANCHORED = "tests/unit/protocol/test_anchors.py"
+MIRRORS = "tests/unit/protocol/test_mirrors.py"
 WINDOWS = "tests/unit/protocol/test_windows.py"
 
 MUTANTS = (
+    Mutant("a lost disk waits though its mirror always lags", ROOM, "steps <= lag + run", "steps <= run", MIRRORS),
+    Mutant(
+        "any process is believed of its mirror",
+        ROOM,
+        "slave.state is SlaveState.READY:\n        note",
+        "1:\n        note",
+        MIRRORS,
+    ),
+    Mutant("a mirror that fails covers its lag", ROOM, "reason and not slave.mirror.unknown\n", "unknown\n", MIRRORS),
     Mutant(
         "a pull whose end was not heard holds the next push up",
         ROOM,
-        "if push is None and cluster.pull is not None:",
-        "if False:",
+        "    if cluster.pull is not None:\n        close_pull",
+        "    if False:\n        close_pull",
         STORIES,
     ),
     Mutant(
@@ -306,7 +316,7 @@ MUTANTS = (
     Mutant(
         "a push that is given up keeps its slot",
         ROOM,
-        "    drop_superseded(run, cluster, event.push)",
+        "    end_superseded(run, cluster, event.push)",
         "    pass",
         PUSHES,
     ),

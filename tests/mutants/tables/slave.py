@@ -163,9 +163,25 @@ MUTANTS = (
     ),
     # ---- what a HELLO may name
     Mutant("a HELLO names more than there is", "dips/wire", "if named > most", "if named > most << 9", HELLOS),
-    Mutant("a HELLO names what is not here", ROOM, "if known is None and misfit:", "if False:", HELLOS),
-    Mutant("ranges have no budget", ROOM, "if len(pieces) <= room else", "if True else", HELLOS),
-    Mutant("the budget is never given back", ROOM, "self._ranges -= sum(", "self._ranges -= 0 * sum(", HELLOS),
+    Mutant("a HELLO names what is not here", ROOM, " if misfit else None", " if False else None", HELLOS),
+    Mutant(
+        "ranges have no budget", ROOM, "if (room := MOST_RANGES - self._ranges) < len(pieces):", "if False:", HELLOS
+    ),
+    Mutant(
+        "a push that never has room comes again",
+        ROOM,
+        "if push.ranges + len(pieces) > MOST_RANGES:",
+        "if False:",
+        HELLOS,
+    ),
+    Mutant(
+        "two pushes without room wait for each other",
+        ROOM,
+        "moves = self._make_room(push, len(pieces))",
+        "pass",
+        HELLOS,
+    ),
+    Mutant("the budget is never given back", ROOM, "self._ranges -= len(stream.pieces)", "pass", HELLOS),
     Mutant("streams of pulls have no budget", ROOM, "len(self._latest) >= MOST_STREAMS", "False", HELLOS),
     Mutant(
         "what is rotten is told once",
@@ -379,8 +395,8 @@ MUTANTS = (
     Mutant(
         "a late persist's answer crosses terms",
         ROOM,
-        "if answer is not None and order.term == self.term:",
-        "if answer is not None:",
+        "if order.term == self.term:",
+        "if True:",
         SHARD,
     ),
     Mutant(

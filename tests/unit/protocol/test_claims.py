@@ -15,7 +15,7 @@ from dips.protocol import claims, effects
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_AHEAD, MOST_STEPS_PER_S, MOST_TERMS_AHEAD, MOST_TOKENS_PER_S, ToldProgress
 from dips.protocol.effects import Committed, Exit, Failed, Grant, Pending
-from dips.slave.order_fences import OrderFences
+from dips.slave.shard import OrderFences
 from tests.unit.protocol.scripted_run import ScriptedRun
 from tests.unit.protocol.test_bites_transfers import failure, make
 

@@ -22,7 +22,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.order import MAX_RANKS
-from dips.slave.open_transfers import RefusedReport
+from dips.slave.moves import PushOver, Released, Staged
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, ShardRig
 
 # ---- tombstones and slots --------------------------------------------------------------------------------------------
@@ -121,11 +121,11 @@ def test_a_refused_push_frees_its_slot_and_is_told() -> None:
     """When the flow gives a push up, its slot is free, its tombstone set, and the master is to learn why."""
     slave = ShardRig().ready()
     slave.order(OpenPush(P1, 1, 1.0))
-    slave.shard.transfers.on_push_refused(P1, "ranges leave a gap")
+    slave.shard.transfers.on_flow_event(PushOver(P1, "ranges leave a gap"))
     assert slave.shard.versions.open_pushes == ()
-    assert slave.shard.take_reports() == [RefusedReport(P1, "ranges leave a gap")]
-    slave.shard.transfers.on_push_staged(P1, 28)
-    slave.shard.transfers.on_push_refused(P1, "again")
+    assert slave.shard.take_reports() == [PushOver(P1, "ranges leave a gap")]
+    slave.shard.transfers.on_flow_event(Staged(P1, 28))
+    slave.shard.transfers.on_flow_event(PushOver(P1, "again"))
     assert slave.shard.take_reports() == []
 
 
@@ -138,7 +138,7 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     slave.order(OpenPull(PULL, GENESIS))
     slave.order(ClosePull(PULL))
     assert slave.shard.versions.held.pins == {PULL: GENESIS}
-    slave.shard.transfers.on_pull_released(PULL, "closed")
+    slave.shard.transfers.on_flow_event(Released(PULL, "closed"))
     assert slave.shard.versions.held.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))

@@ -171,3 +171,11 @@ def test_refusals_are_told_by_reason() -> None:
     assert made["refusals"][:2] == [["reason99", 99], ["reason98", 98]]
     assert len(made["refusals"]) == document.MOST_REASONS
     assert state(make_run())["refusals"] == []
+
+
+def test_a_run_in_which_nobody_trains_is_not_said_to_go_on() -> None:
+    """A trainer that hangs, alone: the sign stays, the sentence does not say that training goes on."""
+    hangs = make_cluster("idle", "stalled", "its trainer hangs: no inner step seen for 120 s")
+    assert state(make_run({"west": hangs}))["health"]["title"] == "No cluster trains; one thing needs a look"
+    both = state(make_run({"west": hangs, "east": make_cluster()}))
+    assert both["health"]["title"] == "Training goes on; one thing needs a look"

@@ -10,23 +10,23 @@ import pytest
 from dips.errors import Busy, BusyDisk, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
 from dips.ids import PushId, VersionId
 from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Ping, Retire
-from dips.protocol.events import Done, Persisted, PushRefused, PushStaged
+from dips.protocol.events import Answer, Done, Persisted, PushRefused, PushStaged
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait
 from dips.slave.actions import (
     AnswerOrder,
-    BeginDiskOrder,
     CallMaster,
-    EndDiskOrder,
     EndSlave,
-    ExecuteOrder,
+    ShardMethod,
+    ShardWork,
     SlaveAction,
+    SlaveTiming,
+    Ticket,
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.open_transfers import RefusedReport, StagedReport
-from dips.slave.order_desk import OrderDesk
-from dips.slave.reports import ReportQueue
-from dips.slave.standing import SlaveTiming
+from dips.slave.core import OrderDesk, ReportQueue
+from dips.slave.moves import PushOver, Staged
+from dips.slave.shard import Shard
 
 TIMING = SlaveTiming(2.0, call_s=10.0, backoff_s=(0.2, 5.0), busy_retry_s=0.5)
 P1, P2 = PushId("x", 1, 1), PushId("x", 1, 2)
@@ -43,8 +43,25 @@ def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
     return [action for action in actions if not isinstance(action, WriteLog)]
 
 
+def execute(ticket: Ticket, given: Order) -> ShardWork:
+    return ShardWork(ShardMethod.EXECUTE, (given,), ticket)
+
+
+def begin_on_disk(ticket: Ticket, given: Order) -> ShardWork:
+    return ShardWork(ShardMethod.BEGIN_ON_DISK, (given,), ticket)
+
+
+def end_on_disk(ticket: Ticket, given: Order, result: Answer | Exception) -> ShardWork:
+    return ShardWork(ShardMethod.END_ON_DISK, (given, result), ticket)
+
+
 def write() -> Persisted:
     return PERSISTED
+
+
+def test_the_core_asks_for_methods_that_the_shard_has() -> None:
+    """`Shard.perform_work` finds each by its name."""
+    assert [method for method in ShardMethod if not callable(getattr(Shard, method.value, None))] == []
 
 
 # ---- orders --------------------------------------------------------------------------------------------------------
@@ -54,13 +71,13 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
     """Of 10 s, 8 are for trying; a DropPush behind it, which may free its slot, is carried out meanwhile."""
     desk = OrderDesk(TIMING)
     opening, dropping = order(1, OpenPush(P1, 1, 60.0)), order(2, DropPush(P2, "over"))
-    assert desk.take_order(1, opening, 0.0) == [ExecuteOrder(1, opening)]
+    assert desk.take_order(1, opening, 0.0) == [execute(1, opening)]
     assert desk.on_executed(1, FULL, 0.1) == []
-    assert desk.take_order(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
+    assert desk.take_order(2, dropping, 0.2) == [execute(2, dropping)]
     assert desk.on_executed(2, Done(), 0.3) == [AnswerOrder(2, Done())]
     assert desk.next_deadline() == 0.6
     assert desk.tick(0.5) == []
-    assert desk.tick(0.6) == [ExecuteOrder(1, opening)]
+    assert desk.tick(0.6) == [execute(1, opening)]
     assert desk.tick(0.7) == []
     assert work_of(desk.on_executed(1, FULL, 7.6)) == [AnswerOrder(1, FULL)]
     assert desk.next_deadline() == inf
@@ -91,28 +108,25 @@ def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
     """A repeated Persist waits for the first one, and then finds it done."""
     desk = OrderDesk(TIMING)
     persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, 1, 60.0))
-    assert desk.take_order(1, persist, 0.0) == [BeginDiskOrder(1, persist)]
+    assert desk.take_order(1, persist, 0.0) == [begin_on_disk(1, persist)]
     assert desk.take_order(2, persist, 0.0) == []
-    assert desk.on_disk_order_begun(1, write, 0.1) == [WorkOnDisk(1, persist, write)]
-    assert desk.take_order(3, opening, 0.2) == [ExecuteOrder(3, opening)]
-    (ending,) = desk.on_disk_worked(1, PERSISTED)
-    assert ending == EndDiskOrder(1, persist, PERSISTED)
-    assert isinstance(ending, EndDiskOrder)
-    assert desk.on_disk_order_ended(ending, None, 9.0) == [AnswerOrder(1, PERSISTED), BeginDiskOrder(2, persist)]
-    assert desk.on_disk_order_begun(2, PERSISTED, 9.1) == [AnswerOrder(2, PERSISTED)]
+    assert desk.on_disk_begun(1, write, 0.1) == [WorkOnDisk(1, persist, write)]
+    assert desk.take_order(3, opening, 0.2) == [execute(3, opening)]
+    assert desk.on_disk_worked(1, PERSISTED) == [end_on_disk(1, persist, PERSISTED)]
+    assert desk.on_disk_ended(1, PERSISTED, 9.0) == [AnswerOrder(1, PERSISTED), begin_on_disk(2, persist)]
+    assert desk.on_disk_begun(2, PERSISTED, 9.1) == [AnswerOrder(2, PERSISTED)]
 
 
 def test_snapshots_are_deleted_beside_other_orders() -> None:
     """A disk that takes long to free a file holds up no order, but the next one to the disk."""
     desk = OrderDesk(TIMING)
     retire, persist, dropping = order(1, Retire((V1,))), order(2, Persist(V1)), order(3, DropPush(P1, "over"))
-    assert desk.take_order(1, retire, 0.0) == [BeginDiskOrder(1, retire)]
-    assert desk.on_disk_order_begun(1, Done, 0.1) == [WorkOnDisk(1, retire, Done)]
+    assert desk.take_order(1, retire, 0.0) == [begin_on_disk(1, retire)]
+    assert desk.on_disk_begun(1, Done, 0.1) == [WorkOnDisk(1, retire, Done)]
     assert desk.take_order(2, persist, 0.2) == []
-    assert desk.take_order(3, dropping, 0.3) == [ExecuteOrder(3, dropping)]
-    (ending,) = desk.on_disk_worked(1, Done())
-    assert isinstance(ending, EndDiskOrder)
-    assert desk.on_disk_order_ended(ending, None, 9.0) == [AnswerOrder(1, Done()), BeginDiskOrder(2, persist)]
+    assert desk.take_order(3, dropping, 0.3) == [execute(3, dropping)]
+    assert desk.on_disk_worked(1, Done()) == [end_on_disk(1, retire, Done())]
+    assert desk.on_disk_ended(1, Done(), 9.0) == [AnswerOrder(1, Done()), begin_on_disk(2, persist)]
 
 
 def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
@@ -121,23 +135,20 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
     first, second = order(1, Persist(V1)), order(2, Persist(V1))
     desk.take_order(1, first, 0.0)
     desk.take_order(2, second, 0.0)
-    desk.on_disk_order_begun(1, write, 0.1)
-    (ending,) = desk.on_disk_worked(1, full)
-    assert ending == EndDiskOrder(1, first, full)
-    assert isinstance(ending, EndDiskOrder)
-    assert work_of(desk.on_disk_order_ended(ending, None, 0.2)) == [AnswerOrder(1, full), BeginDiskOrder(2, second)]
+    desk.on_disk_begun(1, write, 0.1)
+    assert desk.on_disk_worked(1, full) == [end_on_disk(1, first, full)]
+    assert work_of(desk.on_disk_ended(1, full, 0.2)) == [AnswerOrder(1, full), begin_on_disk(2, second)]
 
 
 def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> None:
     """An Apply that finds the disk busy is no failure of the Apply; without a writer its deadline holds."""
     desk, busy = OrderDesk(TIMING), BusyDisk("the snapshot of v1@r1 is being written")
     desk.take_order(1, order(1, Persist(V1)), 0.0)
-    desk.on_disk_order_begun(1, write, 0.1)
+    desk.on_disk_begun(1, write, 0.1)
     desk.take_order(2, order(2, DropPush(P1, "")), 0.2)
     assert desk.on_executed(2, busy, 50.0) == []
-    (ending,) = desk.on_disk_worked(1, PERSISTED)
-    assert isinstance(ending, EndDiskOrder)
-    desk.on_disk_order_ended(ending, None, 51.0)
+    desk.on_disk_worked(1, PERSISTED)
+    desk.on_disk_ended(1, PERSISTED, 51.0)
     assert work_of(desk.on_executed(2, busy, 52.0)) == [AnswerOrder(2, busy)]
 
 
@@ -153,8 +164,8 @@ def test_what_waits_for_the_disk_is_told_and_nothing_else() -> None:
     desk.on_executed(4, FULL, 4.0)
     told = [OrderWait(1, "Persist", 9.0), OrderWait(2, "Retire", 8.0), OrderWait(3, "Ping", 7.0)]
     assert desk.list_waits(10.0) == tuple(told)
-    desk.on_disk_order_begun(1, write, 10.0)
-    desk.on_disk_order_ended(EndDiskOrder(1, persist, PERSISTED), None, 11.0)
+    desk.on_disk_begun(1, write, 10.0)
+    desk.on_disk_ended(1, PERSISTED, 11.0)
     assert [wait.number for wait in desk.list_waits(11.0)] == [2, 3]
     for number in range(5, 5 + 2 * MOST_WAITS):
         desk.take_order(number, order(number, Persist(V1)), 12.0)
@@ -169,7 +180,7 @@ def test_only_who_waits_for_the_disk_waits_as_long_as_it_works() -> None:
         desk.take_order(ticket, order(ticket, OpenPush(P1, 1, 60.0)), 0.0)
         desk.on_executed(ticket, found, 7.9)
     assert desk.next_deadline() == 8.4
-    assert work_of(desk.tick(8.4)) == [ExecuteOrder(3, order(3, OpenPush(P1, 1, 60.0)))]
+    assert work_of(desk.tick(8.4)) == [execute(3, order(3, OpenPush(P1, 1, 60.0)))]
 
 
 # ---- reports -------------------------------------------------------------------------------------------------------
@@ -190,7 +201,7 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
     """The first is repeated with backoff while the master is away; the second waits behind it."""
     reports = queue()
     staged, refused = PushStaged("s", 7, P1, 12), PushRefused("s", 7, P2, "it stalled")
-    assert reports.add_reports([StagedReport(P1, 12), RefusedReport(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
+    assert reports.add_reports([Staged(P1, 12), PushOver(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
     assert reports.on_reply(UnavailableMaster("away"), 1.0) == []
     assert reports.next_deadline() == 1.2
     assert reports.tick(1.2) == [CallMaster(staged, 10.0)]
@@ -206,9 +217,9 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
 def test_a_master_that_knows_better_is_not_told_again() -> None:
     """Stale: it learns the truth with the next Register. What no waiting repairs ends the slave."""
     reports, wrong = queue(), RemoteProtocolError("no such push")
-    reports.add_reports([StagedReport(P1, 12)])
+    reports.add_reports([Staged(P1, 12)])
     assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []
-    assert reports.add_reports([StagedReport(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
+    assert reports.add_reports([Staged(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
     assert reports.on_reply(wrong, 0.2) == [EndSlave(wrong)]
 
 
@@ -220,5 +231,5 @@ def test_next_deadline_is_the_earliest_of_all_waiting_orders(busy_s: float) -> N
         desk.take_order(ticket, order(ticket, OpenPush(P1, 1, 60.0)), now)
         desk.on_executed(ticket, FULL, now)
     assert desk.next_deadline() == busy_s
-    assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ExecuteOrder)] == [1]
+    assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ShardWork)] == [1]
     assert desk.next_deadline() == 1.0 + busy_s
