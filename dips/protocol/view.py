@@ -182,6 +182,10 @@ class RollbackView:
     steps: int = 0
     reason: str = ""
 
+    @property
+    def red(self) -> bool:
+        return self.steps > 0
+
 
 @dataclass(frozen=True, slots=True)
 class RangesView:

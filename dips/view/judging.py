@@ -174,7 +174,7 @@ def find_run_concerns(run: RunView) -> Iterator[Concern]:
         stopped = durability.state is DurabilityState.STOPPED
         severity = Severity.BROKEN if stopped else Severity.ATTENTION
         yield Concern(severity, "snapshots", f"{durability.state}: {durability.reason}")
-    if run.rollback.steps:
+    if run.rollback.red:
         yield Concern(Severity.BROKEN, "rollback", run.rollback.reason)
     if (mirror := run.ledger_mirror) is not None and mirror.red:
         lag = f"{mirror.behind_transactions} transactions, {mirror.behind_s:.0f} s behind"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
+from dips.protocol.view import RollbackView
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 AWAY = "No route to host"
@@ -88,12 +89,12 @@ def lagging(reason: str = "", options: Options = OPTIONS) -> tuple[ScriptedRun, 
     return run, held
 
 
-def lose_disk(run: ScriptedRun, disk: tuple[VersionId, ...], mirror: tuple[VersionId, ...]) -> dict[str, Any]:
+def lose_disk(run: ScriptedRun, disk: tuple[VersionId, ...], mirror: tuple[VersionId, ...]) -> RollbackView:
     """Another process of the slave offers this, and says that of its mirror; what status shows of a rollback."""
     report = ev.MirrorReport(mirror)
     new = ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 1, None, None, disk, 4, "", mirror=report)
     run.ask(replace(new, rival_heard_s=1e9))
-    return cast(dict[str, Any], run.view["rollback"])
+    return run.view.rollback
 
 
 def test_a_lost_disk_costs_what_its_mirror_was_known_to_lag() -> None:
@@ -109,19 +110,19 @@ def test_beyond_what_a_mirror_lagged_a_person_is_asked() -> None:
     run, held = lagging()
     seen = run.head
     older = VersionId(held.version - 1, held.round - 1)
-    assert lose_disk(run, (older,), (older,))["red"] is False and run.head == older
+    assert lose_disk(run, (older,), (older,)).red == False and run.head == older
 
     strict, _ = lagging(options=replace(OPTIONS, most_rollback=0))
     shown = lose_disk(strict, (older,), (older,))
-    assert shown["red"] and strict.head == seen
-    assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown["reason"]
+    assert shown.red and strict.head == seen
+    assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown.reason
 
 
 def test_a_mirror_that_fails_covers_nothing() -> None:
     """Red already, it may lag by a thousand versions: how many of them are lost, a person decides."""
     run, held = lagging(AWAY)
     shown = lose_disk(run, (held,), (held,))
-    assert shown["red"] and shown["steps"] == 5
+    assert shown.red and shown.steps == 5
 
 
 def test_only_who_serves_is_believed_of_its_mirror() -> None:
@@ -130,7 +131,7 @@ def test_only_who_serves_is_believed_of_its_mirror() -> None:
     told(run, run.head)
     seen = run.head
     for _ in range(2):
-        assert lose_disk(run, (held,), (held,))["red"]
+        assert lose_disk(run, (held,), (held,)).red
         told(run, held)
     assert run.head == seen
 
