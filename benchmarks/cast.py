@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Self
 
 import numpy as np
@@ -68,3 +69,11 @@ class Cast:
         codec = codecs.codec_named(self.codec)
         whole = codec.encoded_ranges([Range(layer, 0, share.offset, share.length)])
         return list(split_chunks(whole, codec.chunk_bytes(CHUNK_BYTES)))
+
+
+TURNS, RANDOM = "turns", "random"  # orders of asking: as it is, and any, to compare it with
+
+
+def random_order(count: int, salt: str) -> tuple[int, ...]:
+    """Return 0 … count − 1 shuffled, the same for the same salt."""
+    return tuple(sorted(range(count), key=lambda i: (blake2b(f"{salt}/{i}".encode()).digest(), i)))

@@ -22,10 +22,9 @@ import numpy as np
 import xxhash
 import zmq
 
-from benchmarks.cast import CHUNK_BYTES, RUN, Cast
+from benchmarks.cast import CHUNK_BYTES, RUN, TURNS, Cast, random_order
 from benchmarks.line_program import print_answer, processor_s, read_requests
-from dips.protocol.enums import AskOrder
-from dips.protocol.order import slaves_in_order
+from dips.protocol.order import slaves_for_worker
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range
@@ -104,7 +103,8 @@ def rank(cast: Cast, number: int) -> None:
     for _, seq, slaves, rule in read_requests():
         begun, used, made_s = time.perf_counter(), processor_s(), 0.0
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        for index in slaves_in_order(AskOrder(rule), number, len(slaves), f"{seq}"):
+        planned = slaves_for_worker(number, len(slaves))
+        for index in planned if rule == TURNS else random_order(len(slaves), f"{seq}/{number}"):
             dealer = _socket(context, zmq.DEALER)
             dealer.connect(f"tcp://{slaves[index][0][0]}")
             dealer.send(HELLO)

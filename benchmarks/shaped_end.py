@@ -4,7 +4,8 @@ python -m benchmarks.shaped_end slave CAST NUMBER IP CONCURRENT_STREAMS LANES SE
     ["open", push, places]   a slot for it, its ranks asked by their places;  ["places", push, places]: asked anew
     ["end", push]            once it is staged: its processor time since "open"
 python -m benchmarks.shaped_end rank CAST CLUSTER RANK
-    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]
+    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]; the rule is the
+    slaves' alone: a rank answers whoever asks
 
 CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
 """
@@ -24,7 +25,7 @@ from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.enums import AskOrder, PushCodec
+from dips.protocol.enums import PushCodec
 from dips.slave.flow import ZmqFlow
 from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.transport import curve
@@ -90,12 +91,11 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
     pieces = cast.pieces(number, 1e-3)
     keys = curve.new_keys()
     print_answer(keys.public)
-    for _, seq, slaves, rule in read_requests():
+    for _, seq, slaves, _ in read_requests():
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
-        salt = VersionId(seq, seq)  # of a random order: another one each time
-        grant = Grant(salt, there, WAIT_S, PushCodec(cast.codec), GENESIS, AskOrder(rule))
+        grant = Grant(VersionId(seq, seq), there, WAIT_S, PushCodec(cast.codec), GENESIS)
         begun, used = time.perf_counter(), processor_s()
         transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number, keys), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])

@@ -153,7 +153,6 @@ def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> Listin
     notes = (
         f"parent: {r['parent']}" if _has_another_parent(r, before) else "",
         f"from: {_list_contributions(r)}" if r["outcomes"] else "",
-        _describe_anchors(r),
         f"ranges: {shorten_ranges(numbers)}" if numbers else "",
         f"{ended}: {why}" if why else "",
         _describe_result(r.get("result")),
@@ -208,12 +207,6 @@ def _format_staleness(r: Mapping[str, Any]) -> str:
     if not folds or not r["parent"]:
         return NONE
     return str(VersionId.parse(r["parent"]).version - min(f["base"]["version"] for f in folds))
-
-
-def _describe_anchors(r: Mapping[str, Any]) -> str:
-    """Whose pseudo-gradient goes from what they had pulled; the others' from the parent."""
-    anchored = [f"{f['push']['cluster']} (v{f['base']['version']})" for f in r.get("folds", ()) if f["anchored"]]
-    return f"against their bases: {', '.join(anchored)}" if anchored else ""
 
 
 def _format_norm(r: Mapping[str, Any]) -> str:

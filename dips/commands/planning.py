@@ -78,10 +78,13 @@ def plan_cluster(
     """Of a model that is sharded evenly; `file` says whether ranks train on during a push."""
     share = ceil(numel / ranks)
     keeps = file is not None and file.overlap == "full"
-    streams = file is not None and file.install == "streaming"
     lossy = codec != "fp32" or pull_codec != "fp32"
-    shard = 0 if streams else BYTES_PER_PARAMETER * share
-    rank = shard + BYTES_PER_PARAMETER * share * keeps + OWED_BYTES * share * lossy + RANK_PROCESS_BYTES
+    rank = (
+        BYTES_PER_PARAMETER * share
+        + BYTES_PER_PARAMETER * share * keeps
+        + OWED_BYTES * share * lossy
+        + RANK_PROCESS_BYTES
+    )
     pull = ELEMENT_BYTES[pull_codec] or BYTES_PER_PARAMETER
     return PlannedCluster(ranks, rank, ceil(PUSH_BYTES[codec] * numel), ceil(pull * numel))
 

@@ -182,10 +182,10 @@ def _build_runtime(
     page: MasterPage,
 ) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
-    term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
+    term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing.make_options()
     journal = None
     if config.master.journal.segments:
-        journal = Journal(config.master.directory, config.shared.run, term, config.master.journal, log)
+        journal = Journal(config.master.directory, config.shared.run, term, config.master.journal.segments, log)
         stack.callback(journal.close)
     state = ledger.read_state()
     outside.begin_mirror(config, term, log)
@@ -225,7 +225,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
     if ours and file is None:
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
-        (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
+        (file or Path()).absolute(), ours, config.master.directory, config.master.timing.make_options(),
         lambda: runtime.build_view().slaves, log, runtime.fail,
     )  # fmt: skip
     if ours:

@@ -1,6 +1,6 @@
 """Keeps the ledger's mirror: every transaction lies there before anything that it says is told, or the mirror is red.
 
-The master waits for the mirror as it waits for its own disk, up to `mirror_s`. A mirror that takes longer, is full or
+The master waits for the mirror as it waits for its own disk, up to MIRROR_S. A mirror that takes longer, is full or
 gone is not waited for from then on: rounds go on, `dips status` says how far it lags, and when it works again it is
 waited for again as soon as it has caught up. So a ledger that is restored while its mirror kept up knows everything
 that was ever told; one whose mirror lagged may not, and restore.py provides for that.

@@ -28,7 +28,6 @@ class RoundMeters:
     def __init__(self) -> None:
         self.phases = {begins: Histogram() for _, begins in PHASES.values() if begins}
         self.push = Histogram()
-        self.unanchored = 0  # pushes measured against another θ than `outer.anchor` wants
         self._phase, self._since = "", 0.0
         self._granted: OrderedDict[str, float] = OrderedDict()
 
@@ -39,8 +38,6 @@ class RoundMeters:
             if self._phase in ends:
                 self.phases[self._phase].observe_value(now - self._since)
             self._phase, self._since = begins, now
-        elif kind == "push_unanchored":
-            self.unanchored += 1
         elif kind == "push_granted":
             self._granted[fields["push"]] = now
             if len(self._granted) > MOST_PUSHES:

@@ -28,6 +28,7 @@ from dips.telemetry import logs
 from dips.transport.tls import TlsSource
 
 ROUNDS_BACK = 16  # in which the newest version is looked for
+MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caught up: rounds go on
 
 
 class MasterOutside:
@@ -52,7 +53,7 @@ class MasterOutside:
             log.warning("mirror_on_the_same_disk", mirror=store.url, problem="lost with the ledger; is it mounted?")
         self._mirror = LedgerMirror(
             store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
-            config.master.mirror_s, time.monotonic, log,
+            MIRROR_S, time.monotonic, log,
         )  # fmt: skip
         self._mirror.start()
 

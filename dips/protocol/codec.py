@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 11  # 10 knew nothing of what mirrors cover
+FORMAT = 1  # raised by every change of what a state is spelled with
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

@@ -90,10 +90,7 @@ class Push:
     verdict: Verdict | None = None
     weight: float = 0.0  # as in Fold
     layer_weights: Factors = ()
-    merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`, and its freshness
-    freshness: float = 1.0  # e^(−α·staleness)
-    anchor: VersionId | None = None  # its base, if it is measured against that; None: against the head
-    why_unanchored: str = ""  # though it should be: decided once, whatever round it gets into
+    merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
     was_against: bool = False  # and points away from those that were folded before it waited
 
@@ -236,7 +233,6 @@ class Round:
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
     step: OuterStep = NO_STEP  # as its Apply named it; `dips set` may change options meanwhile
     delta_norm: float = 0.0
-    layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False
     theta_digest: int = 0  # of θ′, once it is applied
     step_norm: float = 0.0  # how far θ′ is from θ, summed over layers; 0: unknown

@@ -21,18 +21,10 @@ class LayerUnit(StrEnum):
 # ---- rounds and pushes ---------------------------------------------------------------------------------------------
 
 
-class AnchorRule(StrEnum):
-    """`outer.anchor`: from which θ a push's pseudo-gradient goes."""
-
-    CURRENT = "current"  # that which stands when the push is folded (Di-PS, Algorithm 1)
-    BASE = "base"  # that which the cluster had pulled, while all slaves hold it
-
-
 class WindowRule(StrEnum):
     """`timing.window`: what makes a window longer than `window_s`; see window.py."""
 
     FIXED = "fixed"  # nothing
-    SLIDING = "sliding"  # each push that comes, or begins to
     ADAPTIVE = "adaptive"  # clusters that are due soon, by what was seen of their pushes
 
 
@@ -222,13 +214,6 @@ class DivergencePolicy(StrEnum):
     STOP = "stop"  # it ends
 
 
-class AskOrder(StrEnum):
-    """In which order ranks and slaves ask each other."""
-
-    TURNS = "turns"
-    RANDOM = "random"  # there to be compared with
-
-
 class MergeRule(StrEnum):
     """How the pushes of a round become one pseudo-gradient."""
 
@@ -242,7 +227,6 @@ class WeightRule(StrEnum):
     """What a push weighs among those of its round."""
 
     TOKENS = "tokens"
-    TOKENS_PER_STEP = "tokens_per_step"
     UNIFORM = "uniform"
 
 
@@ -252,14 +236,6 @@ class StepRule(StrEnum):
     NESTEROV = "nesterov"
     SGD = "sgd"
     SHARE = "share"
-    DELAYED_NESTEROV = "delayed_nesterov"
-
-
-class ScoreScale(StrEnum):
-    """Of what the penalty's statistics are."""
-
-    LINEAR = "linear"  # norms, as §4.1 has it
-    LOG = "log"  # their logarithms: for norms that scatter by factors
 
 
 class Difference(StrEnum):

@@ -108,9 +108,7 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
     run.set_cluster_state(cluster, ClusterState.PUSHING, ClusterCause.OPENS_PUSH, "its push is being opened")
-    order = OpenPush(
-        event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, push.first, event.keys
-    )
+    order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), push.first, event.keys)
     run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 

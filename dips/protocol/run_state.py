@@ -316,7 +316,7 @@ class RunState:
     def make_grant(self, version: VersionId, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = self.roster.list_addresses(self.slaves)
-        return Grant(version, slaves, deadline_s, order=self.options.order, first=first)
+        return Grant(version, slaves, deadline_s, first=first)
 
     @property
     def model_bytes(self) -> int:

@@ -19,7 +19,6 @@ from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Registered
-from dips.protocol.enums import AnchorRule
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
@@ -136,7 +135,6 @@ class SlaveProcess:
         )
         self.versions = Versions(
             KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec,
-            keeps_older=self.world.options.outer.anchor is AnchorRule.BASE,
         )  # fmt: skip
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self.on_flow_event, self._prepare)
         self.core = SlaveCore(

@@ -1,6 +1,6 @@
 """A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
 
-It does what client/outer_loop.py and client/mover.py do: rank 0 talks to the agent's mind and repeats a question until
+It does what client/rank/outer_steps.py does: rank 0 talks to the agent's core and repeats a question until
 there is an answer, every verdict reaches all ranks, all ranks install a version or none does, what lossy pushes owe is
 kept by the real Feedback. A rank that died is seen by torchrun after a while; until then the others stand still.
 """

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from dips import daemon
-from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
+from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
@@ -26,14 +26,14 @@ from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
-from dips.protocol.enums import AnchorRule
+from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
 from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
 from dips.slave.last_process import LastProcess
-from dips.slave.machine import available_bytes, memory_of
+from dips.slave.machine import TRANSIT_BYTES, available_bytes, memory_of
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -46,6 +46,7 @@ from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
+CONCURRENT_STREAMS = 4  # kept busy at once on a lane: one alone waits a round trip for each piece
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -227,8 +228,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         name,
         section.data_lanes(available_cores()),
         config.shared.chunk_bytes,
-        section.transit_bytes,
-        section.concurrent_streams,
+        TRANSIT_BYTES,
+        CONCURRENT_STREAMS,
         section.stall_s,
         key=None if config.tls is None else curve.new_keys(),  # in memory only; told by Register
     )
@@ -236,7 +237,6 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     thread = ShardThread(executor, time.monotonic, log)
     versions = Versions(
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
-        keeps_older=config.shared.outer.anchor is AnchorRule.BASE,
     )  # fmt: skip
     shard = Shard(name, versions, disk, flow, thread.on_flow_event, lambda registered: parts.prepare_memory(registered))
     thread.own_shard(shard)

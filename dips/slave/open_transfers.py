@@ -2,7 +2,7 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
+pin ends only with the flow's Released, and a bank that a slow reader leaves for a file is free only with its
 SourceMoved. It does not know rounds.
 """
 
@@ -17,13 +17,12 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
-from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged
+from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged, Tombstones
 from dips.slave.ports import Arrays, Disk, Flow
 
 NO_KEYS = RankKeys(())
 Report = Staged | PushOver  # what the master is told of
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
-Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
 
 
 @dataclass(slots=True)
@@ -48,8 +47,8 @@ class OpenTransfers:
     slaves: int = 1  # of the run
     pushes: dict[PushId, Receiving] = field(default_factory=dict)
     pulls: dict[PullId, Opened] = field(default_factory=dict)
-    closed_pushes: Closed = field(default_factory=dict)
-    closed_pulls: Closed = field(default_factory=dict)
+    closed_pushes: Tombstones = field(default_factory=Tombstones)
+    closed_pulls: Tombstones = field(default_factory=Tombstones)
     reports: list[Report] = field(default_factory=list)  # that the master was not sent yet
 
     def staged_pushes(self) -> tuple[PushId, ...]:
@@ -73,12 +72,12 @@ class OpenTransfers:
             if known.nbytes is not None:
                 self.reports.append(Staged(push, known.nbytes))
             return
-        _refuse_closed(self.closed_pushes, push)
+        self.closed_pushes.refuse_closed(push)
         if not 1 <= order.ranks <= MAX_RANKS:
             raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
         try:
-            places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))
+            places = places_for_slave(self.place, self.slaves, order.first, order.ranks)
             self.flow.open_push(push, places, buffers, order.deadline_s, order.codec, order.keys)
         except BaseException:
             self.versions.free_slot(push)
@@ -93,7 +92,7 @@ class OpenTransfers:
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
@@ -106,7 +105,7 @@ class OpenTransfers:
 
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
@@ -134,7 +133,7 @@ class OpenTransfers:
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
             return
-        _refuse_closed(self.closed_pulls, pull)
+        self.closed_pulls.refuse_closed(pull)
         source = self._pin_version(pull, order.version)
         try:
             chain = self.versions.pin_updates(pull, order.version)
@@ -179,12 +178,12 @@ class OpenTransfers:
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
         for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
             known = pull in self.pulls or pull in self.versions.held.pins
-            if not known and not _is_closed(self.closed_pulls, pull):
+            if not known and not self.closed_pulls.is_closed(pull):
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
         """Serve it no further and set the tombstone; the pin ends with the flow's Released."""
-        _record_closed(self.closed_pulls, pull)
+        self.closed_pulls.close(pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
@@ -225,18 +224,3 @@ class OpenTransfers:
             self.drop_push(push)
         for pull in list(self.pulls):
             self.close_pull(pull)
-
-
-def _is_closed(closed: Closed, transfer: PushId | PullId) -> bool:
-    return (transfer.inc, transfer.seq) <= closed.get(transfer.cluster, (-1, -1))
-
-
-def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    if _is_closed(closed, transfer):
-        inc, seq = closed[transfer.cluster]
-        raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
-
-
-def _record_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    highest = closed.get(transfer.cluster, (-1, -1))
-    closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

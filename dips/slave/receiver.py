@@ -14,7 +14,7 @@ from math import inf
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
-from dips.slave.moves import Closed, FrameRefused, Move, PushOver, Say, Staged, Wake, error_message
+from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged, Tombstones, Wake, error_message
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit, pool_cost
@@ -43,7 +43,7 @@ class Receiver:
         self._turns: list[Turns[InStream]] = [Turns(concurrent_streams) for _ in range(lanes)]
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
-        self._closed = Closed()
+        self._closed = Tombstones()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
@@ -70,7 +70,7 @@ class Receiver:
                     in an inner step when their push is granted
         """
         layout = self._layout
-        assert layout is not None, "use() comes before open()"
+        assert layout is not None, "set_layers() comes before open_push()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:
@@ -110,7 +110,7 @@ class Receiver:
         with self._lock:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             if push is None:
-                return [error_message(lane, peer, name.stream_id, *self._closed.refuse_hello(name))]
+                return [error_message(lane, peer, name.stream_id, *self._closed.explain_not_open(name))]
             refusal = push.refuse_hello(lane, name, pieces, misfit)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
@@ -362,7 +362,7 @@ class Receiver:
     def _forget_push(self, push: IncomingPush) -> None:
         self._stop_push(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
-            self._closed.add_transfer(push.push.cluster, push.push.inc, push.push.seq)
+            self._closed.close(push.push)
 
     def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
         """No more writes: give back what was asked, wait out copies under way."""

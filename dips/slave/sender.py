@@ -24,7 +24,7 @@ from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.counters import ByCluster
-from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error_message
+from dips.slave.moves import Move, Released, Say, SourceMoved, Tombstones, error_message
 from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
 from dips.slave.update_chunks import cut_updates, dtype_of
@@ -87,7 +87,7 @@ class Sender:
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._parked: dict[OutStream, None] = {}  # streams with parked chunks, in order
         self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
-        self._closed = Closed()
+        self._closed = Tombstones()
         self._lock = threading.Lock()
         self._layout: LayerLayout | None = None
         self.checksums = Checksums()
@@ -125,7 +125,7 @@ class Sender:
                 pull.source = served
 
     def _make_source(self, arrays: Arrays) -> PullSource:
-        assert self._layout is not None, "use() comes before open()"
+        assert self._layout is not None, "set_layers() comes before open_pull()"
         sizes = {layer: array.size for layer, array in arrays.items()}
         assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
         return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})
@@ -157,7 +157,7 @@ class Sender:
     ) -> tuple[str, str] | None:
         pull = self._pulls.get(pull_id)
         if pull is None:
-            return self._closed.refuse_hello(name)
+            return self._closed.explain_not_open(name)
         assert self._layout is not None
         known = pull.refuse_hello(self._latest.get(place), lane, name)
         if known is not None:
@@ -324,7 +324,7 @@ class Sender:
 
     def _release_pull(self, pull: OutgoingPull) -> Released:
         del self._pulls[pull.pull]
-        self._closed.add_transfer(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
+        self._closed.close(pull.pull)
         for place in [place for place in self._latest if place[0] == pull.pull]:
             del self._latest[place]
         return Released(pull.pull, pull.closed)

@@ -51,12 +51,10 @@ class ShardRound:
         if self.versions.served_version != order.version:
             raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
         known = self._transfers.staged_push(order.push)
-        anchor = order.anchor if order.anchor is not None and self.versions.held.is_older(order.anchor) else None
         with self._poison_on_error(f"Measure of {order.push}"):
-            found = self.versions.measure_push(order.push, anchor)
+            found = self.versions.measure_push(order.push)
         known.measured = order.round
-        finite, anchored = all(map(isfinite, found.layer_sq)), anchor is not None
-        return Measured(found.layer_sq, finite, found.layer_dot, found.digest, anchored)
+        return Measured(found.layer_sq, all(map(isfinite, found.layer_sq)), found.layer_dot, found.digest)
 
     def fold(self, order: Fold) -> Answer:
         """Legal once for a push measured in this round; frees its slot."""
@@ -67,7 +65,7 @@ class ShardRound:
         with self._poison_on_error(f"Fold of {order.push}"):
             self._flow.drop_push(order.push)
             try:
-                return Folded(self.versions.fold_push(order.push, order.weight, order.layer_weights, order.anchor))
+                return Folded(self.versions.fold_push(order.push, order.weight, order.layer_weights))
             finally:
                 self._transfers.forget_push(order.push)
 

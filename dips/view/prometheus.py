@@ -56,12 +56,6 @@ RUN = (
     MetricRow("dips_durable_age_seconds", "newest.durable_age_s", "Since the newest durable version was committed."),
     MetricRow("dips_run_loss", "newest.loss", "Loss of the newest version: its contributions' mean, by tokens."),
     MetricRow("dips_run_finished", "is_finished", "1 once the run has reached its target."),
-    MetricRow(
-        "dips_pushes_unanchored",
-        "meters.unanchored",
-        "Pushes whose base was no longer held, with anchor: base.",
-        counter=True,
-    ),
     MetricRow("dips_push_seconds", "meters.push", "From a push's grant to its commit.", histogram=True),
 )
 CLUSTER = (

@@ -2,7 +2,7 @@
 
 A lossy codec carries differences only, never parameters: bf16 *of parameters* would round a norm's gain near 1.0 to
 steps of 2^-8, and the outer changes of 1e-3 would vanish (docs/rationale.md#38). What is lost comes back with the next
-push: the error feedback of client/feedback.py. What pulls bring instead of parameters: updates.py.
+push: the error feedback of client/rank/feedback.py. What pulls bring instead of parameters: updates.py.
 
     fp32   4 B an element, exact
     bf16   2 B; error at most 2^-8 of the element (2^-134 below the smallest normal number)

@@ -18,7 +18,7 @@ from dips.errors import CorruptFrame
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
-FORMAT = 3  # 2 had no READY
+FORMAT = 1
 ITEM_BYTES = 4  # of one fp32 element
 BLOCK = 256  # int8 elements that share one fp32 step
 INT4_BLOCK = 128  # int4 elements likewise: fewer, since a step is coarser; BLOCK is a multiple of it
@@ -103,7 +103,7 @@ class Header(NamedTuple):
 
     kind: Kind
     run: int  # run_id of the run's name
-    stream: int  # StreamName.id
+    stream: int  # StreamName.stream_id
     length: int  # bytes of the body
     body_xxh3: int
     layer: int = 0  # index in the manifest

@@ -50,8 +50,7 @@ RUN, SLAVES = "test", ("ps0", "ps1")  # the harness's
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
 TOKENS = {"east": 64, "west": 24, "north": 40}
 TIMING = {
-    "window_s": 0.15, "heartbeat_s": 0.8, "busy_retry_s": 0.2, "hang_s": 30.0, "order_s": 5.0, "compute_s": 10.0,
-    "transfer_s": 20.0, "least_transfer_s": 10.0,
+    "window_s": 0.15, "heartbeat_s": 0.8, "hang_s": 30.0, "compute_s": 10.0, "transfer_s": 20.0,
 }  # fmt: skip
 LEASE_S = 5 * TIMING["heartbeat_s"]
 UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last heartbeat; one that nobody answers takes a second
@@ -202,7 +201,6 @@ class Deployment(Run):
         command += ["--ranges"] if self.ranges else []
         keys = {
             "cluster": name, "master": self.to_master[name].wire.listen, "heartbeat_s": TIMING["heartbeat_s"],
-            "poll_s": 0.5,
             "stall_s": 4.0, "retry_s": 0.5, "max_restarts": 1000, **options,
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)

@@ -11,7 +11,7 @@ from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
-from dips.slave.moves import Released, SourceMoved
+from dips.slave.moves import Released, SourceMoved, Tombstones
 from dips.slave.outgoing_pull import OutgoingPull
 from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
@@ -139,7 +139,7 @@ def offers_without_ledger() -> list[Patch]:
 
 
 def leak_slot() -> list[Patch]:
-    def refuse_closed(closed: open_transfers.Closed, transfer: PushId | PullId) -> None:
+    def refuse_closed(self: Tombstones, transfer: PushId | PullId) -> None:
         """No tombstone."""
 
     def heal(
@@ -147,4 +147,4 @@ def leak_slot() -> list[Patch]:
     ) -> list[str]:
         return []
 
-    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]
+    return [(Tombstones, "refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]

@@ -65,8 +65,6 @@ POINTS: dict[str, str] = {
     "quarantine": "a diverged push was gated",
     "held": "a push waited in its slot for the others of its round",
     "flagged": "a gate spoke against a push that was accepted",
-    "anchored": "a late push was folded as its difference to the version that its cluster had pulled",
-    "unanchored": "a slave no longer held that version, and the push was measured against the head everywhere",
     "seeded": "slaves that began with empty disks were brought the first model",
     "seed_broken": "that broke on the way, and was begun anew",
     "extended": "a run was extended before its end",
@@ -80,7 +78,7 @@ POINTS: dict[str, str] = {
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
-NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged", "push_unanchored": "unanchored"}
+NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged"}
 
 EXPELLED = "expelled by the operator of this simulation"
 
@@ -139,8 +137,6 @@ class Coverage(Observer):
                 self.met("push_of_the_dead")
             if self.world.books.frozen[fold.push].codec != "fp32":
                 self.met("lossy")
-            if fold.anchored:
-                self.met("anchored")
             if self._undone:
                 self.met("undone")
 

@@ -7,14 +7,12 @@ from dataclasses import replace
 from random import Random
 
 from dips.protocol.enums import (
-    AnchorRule,
     DurabilityMode,
     GateName,
     MergeRule,
     PersistFailurePolicy,
     PushCodec,
     RequeuePolicy,
-    ScoreScale,
     StepRule,
     WeightRule,
     WindowRule,
@@ -45,7 +43,7 @@ OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a rou
 
 def scenario_of(seed: int) -> Scenario:
     """Draw a run; everything that is drawn later has a generator of its own, so that no seed changes by it."""
-    return _anchor(Chance(seed).generator_for("anchor"), _draw(seed))
+    return _windows(Chance(seed).generator_for("anchor"), _draw(seed))
 
 
 def _draw(seed: int) -> Scenario:
@@ -117,9 +115,9 @@ def _gates(rng: Random, options: Options) -> Options:
     others = [gate for gate in GateName if gate not in OF_NORMS and rng.random() < 0.6]
     gates = [*of_norms, *others]
     rng.shuffle(gates)
-    score, warmup = rng.choice(tuple(ScoreScale)), rng.choice((1, 2, 2, 4))
+    warmup = rng.choice((1, 2, 2, 4))
     return replace(
-        options, penalty=replace(options.penalty, gates=tuple(gates), score=score, warmup_rounds=warmup)
+        options, penalty=replace(options.penalty, gates=tuple(gates), warmup_rounds=warmup)
     )  # fmt: skip
 
 
@@ -132,21 +130,16 @@ def _rules(rng: Random, options: Options) -> Options:
         lr=rng.choice((0.7, 0.7, "auto")),
         clip=clip,
         merge=rng.choice(tuple(MergeRule)),
-        step=rng.choice((StepRule.NESTEROV, StepRule.SHARE, StepRule.DELAYED_NESTEROV)),
-        delay=rng.choice((0, 1, 3)),
+        step=rng.choice((StepRule.NESTEROV, StepRule.SHARE)),
         weights=rng.choice(tuple(WeightRule)),
-        staleness_alpha=rng.choice((0.0, 0.0, 0.1, 1.0)),
     )
     return replace(options, outer=outer)
 
 
-def _anchor(rng: Random, drawn: Scenario) -> Scenario:
-    """Half of the seeds measure late pushes against their bases, and two thirds have windows that last longer."""
-    anchor, pinned = rng.choice(tuple(AnchorRule)), rng.choice((drawn.pinned, 2))
-    outer, window = replace(drawn.options.outer, anchor=anchor), rng.choice(tuple(WindowRule))
-    timing = replace(drawn.options.timing, window=window, window_most=rng.choice((1.0, 1.5, 4.0)))
-    options = replace(drawn.options, outer=outer, timing=timing)
-    return replace(drawn, options=options, pinned=pinned if anchor is AnchorRule.BASE else drawn.pinned)
+def _windows(rng: Random, drawn: Scenario) -> Scenario:
+    """Half of the seeds have windows that adapt."""
+    timing = replace(drawn.options.timing, window=rng.choice(tuple(WindowRule)))
+    return replace(drawn, options=replace(drawn.options, timing=timing))
 
 
 def _options(rng: Random) -> Options:

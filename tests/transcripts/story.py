@@ -113,8 +113,7 @@ class Teller:
             case Measure():
                 finite = "nan" not in words
                 square = float(words.get("norm", "0.1")) ** 2 if finite else float("nan")
-                anchored = body.anchor is not None and "unheld" not in words
-                return ev.Measured((square,), finite, digest=digest_push(body.push), anchored=anchored)
+                return ev.Measured((square,), finite, digest=digest_push(body.push))
             case Fold():
                 return ev.Folded((BASE_NORM_SQ,))
             case Apply():

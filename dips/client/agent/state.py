@@ -28,6 +28,7 @@ from dips.protocol.enums import DivergencePolicy, RemarkSubject
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
+RESTART_WINDOW_S = 86_400.0  # in which restarts are counted: a month on 1,000 devices crashes more than ten times
 PATIENCE_HEARTBEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 
 
@@ -50,7 +51,7 @@ class AgentSettings:
     overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
     max_restarts: int = 0  # of the training command, after it crashed, within `restart_window_s`
     ranges_at_once: int = RANGES_AT_ONCE
-    restart_window_s: float = inf
+    restart_window_s: float = RESTART_WINDOW_S
     take_over: bool = False  # fence an incarnation of another agent, if one lives
     on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
     fragments: int = 1  # in which the ranks stagger what they move beside training

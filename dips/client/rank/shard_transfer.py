@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from dips.client.parallel import HostMemory, StreamedMemory
+from dips.client.parallel import HostMemory
 from dips.client.parallel.checksum import wrap_sum
 from dips.client.parallel.host import Layers
 from dips.client.parallel.host_sum import HostSum
@@ -24,11 +23,9 @@ from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
     EndedTransfer,
-    StreamedTransfer,
     ThreadedTransfer,
     TransferResult,
     TransferThread,
-    do_nothing,
 )
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
@@ -40,7 +37,6 @@ from dips.client.rank.undo_watch import UndoWatch
 from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.transport import curve
 from dips.transport.shares import Piece
 from dips.wire import codecs
@@ -147,12 +143,11 @@ class ShardTransfer:
             )
         stagger = self._make_stagger(interval) if keep else None
         self._freeze_layers(request, self._fragments[0] if stagger else None, keep)
-        encode = self._memory.encode_chunk if feedback is None else feedback.encode_chunk
-        release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
+        encode = None if feedback is None else feedback.encode_chunk
         total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
         if stagger is not None:
             stagger = replace(stagger, prepare_fragment=partial(self._freeze_fragment, request))
-        return self._begin_move(move, self._memory.pieces, total, request, release, stagger=stagger)
+        return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger)
 
     def _freeze_fragment(self, request: TransferRequest, number: int) -> str:
         """Freeze a later fragment of an open push; return where the model is not finite, "" if it is."""
@@ -210,16 +205,13 @@ class ShardTransfer:
     def begin_pull(self, request: TransferRequest, merge: bool = False, interval: int = 0) -> BackgroundTransfer:
         """Bring this rank's pieces of the version into host memory, and no further.
 
-        With a memory of one layer the version is installed when this is finished, or the model may be torn. So it is
-        with fragments, which are merged as they arrive.
+        Fragments are merged as they arrive: if the rest fails, the model is torn.
 
         merge     `merge_version` is to follow: what was kept is subtracted beside training
         interval  inner steps after which the next fragment is asked for
         """
         self._memory.finish_install()  # it may still read the host memory
         self._check_parameters()
-        if isinstance(self._memory, StreamedMemory):
-            return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
@@ -262,11 +254,8 @@ class ShardTransfer:
         With `install: lazy` this only begins: `on_inner_step` and `finish_install` complete it. What is replicated was
         pulled once per cluster, and is exchanged between the ranks here.
         """
-        if isinstance(self._memory, StreamedMemory):
-            self._memory.sync_masters()  # layer by layer it was installed while it was pulled
-        else:
-            self._begin_install(version)
-            self._memory.install_shard()
+        self._begin_install(version)
+        self._memory.install_shard()
         self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
 
     def merge_version(self, version: VersionId) -> bool:
@@ -343,38 +332,16 @@ class ShardTransfer:
 
     # ---- the transfer itself -----------------------------------------------------------------------------------------
 
-    def _pull_layers(self, memory: StreamedMemory, request: TransferRequest, poll_s: float) -> TransferResult:
-        """Pull and install one layer after the other, each on all ranks or on none."""
-        total, before, epoch = self._total["pull", "fp32"], 0, [1]
-        self._undo_watch.take_before(memory.named_views())
-
-        def move_pieces(*args: Any, **options: Any) -> TransferStats:
-            stats = transfer.pull_pieces(*args, first_epoch=epoch[0], **options)
-            epoch[0] = stats.last_epoch + 1
-            return stats
-
-        for layer in memory.layers:
-            report_progress = partial(_report_layer, request.report_progress, before, total)
-            part = replace(request, report_progress=report_progress)
-            pieces, nbytes = memory.pieces_of_layer(layer), BYTES_PER_PARAMETER * memory.layer_numel(layer)
-            result = self._begin_move(move_pieces, pieces, nbytes, part).wait(poll_s)
-            if not result.ok:
-                return replace(result, nbytes=total, torn=layer > 0)
-            memory.install_layer(layer)
-            before += nbytes
-        return TransferResult(True, "", total)
-
     def _begin_move(
         self,
         move: Move,
         pieces: Sequence[Piece],
         total: int,
         request: TransferRequest,
-        on_end: Callable[[], None] = do_nothing,
         finish: Callable[[], None] | None = None,
         stagger: Stagger | None = None,
     ) -> BackgroundTransfer:
-        """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over.
+        """Move `pieces`, this rank's share of `total` bytes over all ranks.
 
         finish  done in a thread, once every rank has moved all
         """
@@ -392,13 +359,8 @@ class ShardTransfer:
             return request.report_progress(*moved.of_all_ranks(), thread.idle_s)
 
         thread = TransferThread(run_move if pieces else None)
-        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
+        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, finish
         return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
-
-
-def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int, idle_s: float) -> str:
-    """Report a pull that moves layer by layer, of which `before` bytes were moved with earlier layers."""
-    return report_progress(before + moved, total, idle_s)
 
 
 def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:

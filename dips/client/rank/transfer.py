@@ -92,21 +92,19 @@ def pull_pieces(
     stall_s: float = 30.0,
     cancel: threading.Event | None = None,
     progress: Progress | None = None,
-    first_epoch: int = 1,
     held: VersionId | None = None,
     gate: FragmentGate | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
     """Fill `pieces` with the grant's version; return when every element is there, checked.
 
-    After an error the arrays hold anything. A pull may come in several calls, one after the other, each with other
-    pieces and a `first_epoch` above the last one's `TransferStats.last_epoch`.
+    After an error the arrays hold anything.
 
     held    the version that the pieces hold now: slaves may bring the updates from there; None: anything
     gate    fragments are asked for when it has opened them, and it is told what has arrived; None: all at once
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch, held, gate)).run(
+    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, held, gate)).run(
         cancel or threading.Event(), progress
     )
 

@@ -95,8 +95,7 @@ class TransferLoop(ABC):
         finally:
             self._close_streams(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
-        last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._order.first_epoch)
-        return TransferStats(self._total, self._clock() - began, connections, last_epoch)
+        return TransferStats(self._total, self._clock() - began, connections)
 
     def _run_once(self, now: float) -> None:
         """Reconnect, poll, handle the frames that arrived and what the stage returned."""

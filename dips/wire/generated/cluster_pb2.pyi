@@ -689,14 +689,11 @@ class Grant(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     codec: _builtins.str
-    order: _builtins.str
-    """the rule by which ranks ask the slaves"""
     first: _builtins.int
-    """rank r is worker first + r of that rule"""
+    """rank r is worker first + r in the order of asking"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -711,12 +708,11 @@ class Grant(_message.Message):
         deadline_s: _builtins.float = ...,
         codec: _builtins.str = ...,
         base: _names_pb2.VersionId | None = ...,
-        order: _builtins.str = ...,
         first: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

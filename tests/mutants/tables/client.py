@@ -125,7 +125,13 @@ MUTANTS = (
         PARTS,
     ),
     Mutant("the end of the data hides what is left", AGENT, "    if s.ranges.served:\n", "    if False:\n", PARTS),
-    Mutant("what 16 bits round away is lost", PARALLEL, "frozen.add_(remainder)", "frozen.add_(0)", MOVED),
+    Mutant(
+        "what 16 bits round away is lost",
+        PARALLEL,
+        "piece_part(target).add_(remainder)",
+        "piece_part(target).add_(0)",
+        MOVED,
+    ),
     Mutant("a merge that is not finite counts", PARALLEL, "return check.is_finite", "return True", MERGE),
     Mutant("a merge is done twice", PARALLEL, "self._kept.drop_copies(copies)", "pass", MERGE),
     Mutant("a merge rounds twice", PARALLEL, "block.add_(view)", "block.copy_(block.to(view.dtype)).add_(view)", MERGE),
@@ -148,7 +154,6 @@ MUTANTS = (
     ),
     # ---- among ranks, and at the agent
     Mutant("ranks move different transfers", RANK, "[self._seq, -self._seq, int(", "[0, 0, int(", RANKS),
-    Mutant("a torn model is not reported", RANK, "torn=layer > 0", "torn=False", TRANSFER),
     Mutant("a torn model is whole after the next failure", RANK, "torn and not ", "torn and False and not ", RANKS),
     Mutant("an old term's answer is believed by the agent", AGENT, " or answer.term < ", " or None is ", HEARTBEATS),
     Mutant("an answer to an old incarnation is believed by the agent", AGENT, "if inc != ", "if None is ", HEARTBEATS),

@@ -104,7 +104,7 @@ MUTANTS = (
         'db.execute("COMMIT")\n        if isinstance(',
         LEDGER,
     ),
-    Mutant("a ledger of another format is opened", ROOM, "if not is_upgradable(schema):", "if False:", LEDGER),
+    Mutant("a ledger of another format is opened", ROOM, "if schema != SCHEMA_VERSION:", "if False:", LEDGER),
     Mutant("any SQLite file is a ledger", ROOM, "if application != APPLICATION_ID:", "if False:", LEDGER),
     Mutant(
         "a push is in two versions",
@@ -268,7 +268,7 @@ MUTANTS = (
         'lacking = ""',
         REBUILD,
     ),
-    Mutant("the journal keeps every segment", ROOM, "[: -self._options.segments]", "[:0]", JOURNAL),
+    Mutant("the journal keeps every segment", ROOM, "[: -self._segments]", "[:0]", JOURNAL),
     # ---- versions for people
     Mutant(
         "the whole process group outlives its version",

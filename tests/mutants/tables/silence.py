@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ALIGNMENT, WIRE, OUTER = "dips/protocol/alignment.py", "dips/wire/updates.py", "dips/outer/updates.py"
-REMAINDERS, STREAMING = "dips/client/parallel/remainders.py", "dips/client/parallel/streaming.py"
+REMAINDERS = "dips/client/parallel/remainders.py"
 UNDO, LAZY = "dips/client/rank/undo_watch.py", "dips/client/parallel/lazy.py"
 SLAVE, CODECS = "dips/slave", "dips/wire/codecs.py"
 
@@ -124,20 +124,6 @@ MUTANTS = (
         REMAINDERS,
         "saved is None or saved.numel() !=",
         "saved is None or 0 >",
-        MOVED,
-    ),
-    Mutant(
-        "what streams keeps no remainders",
-        STREAMING,
-        "self._remainders.keep_installed(self._params[layer])",
-        "pass",
-        MOVED,
-    ),
-    Mutant(
-        "each chunk has its piece's first remainders",
-        STREAMING,
-        "remainder.reshape(-1)[cut]",
-        "remainder.reshape(-1)[: len(elements)]",
         MOVED,
     ),
     # ---- ranks that are taken for replicas

@@ -18,7 +18,6 @@ RULES = "tests/unit/protocol/test_rules.py"
 STEP = "dips/outer_step.py"
 AVERAGED = "tests/unit/outer/test_averaged_layers.py"
 UPDATES = "tests/unit/outer/test_updates.py"
-ANCHORED = "tests/unit/protocol/test_anchors.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 LAST = "tests/unit/slave/test_last_process.py"
@@ -36,28 +35,6 @@ MUTANTS = (
         "tests/integration/test_flow.py::test_a_pull_that_is_opened_while_the_flow_ends_does_not_hold_it",
     ),
     # ---- older versions
-    Mutant(
-        "older versions take the bank of θ′",
-        OUTER,
-        "self.held.free_kept(self._pinned)\n        if len",
-        "if len",
-        OLDER,
-    ),
-    Mutant(
-        "older versions outlast a load", OUTER, "self.held.free_kept(0)  # of", "self.held.free_kept(9)  # of", OLDER
-    ),
-    Mutant("what is read is freed", OUTER, "[t for t in self.older if not t.pulls]:", "list(self.older):", OLDER),
-    Mutant("an older version is kept by everybody", OUTER, "pulls or self._keeps_older:", "pulls or True:", OLDER),
-    Mutant(
-        "a version that moves out is an anchor", OUTER, "== version and not theta.moving for", "== version for", OLDER
-    ),
-    Mutant(
-        "buffers go from older ones",
-        OUTER,
-        "served[layer] if layer in averaged else older[layer]",
-        "older[layer]",
-        ANCHORED,
-    ),
     Mutant(
         "a version has the digest of the one before",
         OUTER,
@@ -408,8 +385,8 @@ MUTANTS = (
     Mutant(
         "a tombstone below its transfer",
         ROOM,
-        "(transfer.inc, transfer.seq) <= closed",
-        "(transfer.inc, transfer.seq) < closed",
+        "return (transfer.inc, transfer.seq) <= self",
+        "return (transfer.inc, transfer.seq) < self",
         SHARD,
     ),
     Mutant("a list outlives its registration", ROOM, "self._list_of == came_under:", "True:", REGISTRATION),
@@ -531,8 +508,8 @@ MUTANTS = (
     Mutant(
         "an unread version keeps its bank",
         OUTER,
-        "not t.pulls and (t.moving or not self._keeps_older)]",
-        "not t.pulls and t.moving]",
+        "for theta in [t for t in self.older if not t.pulls]:",
+        "for theta in [t for t in self.older if not t.pulls and t.moving]:",
         VERSIONS,
     ),
     Mutant(

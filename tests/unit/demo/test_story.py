@@ -36,10 +36,10 @@ def test_the_files_are_right(tmp_path: Path) -> None:
     files.sockets.rmdir()
 
 
-@pytest.mark.parametrize("name", ["dips", "paper"])
+@pytest.mark.parametrize("name", ["default", "paper"])
 def test_a_preset_gives_the_rules_and_nothing_else(tmp_path: Path, name: str) -> None:
     """Name, end and data stay the demo's."""
-    preset = Path(__file__).parents[3] / "configs" / f"{name}.yaml"
+    preset = Path(__file__).parents[3] / "configs" / "shared" / f"{name}.yaml"
     files = layout.make_layout(tmp_path / "out")
     layout.write_configs(files, ranges=10, tokens=1000, wall_s=60, preset=preset)
     shared, wanted = load_run(files.run_file).shared, load_file(preset, Shared)

@@ -196,7 +196,7 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
 
 
 def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `mirror_s` the transaction is told without it, and the next ones do not wait."""
+    """After MIRROR_S the transaction is told without it, and the next ones do not wait."""
     term = Term(config, patience_s=0.2)
     hangs, honest = [True], mirror_files.write_transaction
 

@@ -190,11 +190,10 @@ class ShardRig:
         pinned: int = 1,
         disk: MemoryDisk | None = None,
         manifest: Manifest = MANIFEST,
-        keeps_older: bool = False,
     ) -> None:
         self._manifest = manifest
         self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
-        versions = Versions(KernelPool(reference), slots, pinned, keeps_older=keeps_older)
+        versions = Versions(KernelPool(reference), slots, pinned)
         self.shard = Shard("s", versions, self.disk, self.flow)
         self.term, self.number = 1, 0
 

@@ -322,7 +322,7 @@ async def test_a_machine_without_the_memory_ends_the_session() -> None:
     """The sum is checked before memory is taken: too little ends the process with the numbers."""
 
     def prepare(registered: Registered) -> None:
-        raise ConfigError("slots, pinned, transit_bytes: this slave needs ..")
+        raise ConfigError("slots, pinned: this slave needs ..")
 
     async with living(ScriptedMaster(LoadVersion(GENESIS)), prepare) as incarnation:
         with pytest.raises(ConfigError, match="this slave needs"):

@@ -29,7 +29,7 @@ from dips.protocol.effects import (
     Reorder,
     Retire,
 )
-from dips.protocol.events import Done, Folded, Measured, Persisted
+from dips.protocol.events import Done, Folded, Persisted
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.slave.moves import Released, SourceMoved, Staged
@@ -68,24 +68,6 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     assert read_prepared(slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0), reserve=False))) == V1
     slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
-
-
-@pytest.mark.parametrize("keeps_older", [True, False])
-def test_a_late_push_is_measured_against_its_base_while_that_is_held(keeps_older: bool) -> None:
-    """The answer says which θ it was; a Fold from one that is not held poisons its round, and changes no version."""
-    slave = ShardRig(keeps_older=keeps_older).ready()
-    slave.order(Commit(slave.prepare(P1), ()))
-    slave.stage(P2, 0.25)
-    theta = slave.shard.versions.theta(GENESIS if keeps_older else V1)
-    measured = slave.order(Measure(2, P2, V1, anchor=GENESIS))
-    assert isinstance(measured, Measured) and measured.anchored is keeps_older
-    assert measured.layer_sq == pytest.approx([float(((a - 0.25) ** 2).sum()) for a in theta.values()])
-    if keeps_older:
-        assert slave.order(Fold(2, P2, 1.0, anchor=GENESIS)) == Folded(measured.layer_sq)
-        return
-    with pytest.raises(StaleVersion, match=r"v0@r0 is not held"):
-        slave.order(Fold(2, P2, 1.0, anchor=GENESIS))
-    assert slave.shard.rounds.poison is not None and slave.shard.versions.served_version == V1
 
 
 def test_the_layer_of_buffers_is_averaged() -> None:

@@ -144,7 +144,7 @@ def round_(number: int, **more: Any) -> dict[str, Any]:
 
 
 def fold(base: int, loss: float | None, tokens: int = 1_300_000) -> dict[str, Any]:
-    return {"base": {"version": base, "round": base + 2}, "loss": loss, "tokens": tokens, "anchored": False}
+    return {"base": {"version": base, "round": base + 2}, "loss": loss, "tokens": tokens}
 
 
 def outcome(name: str, kind: str = "accepted", reason: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_a_command_that_crashes_is_launched_again_so_often() -> None:
     assert isinstance(third, LaunchCommand) and third.launch == 3
     end = core.plan_next_launch(third, code=137)
     assert end == EndAgent(
-        137, "crashed too often: 3 times, max_restarts is 2 in inf s: exit 137, killed by SIGKILL (out of memory?)"
+        137, "crashed too often: 3 times, max_restarts is 2 in 86400 s: exit 137, killed by SIGKILL (out of memory?)"
     )
 
 
@@ -85,7 +85,7 @@ def test_crashes_are_shown() -> None:
     )
     crash(play, last_line="ValueError: x")
     left = play.core.leave_run()
-    assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in inf s: exit 1")
+    assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in 86400 s: exit 1")
 
 
 def test_a_command_that_is_done_is_not_launched_again() -> None:
