@@ -10,13 +10,14 @@ from collections import deque
 from dataclasses import field
 from statistics import median
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
-from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, PushCodec, SlaveCause
+from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, SlaveCause
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.records import OutcomeRow
@@ -74,7 +75,7 @@ class Push:
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     idle_s: float = 0.0  # in that time: open but not moving, as its cluster says
-    codec: PushCodec = PushCodec.FP32
+    codec: Codec = Codec.FP32
     opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False
     first: int = 0  # its rank r is worker first + r of all that push

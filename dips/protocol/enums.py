@@ -170,23 +170,6 @@ class Activity(StrEnum):
 # ---- options -------------------------------------------------------------------------------------------------------
 
 
-class PushCodec(StrEnum):
-    """What the chunks of a push carry."""
-
-    FP32 = "fp32"  # parameters, exact
-    BF16 = "bf16"  # differences to a base
-    INT8 = "int8"  # differences to a base
-    INT4 = "int4"  # differences to a base
-
-
-class PullCodec(StrEnum):
-    """What the chunks of a pull carry to a rank that holds a version not far before it."""
-
-    FP32 = "fp32"  # parameters, always
-    BF16 = "bf16"  # the update to the version
-    INT8 = "int8"  # the update, or the last two
-
-
 class DurabilityMode(StrEnum):
     COMMIT = "commit"  # a version is on every disk before it exists
     ASYNC = "async"  # it is written while the next is made

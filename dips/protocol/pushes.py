@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import inf, isfinite
 
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -31,7 +32,7 @@ from dips.protocol.effects import (
     Result,
 )
 from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
-from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, OutcomeKind, PushCodec
+from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
@@ -112,14 +113,14 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 
-def _choose_codec(run: RunState, base: VersionId) -> PushCodec:
+def _choose_codec(run: RunState, base: VersionId) -> Codec:
     """Lossy only for differences to what every slave holds now; an older base, an orphan, a flip under way: fp32."""
-    return run.options.codec if base == run.head and run.flipping is None else PushCodec.FP32
+    return run.options.codec if base == run.head and run.flipping is None else Codec.FP32
 
 
 def _held_base(push: Push) -> VersionId | None:
     """What its differences are to; None if it carries parameters."""
-    return None if push.codec is PushCodec.FP32 else push.base
+    return None if push.codec is Codec.FP32 else push.base
 
 
 def on_push_opened(run: RunState, fanout: Fanout) -> None:

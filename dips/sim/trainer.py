@@ -67,8 +67,8 @@ class SimTrainer:
             world.data.layout,
             site.ranks,
             world.scenario.chunk_bytes,
-            lossy=world.options.codec != "fp32",
-            updates=world.scenario.pull_codec != "fp32",
+            lossy=world.options.codec.lossy,
+            updates=world.scenario.pull_codec.lossy,
         )
         self.keys: tuple[str, ...] = ()  # of its ranks
         self.in_hand = WorkInHand()

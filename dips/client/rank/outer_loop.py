@@ -44,6 +44,7 @@ from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
 from dips.client.rank.step_tokens import StepTokens
 from dips.client.rank.trained_names import TrainedNames
+from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
@@ -114,7 +115,7 @@ class OuterLoop:
         self._buffer_watch = BufferWatch(parts, self._config.shared.share_buffers)
         kind = UntouchedMemory if alone else MEMORY[self._config.install]
         memory = kind(layout.adapter, layout.held, layout.plan, self._collectives)
-        codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
+        codecs = (Codec.FP32, Codec.FP32) if alone else (self._config.shared.codec, self._config.shared.pull_codec)
         memory.merge_alpha = self._config.merge_alpha
         if self._config.fragments > 1 and layout.adapter.hides_masters:
             raise ConfigError(HIDDEN_MASTERS)

@@ -85,7 +85,9 @@ def test_crashes_are_shown() -> None:
     )
     crash(play, last_line="ValueError: x")
     left = play.core.leave_run()
-    assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in 86400 s: exit 1")
+    assert left is not None and left.reason.startswith(
+        "crashed too often: 2 times, max_restarts is 1 in 86400 s: exit 1"
+    )
 
 
 def test_a_command_that_is_done_is_not_launched_again() -> None:
