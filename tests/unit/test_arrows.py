@@ -14,7 +14,7 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.codecs", "dips.ids", "dips.errors", "dips.dataclass", "dips.outer_step", "dips.printable"}
+LOW = {"dips.codecs", "dips.ids", "dips.errors", "dips.dataclass", "dips.outer_step", "dips.plain", "dips.printable"}
 CONFIG = {
     "dips.cgroup",
     "dips.config",
@@ -40,6 +40,7 @@ MAY: dict[str, set[str]] = {
     "dips.codecs": set(),
     "dips.errors": set(),
     "dips.dataclass": set(),
+    "dips.plain": {"dips.errors"},
     "dips.printable": set(),
     "dips.private_files": LOW | {"dips.fsync"},
     "dips.ids": {"dips.errors", "dips.dataclass"},
@@ -65,8 +66,8 @@ MAY: dict[str, set[str]] = {
     "dips.wire": LOW | {"dips.protocol", "dips.quantisers"},
     "dips.transport": LOW
     | {"dips.cgroup", "dips.file_stamps", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
-    "dips.page": LOW | {"dips.protocol"},
-    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
+    "dips.view": LOW | {"dips.protocol", "dips.telemetry"},
+    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.view"},
     "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
@@ -76,7 +77,7 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study", "dips.view"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
@@ -122,7 +123,7 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
-    "dips.page": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
+    "dips.view": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
     "dips.http": {"torch", "numpy", "numba", "zmq"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},

@@ -37,7 +37,7 @@ GUARDS = {
 
 def page_routes(read: Callable[[], Mapping[str, Any]]) -> list[Route]:
     """`read` returns the document or raises UnavailableMaster; it is called in a thread, once at a time."""
-    page = (files("dips.page") / "page.html").read_text(encoding="utf-8")
+    page = (files("dips.view.page") / "page.html").read_text(encoding="utf-8")
     policy = make_policy(page)
     latest = _Latest(read)
 
@@ -49,9 +49,9 @@ def page_routes(read: Callable[[], Mapping[str, Any]]) -> list[Route]:
             state = await latest.read_state()
         except UnavailableMaster as error:
             return JSONResponse({"error": str(error)}, 503, {**GUARDS, "Content-Security-Policy": NOTHING})
-        known = request.query_params.get("losses", "")
-        if known == _name_losses(state):
-            state = {**state, "losses": {"revision": state["losses"]["revision"]}}
+        known = request.query_params.get("curves", "")
+        if known == _name_curves(state):
+            state = {**state, "curves": {"revision": state["curves"]["revision"]}}
         body = json.dumps(state, separators=(",", ":"), allow_nan=False)
         headers = {**GUARDS, "Content-Security-Policy": NOTHING}
         return Response(body, headers=headers, media_type="application/json")
@@ -84,9 +84,9 @@ def make_policy(page: str) -> str:
     )
 
 
-def _name_losses(state: Mapping[str, Any]) -> str:
+def _name_curves(state: Mapping[str, Any]) -> str:
     """A revision counts from the master's start, so the term is in its name."""
-    return f"{state.get('term')}.{state['losses']['revision']}"
+    return f"{state.get('term')}.{state['curves']['revision']}"
 
 
 class _Latest:

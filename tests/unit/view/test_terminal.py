@@ -3,56 +3,66 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from dips.commands.history import draw_rounds
+from dips.protocol.moves import RoundState
 from dips.protocol.options import Targets
-from dips.telemetry.status import FittedStatus, render_status
+from dips.protocol.view import (
+    ClusterView,
+    MetView,
+    MirrorView,
+    NewestView,
+    ProgressView,
+    RangesView,
+    RoundCounts,
+    RoundView,
+    SlaveView,
+)
+from dips.view.terminal import FittedStatus, render_status
+from tests.unit.view.views import make_cluster, make_run, make_slave
 
 
-def cluster(state: str, reason: str, **more: Any) -> dict[str, Any]:
-    numbers = {
-        "accepted": 40,
-        "gated": 0,
-        "skipped": 1,
-        "staleness": 0,
-        "base": "v41@r43",
-        "tokens_accepted": 52_000_000,
-        "last_push_steps": 64,
-    }
-    return {"state": state, "reason": reason, "inner_steps": 2624, "loss": 2.5, "bytes_per_s": 2.5e7, **numbers, **more}
+def cluster(state: str, cause: str, reason: str, **more: Any) -> ClusterView:
+    numbers = {"accepted": 40, "skipped": 1, "staleness": 0, "base": "v41@r43", "tokens_accepted": 52_000_000}
+    told = {"last_push_steps": 64, "inner_steps": 2624, "loss": 2.5, "bytes_per_s": 2.5e7}
+    return make_cluster(state, cause, reason, **(numbers | told | more))
 
 
-def slave(state: str, reason: str, **more: Any) -> dict[str, Any]:
-    pool = {"pool_used": 1.2e9, "pool_limit": 2.4e9, "persist_s": 1.25, "bytes_in": 9.1e10, "bytes_out": 8.8e10}
-    return {"state": state, "reason": reason, "version": "v41@r43", "slots": 2, "slots_used": 1, **pool, **more}
+def slave(state: str, cause: str, reason: str, **more: Any) -> SlaveView:
+    pool = {"pool_used": 1_200_000_000, "pool_limit": 2_400_000_000, "persist_s": 1.25}
+    moved = {"bytes_in": 91_000_000_000, "bytes_out": 88_000_000_000}
+    numbers = {"version": "v41@r43", "slots": 2, "slots_used": 1} | pool | moved | more
+    return make_slave(state, cause, reason, **numbers)
 
 
 CRASH = "crashing, 4 of 10, exit 1, last line: ValueError: no such file: corpus/ranges/0007.bin"
-STATUS: dict[str, Any] = {
-    "run": "llama-1b",
-    "term": 2,
-    "head": "v41@r43",
-    "progress": {"tokens": 208_000_000, "tokens_target": 1_000_000_000},
-    "rounds": {"applied": 41, "unchanged": 0, "skipped": 2},
-    "met": {"all": 17, "versions": 20},
-    "round": {"round": 44, "state": "collecting", "reason": "1 committed, closes in 0.4 s"},
-    "ranges": {"total": 4096, "settled": 812, "leased": 8, "free": 3276},
-    "clusters": {
-        "berlin": cluster("training", "trains on v41@r43"),
-        "oslo": cluster("idle", "its trainer died", trainer="dead", note=CRASH, loss=None),
-        "tokyo": cluster("committed", "its push is committed", staleness=2, base="v39@r41"),
-        "zurich": cluster("gone", "crashed too often: 11 times, max_restarts is 10 in 86400 s: exit 1"),
+STATUS = make_run(
+    run="llama-1b",
+    term=2,
+    head="v41@r43",
+    progress=ProgressView(208_000_000, 1_000_000_000),
+    rounds=RoundCounts(41, 0, 2),
+    met=MetView(17, 20),
+    round=RoundView(RoundState.COLLECTING, 44, "1 committed, closes in 0.4 s"),
+    ranges=RangesView(4096, free=3276, leased=8, settled=812),
+    clusters={
+        "berlin": cluster("training", "trains", "trains on v41@r43"),
+        "oslo": cluster("idle", "stalled", "its trainer died", trainer="dead", remarks={"crash": CRASH}, loss=nan),
+        "tokyo": cluster("committed", "committed", "its push is committed", staleness=2, base="v39@r41"),
+        "zurich": cluster("gone", "gave_up", "crashed too often: 11 times, max_restarts is 10 in 86400 s: exit 1"),
     },
-    "slaves": {
-        "ps0": slave("ready", "serves v41@r43"),
-        "ps1": slave("ready", "serves v41@r43", mirror={"behind_versions": 0}),
-        "ps2": slave("lost", "silent for 10.2 s", version=None),
-        "ps3": slave("ready", "serves v41@r43"),
+    slaves={
+        "ps0": slave("ready", "serves", "serves v41@r43"),
+        "ps1": slave("ready", "serves", "serves v41@r43", mirror=MirrorView()),
+        "ps2": slave("lost", "silent", "silent for 10.2 s", version=None),
+        "ps3": slave("ready", "serves", "serves v41@r43"),
     },
-}
+)
 
 SHOT = """\
 llama-1b  head v41@r43  term 2  208.00M tokens (21%)
@@ -86,7 +96,7 @@ def drawn(what: RenderableType, height: int = 24) -> str:
 
 def test_the_page_is_named() -> None:
     """Where the master has an HTTP port; otherwise nothing is said."""
-    assert "page: https://10.0.0.5:9400/" in drawn(render_status({**STATUS, "page": "https://10.0.0.5:9400/"}))
+    assert "page: https://10.0.0.5:9400/" in drawn(render_status(replace(STATUS, page="https://10.0.0.5:9400/")))
     assert "page:" not in drawn(render_status(STATUS))
 
 
@@ -107,13 +117,13 @@ def test_watch_fits_and_says_how_many_more() -> None:
 def test_clusters_that_cannot_meet_are_named() -> None:
     """Windows that heartbeats cannot steer are said, and nothing is said where there is nothing to meet."""
     warning = "windows every 1.4 s are too short"
-    assert f"pace: {warning}" in drawn(render_status({**STATUS, "pace_warning": warning}))
-    alone = {**STATUS, "clusters": {"berlin": STATUS["clusters"]["berlin"]}}
+    assert f"pace: {warning}" in drawn(render_status(replace(STATUS, pace_warning=warning)))
+    alone = replace(STATUS, clusters={"berlin": STATUS.clusters["berlin"]})
     assert "all clusters" not in drawn(render_status(alone))
 
 
 def test_a_cluster_that_said_goodbye_is_not_called_gone() -> None:
-    text = drawn(render_status({**STATUS, "clusters": {"berlin": cluster("gone", "left")}}))
+    text = drawn(render_status(make_run(clusters={"berlin": cluster("gone", "left", "left")})))
     assert "berlin   left " in text and "gone" not in text
 
 
@@ -122,11 +132,9 @@ def test_history_in_80_columns() -> None:
 
 
 def test_a_finished_run_shows_its_last_loss() -> None:
-    text = drawn(render_status({**STATUS, "finished": "v41@r43", "last_loss": 2.3456}))
+    text = drawn(render_status(replace(STATUS, finished="v41@r43", newest=NewestView(loss=2.3456))))
     assert "finished at v41@r43, last loss 2.346" in text.splitlines(), "a line of its own, not wrapped at 80 columns"
-    assert "finished at v41@r43, last loss –" in drawn(
-        render_status({**STATUS, "finished": "v41@r43", "last_loss": None})
-    )
+    assert "finished at v41@r43, last loss –" in drawn(render_status(replace(STATUS, finished="v41@r43")))
 
 
 def round_(number: int, **more: Any) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-MOST_CHARS = 240  # of a reason or note; the heartbeat's own limit
+MOST_CHARS = 240  # of a reason or remark; the heartbeat's own limit
 NAME_CHARS = 63  # of a cluster or slave
 DIGITS = 6  # significant, of a number that is shown
 # Control and format characters: among the latter are those that turn the direction of what follows.
@@ -20,15 +21,17 @@ def clean_text(text: object, most: int = MOST_CHARS) -> str:
     return shown if len(line) <= most else shown[: most - 1] + "…"
 
 
-def number_of(value: Any) -> float | int | None:
-    """A finite number with few digits, or None: JSON has no NaN, and nobody reads the twelfth digit."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if isinstance(value, int):
-        return value
-    return float(f"{value:.{DIGITS}g}") if isfinite(value) else None
+def clean_plain(value: Any) -> Any:
+    """The same for what `to_plain` made: texts bounded, numbers with few digits; JSON has no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if isfinite(value) else None
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(key): clean_plain(item) for key, item in value.items()}
+    return [clean_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def seconds_of(value: Any) -> float | None:
+def seconds_of(value: float | None) -> float | None:
     """A number of seconds to the hundredth."""
-    return round(float(value), 2) if isinstance(value, int | float) and isfinite(value) else None
+    return None if value is None or not isfinite(value) else round(value, 2)

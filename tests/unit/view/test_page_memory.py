@@ -7,14 +7,15 @@ from itertools import pairwise
 from dips.errors import DifferentModel, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import nesterov_step
-from dips.page import curves, memory, spans
-from dips.page.events import Gravity, describe_note
-from dips.page.memory import PageMemory
-from dips.page.spans import RUN_LANE, SpanBook, SpanKind
 from dips.protocol.effects import Failed, Note, Reply
-from dips.protocol.enums import OutcomeKind, RoundResult
+from dips.protocol.enums import OutcomeKind, RoundResult, Severity
 from dips.protocol.events import PROTOCOL, ClusterJoined, PullFinished, Ticked
 from dips.protocol.records import FoldRow, OutcomeRow, RolledBack, RoundEnded, ScoreHistory, VersionCommitted
+from dips.view.page import curves, memory, spans
+from dips.view.page.curves import CurvePoint
+from dips.view.page.events import describe_note
+from dips.view.page.memory import PageMemory
+from dips.view.page.spans import RUN_LANE, SpanBook, SpanKind
 
 WEST = PushId("west", 1, 3)
 
@@ -27,11 +28,12 @@ def outcome(kind: OutcomeKind, reason: str = "", push: PushId = WEST) -> Outcome
     return OutcomeRow(push, kind, reason, 100, 5, 1.0, 0.5, ())
 
 
-def version(n: int, tokens: int = 100, loss: float | None = 2.0) -> VersionCommitted:
+def version(n: int, tokens: int = 100, loss: float | None = 2.0, after: int | None = None) -> VersionCommitted:
     """Made by round n of one push."""
+    before = n - 1 if after is None else after
     fold = FoldRow(WEST, VersionId(n - 1, n - 1), tokens, 5, 1.0, 1.0, 0.5, loss, ())
     return VersionCommitted(
-        VersionId(n, n), VersionId(n - 1, n - 1), True, (fold,), (outcome(OutcomeKind.ACCEPTED),),
+        VersionId(n, n), VersionId(before, before), True, (fold,), (outcome(OutcomeKind.ACCEPTED),),
         nesterov_step(1.0, 0.7, 0.8), 1.0, False, (), (), ScoreHistory((), ()), 0.0,
     )  # fmt: skip
 
@@ -59,8 +61,9 @@ def test_a_round_becomes_its_bars() -> None:
         ("west", SpanKind.PULL, 14.0, 15.0),
     ]
     [row] = seen.rounds
-    assert (row.version, row.phases) == ("v1@r1", {"window": 1.0, "apply": 0.5, "persist": 0.5})
-    assert seen.head_at == 14.0 and seen.curves.run.list_points() == [(100, 14.0, 2.0, 1)]
+    assert (str(row.round.version), row.phases) == ("v1@r1", {"window": 1.0, "apply": 0.5, "persist": 0.5})
+    assert seen.head_at == 14.0 and seen.curves.run.list_points() == [CurvePoint(100, 14.0, (2.0, 1.0, None))]
+    assert seen.curves.clusters["west"].list_points() == [CurvePoint(100, 14.0, (2.0, 0.5, 5, None))]
 
 
 def test_a_skipped_round_is_drawn_as_broken_and_its_cluster_trains_on() -> None:
@@ -84,7 +87,7 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
     before = seen.curves.revision
     see(seen, 4.0, RolledBack(VersionId(1, 1), (VersionId(2, 2), VersionId(3, 3)), "ps1 came back without", 0.0))
     assert [p.tokens for p in seen.curves.run.list_points()] == [100] and seen.curves.revision > before
-    see(seen, 5.0, version(4, loss=1.0))
+    see(seen, 5.0, version(4, loss=1.0, after=1))
     assert [p.tokens for p in seen.curves.run.list_points()] == [100, 200]
 
 
@@ -105,27 +108,29 @@ def test_everything_is_bounded() -> None:
         push = PushId(f"c{n}", 1, 1)
         see(seen, float(n), note("push_granted", push=push), note("cluster_joined", cluster=f"c{n}", head="v0@r0"))
         see(seen, n + 0.5, note("round_opened", round=n), version(n))
-        seen.curves.add_version(n, float(n), [(f"c{n}", 1, 1.0)])
         rejected = outcome(OutcomeKind.GATED, f"score {n}", push)
         see(seen, n + 0.7, RoundEnded(n, RoundResult.UNCHANGED, "", (rejected,), (), 0.0))
     assert len(seen.events) == memory.EVENTS_KEPT and len(seen.rounds) == memory.ROUNDS_KEPT
-    assert len(seen.rejections) == memory.REJECTIONS_KEPT and len(seen.outcomes) <= memory.VERDICTS_KEPT
+    assert len(seen.rejections) == memory.REJECTIONS_KEPT
     assert len(seen.spans.list_spans(0.0)) <= spans.SPANS_KEPT + spans.MOST_OPEN
     assert len(seen.curves.clusters) == curves.MOST_CURVES
-    assert len(seen.curves.run.list_points()) <= curves.MOST_POINTS
+    assert len(seen.curves.run.list_points()) <= curves.MOST_POINTS + curves.RECENT_POINTS
 
 
 def test_a_full_curve_keeps_its_shape() -> None:
-    """Neighbours are averaged: the ends stay, and the mean of all."""
-    curve = curves.LossCurve()
+    """The newest points stay as they are; older neighbours are averaged, each column by itself."""
+    curve = curves.Curve()
     for n in range(1, 10_001):
-        curve.add_loss(n, float(n), 10.0 - n / 1000)
+        curve.add_point(n, float(n), (10.0 - n / 1000, float(n) if n % 2 else None))
     points = curve.list_points()
-    assert curves.MOST_POINTS / 2 <= len(points) <= curves.MOST_POINTS
-    assert sum(p.versions for p in points) == 10_000 and points[-1].tokens == 10_000
-    mean = sum(p.loss * p.versions for p in points) / 10_000
+    recent = points[-curves.RECENT_POINTS :]
+    assert [p.tokens for p in recent] == list(range(10_001 - curves.RECENT_POINTS, 10_001))
+    assert curves.MOST_POINTS / 2 <= len(points) - len(recent) <= curves.MOST_POINTS
+    assert sum(p.rounds for p in points) == 10_000 and points[-1].tokens == 10_000
+    mean = sum((p.values[0] or 0.0) * p.rounds for p in points) / 10_000
     assert abs(mean - (10.0 - 10_001 / 2000)) < 1e-9
-    assert all(a.loss > b.loss for a, b in pairwise(points))
+    assert all((a.values[0] or 0.0) > (b.values[0] or 0.0) for a, b in pairwise(points))
+    assert all(p.values[1] is not None for p in points if p.rounds > 1)
 
 
 def test_what_no_event_ended_is_ended() -> None:
@@ -142,9 +147,9 @@ def test_notes_become_lines() -> None:
     """By kind, a missing field as a dash; an unknown kind by its own words; what is routine is none."""
     gated = describe_note("push_gated", {"push": "west/3#17", "reason": "norm 9 above 3"}, 1.0)
     assert gated is not None
-    assert (gated.gravity, gated.who, gated.what) == (Gravity.ATTENTION, "west", "push gated: norm 9 above 3")
-    left = describe_note("cluster_gone", {"cluster": "west", "reason": "left"}, 1.0)
-    assert left is not None and left.gravity is Gravity.PLAIN
+    assert (gated.severity, gated.who, gated.what) == (Severity.ATTENTION, "west", "push gated: norm 9 above 3")
+    left = describe_note("cluster_gone", {"cluster": "west", "cause": "left", "reason": "so long"}, 1.0)
+    assert left is not None and left.severity is Severity.PLAIN
     torn = describe_note("slave_lost", {"slave": "ps0"}, 1.0)
     assert torn is not None and torn.what == "is lost: –"
     new = describe_note("tuned_window", {"from": "1", "to": "{2}"}, 1.0)

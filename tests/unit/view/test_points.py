@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master.ledger_history import RoundHistory
-from dips.master.loss_curve import list_pushes
-from dips.master.track_points import RunTotals, point_of_round
 from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import FoldRow, OutcomeRow
+from dips.view.points import PointMaker, RoundHistory, list_points, name_numbers
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
@@ -28,8 +28,26 @@ def applied(version: VersionId, parent: VersionId, undone: str | None) -> RoundH
 
 def test_what_was_gated_and_what_was_undone() -> None:
     rounds = [applied(V1, GENESIS, None), applied(V2, V1, "a disk was lost")]
-    assert [(p.cluster, p.kind, p.undone) for p in list_pushes(rounds)] == [
+    points, _ = list_points(rounds)
+    assert [(p.cluster, p.kind, p.undone) for point in points for p in point.pushes] == [
         ("a", "accepted", False), ("b", "gated", False), ("a", "accepted", True), ("b", "gated", True),
     ]  # fmt: skip
-    point = point_of_round(rounds[0], RunTotals())
-    assert point is not None and (point.numbers["gated/a"], point.numbers["gated/b"]) == (0.0, 1.0)
+    numbers = name_numbers(points[0])
+    assert (numbers["gated/a"], numbers["gated/b"]) == (0.0, 1.0)
+
+
+def test_tokens_a_second_are_since_the_one_before() -> None:
+    """Of a version since its parent, of a cluster since its last push that was judged; the first has none."""
+    rounds = [replace(applied(V1, GENESIS, None), ended=10.0), replace(applied(V2, V1, None), ended=30.0)]
+    (first, second), _ = list_points(rounds)
+    assert (first.tokens_per_s, second.tokens_per_s) == (None, 5.0)
+    assert [p.tokens_per_s for p in second.pushes] == [5.0, 0.35]
+    assert (first.run_tokens, second.run_tokens, second.loss) == (100, 200, 2.5)
+
+
+def test_points_may_begin_in_the_middle() -> None:
+    """A master recalls the newest rounds; the tokens before them are told."""
+    maker = PointMaker()
+    maker.begin(V1, 1000)
+    point = maker.make_point(applied(V2, V1, None))
+    assert point is not None and point.run_tokens == 1100 and maker.tokens_of(V2) == 1100

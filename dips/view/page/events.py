@@ -1,4 +1,4 @@
-"""The master's notes as lines for a person: how grave, about whom, and what happened.
+"""The master's notes as lines for a person: its severity, about whom, and what happened.
 
 A kind without a line here is shown by its own words, so that a new one is never lost; ROUTINE is on the timeline.
 """
@@ -7,37 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
-from dips.page.text import clean_text
+from dips.protocol.enums import ClusterCause, Severity
+from dips.view.page.text import clean_text
 
 ROUTINE = frozenset(
     {"push_granted", "push_committed", "round_opened", "round_applying", "round_persisting", "version_committed"}
 ) | {"version_durable"}
-LEFT = "left"  # the reason of a cluster that said goodbye
-
-
-class Gravity(StrEnum):
-    """How much a line asks of the operator; the words are the page's, too."""
-
-    GOOD = "good"
-    PLAIN = "plain"
-    ATTENTION = "attention"
-    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)
 class PageEvent:
     at: float  # Unix seconds
-    gravity: Gravity
+    severity: Severity
     who: str
     what: str
     times: int = 1  # in a row
 
 
-_GOOD, _PLAIN, _ATTENTION, _BROKEN = Gravity.GOOD, Gravity.PLAIN, Gravity.ATTENTION, Gravity.BROKEN
-# kind → gravity, the field that names who it is about, and the sentence
-LINES: Mapping[str, tuple[Gravity, str, str]] = {
+_GOOD, _PLAIN, _ATTENTION, _BROKEN = Severity.GOOD, Severity.PLAIN, Severity.ATTENTION, Severity.BROKEN
+# kind → severity, the field that names who it is about, and the sentence
+LINES: Mapping[str, tuple[Severity, str, str]] = {
     "cluster_joined": (_GOOD, "cluster", "joined at {head}"),
     "cluster_gone": (_ATTENTION, "cluster", "is gone: {reason}"),
     "cluster_readmitted": (_GOOD, "cluster", "was readmitted by an operator"),
@@ -73,11 +63,11 @@ def describe_note(kind: str, fields: Mapping[str, str], at: float) -> PageEvent 
     if kind not in LINES:
         told = ", ".join(f"{key} {value}" for key, value in known.items())
         return PageEvent(at, _PLAIN, "", clean_text(f"{kind.replace('_', ' ')}: {told}"))
-    gravity, who, sentence = LINES[kind]
-    if kind == "cluster_gone" and known.get("reason") == LEFT:
-        gravity, sentence = _PLAIN, "left"
+    severity, who, sentence = LINES[kind]
+    if kind == "cluster_gone" and known.get("cause") == ClusterCause.LEFT:
+        severity, sentence = _PLAIN, "left"
     name = cluster_of_push(known.get(who, "")) if who == "push" else known.get(who, "")
-    return PageEvent(at, gravity, name, clean_text(sentence.format_map(_OrDash(known))))
+    return PageEvent(at, severity, name, clean_text(sentence.format_map(_OrDash(known))))
 
 
 def cluster_of_push(push: str) -> str:

@@ -12,10 +12,10 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from dips.errors import UnavailableMaster
-from dips.page import routes
+from dips.view.page import routes
 
-STATE = {"term": 3, "losses": {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}}
-PAGE = (files("dips.page") / "page.html").read_text(encoding="utf-8")
+STATE = {"term": 3, "curves": {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}}
+PAGE = (files("dips.view.page") / "page.html").read_text(encoding="utf-8")
 
 
 async def ask(made: list[Route], target: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
@@ -59,10 +59,10 @@ async def test_the_policy_names_every_inline_block_and_nothing_else_runs() -> No
 
 async def test_losses_that_the_page_has_are_not_sent_again() -> None:
     made = routes.page_routes(lambda: STATE)
-    assert b'"run"' in (await ask(made, "/api/state?losses=3.6"))[2]
-    assert b'"run"' in (await ask(made, "/api/state?losses=2.7"))[2]  # another master's
-    assert (await ask(made, "/api/state?losses=3.7"))[2] == b'{"term":3,"losses":{"revision":7}}'
-    assert STATE["losses"] == {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}
+    assert b'"run"' in (await ask(made, "/api/state?curves=3.6"))[2]
+    assert b'"run"' in (await ask(made, "/api/state?curves=2.7"))[2]  # another master's
+    assert (await ask(made, "/api/state?curves=3.7"))[2] == b'{"term":3,"curves":{"revision":7}}'
+    assert STATE["curves"] == {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}
 
 
 async def test_many_pages_cost_the_master_one_read() -> None:

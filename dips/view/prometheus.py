@@ -1,17 +1,23 @@
-"""The metrics that the master exports: the run, its rounds, and what it hears from clusters and slaves."""
+"""The metrics that the master exports: each names where in a RunView its number stands, and what it means.
+
+A number that a peer reports is a field of its heartbeat (protocol/heartbeats.py): with the row here it is a metric.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.telemetry.metrics import MetricRow, Samples, Status, Table, list_states, make_families
+from dips.protocol.enums import TrainerState
+from dips.protocol.view import RunView
+from dips.telemetry.metrics import MetricRow, Samples, Table, make_families
 
 RUN = (
     MetricRow("dips_term", "term", "Incarnations of the master so far."),
-    MetricRow("dips_head_version", "head_version", "Outer steps of the head."),
-    MetricRow("dips_head_round", "head_round", "The round that made the head."),
+    MetricRow("dips_head_version", "head_version.version", "Outer steps of the head."),
+    MetricRow("dips_head_round", "head_version.round", "The round that made the head."),
     MetricRow("dips_tokens_accepted", "progress.tokens", "Tokens in the head's lineage."),
     MetricRow("dips_tokens_target", "progress.tokens_target", "Tokens after which the run ends; 0 for none."),
     MetricRow("dips_uptime_seconds", "uptime_s", "Since this master started."),
@@ -48,8 +54,8 @@ RUN = (
     MetricRow("dips_versions_undone", "undone_total", "Versions that were rolled back."),
     MetricRow("dips_head_age_seconds", "newest.age_s", "Since the newest version was committed."),
     MetricRow("dips_durable_age_seconds", "newest.durable_age_s", "Since the newest durable version was committed."),
-    MetricRow("dips_run_loss", "last_loss", "Loss of the newest version: its contributions' mean, by tokens."),
-    MetricRow("dips_run_finished", "ended", "1 once the run has reached its target."),
+    MetricRow("dips_run_loss", "newest.loss", "Loss of the newest version: its contributions' mean, by tokens."),
+    MetricRow("dips_run_finished", "is_finished", "1 once the run has reached its target."),
     MetricRow("dips_push_seconds", "meters.push", "From a push's grant to its commit.", histogram=True),
 )
 CLUSTER = (
@@ -64,28 +70,30 @@ CLUSTER = (
         "dips_cluster_tokens_undone", "tokens_undone", "Tokens accepted once, by versions that were rolled back."
     ),
     MetricRow("dips_cluster_tokens_lost", "tokens_lost", "Tokens lost with trainers and incarnations."),
-    MetricRow("dips_cluster_tokens_carried", "tokens_carried", "Tokens consumed and not yet settled."),
+    MetricRow("dips_cluster_tokens_carried", "heartbeat.tokens_carried", "Tokens consumed and not yet settled."),
     MetricRow("dips_cluster_staleness", "staleness", "Outer steps of the head since the cluster's base."),
     MetricRow("dips_cluster_norm", "norm", "Norm of its last accepted pseudo-gradient."),
     MetricRow("dips_cluster_score", "score", "The penalty's score of its last contribution."),
     MetricRow("dips_cluster_quarantined", "quarantined", "1 if it was gated too often in a row."),
-    MetricRow("dips_cluster_inner_steps", "inner_steps", "Inner steps since its agent started."),
+    MetricRow("dips_cluster_inner_steps", "heartbeat.inner_steps", "Inner steps since its agent started."),
     MetricRow("dips_cluster_loss", "loss", "Loss of its last inner step."),
-    MetricRow("dips_cluster_transfer_bytes", "bytes_moved", "Moved by the present or last push or pull."),
-    MetricRow("dips_cluster_transfer_size_bytes", "bytes_total", "Size of the present or last push or pull."),
-    MetricRow("dips_cluster_transfer_bytes_per_second", "bytes_per_s", "Its rate."),
+    MetricRow("dips_cluster_transfer_bytes", "heartbeat.bytes_moved", "Moved by the present or last push or pull."),
+    MetricRow("dips_cluster_transfer_size_bytes", "heartbeat.bytes_total", "Size of the present or last push or pull."),
+    MetricRow("dips_cluster_transfer_bytes_per_second", "heartbeat.bytes_per_s", "Its rate."),
     MetricRow("dips_cluster_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 SLAVE = (
     MetricRow("dips_slave_incarnation", "sinc", "Incarnations of the slave so far."),
     MetricRow("dips_slave_slots", "slots", "Pushes that may move at once."),
     MetricRow("dips_slave_slots_used", "slots_used", "Slots in use."),
-    MetricRow("dips_slave_pool_bytes", "pool_used", "Memory pool in use."),
-    MetricRow("dips_slave_pool_limit_bytes", "pool_limit", "The pool's written sum."),
-    MetricRow("dips_slave_received_bytes", "bytes_in", "Received by the data flow since its start.", counter=True),
-    MetricRow("dips_slave_sent_bytes", "bytes_out", "Sent by the data flow since its start.", counter=True),
-    MetricRow("dips_slave_persist_seconds", "persist_s", "Its last snapshot took."),
-    MetricRow("dips_slave_apply_seconds", "apply_s", "Its last outer step took."),
+    MetricRow("dips_slave_pool_bytes", "heartbeat.pool_used", "Memory pool in use."),
+    MetricRow("dips_slave_pool_limit_bytes", "heartbeat.pool_limit", "The pool's written sum."),
+    MetricRow(
+        "dips_slave_received_bytes", "heartbeat.bytes_in", "Received by the data flow since its start.", counter=True
+    ),
+    MetricRow("dips_slave_sent_bytes", "heartbeat.bytes_out", "Sent by the data flow since its start.", counter=True),
+    MetricRow("dips_slave_persist_seconds", "heartbeat.persist_s", "Its last snapshot took."),
+    MetricRow("dips_slave_apply_seconds", "heartbeat.apply_s", "Its last outer step took."),
     MetricRow("dips_slave_mirror_behind_versions", "mirror.behind_versions", "Outer steps that its mirror lacks."),
     MetricRow("dips_slave_mirror_behind_seconds", "mirror.behind_s", "Since its mirror held the head."),
     MetricRow("dips_slave_mirror_failing", "mirror.failing", "1 while its mirror is full, gone or failing."),
@@ -112,43 +120,34 @@ TABLES: tuple[Table, ...] = (
 )
 
 
-def collect(status: Status) -> Iterator[Metric]:
-    """Turn the master's status into metric families; numbers not reported yet are left out."""
-    version, _, number = str(status.get("head", "")).partition("@r")
-    flat = {
-        **status,
-        "head_version": _parse_whole(version.lstrip("v")),
-        "head_round": _parse_whole(number),
-        "ended": bool(status.get("finished")),
-    }
-    clusters, slaves = status.get("clusters", {}), status.get("slaves", {})
+def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
+    """Turn what the master exports into metric families: its `view` of the run, and the `meters` of its rounds.
+
+    Numbers that are not known yet are left out.
+    """
+    view: RunView = status["view"]
     moving: Samples = [
-        ((slave, str(t["cluster"]), "push" if t["push"] else "pull"), t)
-        for slave, peer in slaves.items()
-        for t in peer.get("transfers", ())
+        ((slave, t.cluster, "push" if t.push else "pull"), t)
+        for slave, peer in view.slaves.items()
+        if peer.heartbeat is not None
+        for t in peer.heartbeat.transfers
     ]
-    phases = status.get("meters", {}).get("phases", {})
     samples: tuple[Samples, ...] = (
-        [((), flat)],
-        [((name,), peer) for name, peer in clusters.items()],
-        list_states(clusters),
-        [((name,), peer) for name, peer in slaves.items()],
-        list_states(slaves),
+        [((), view), ((), status)],
+        [((name,), peer) for name, peer in view.clusters.items()],
+        [((name, peer.state.value), {"one": 1}) for name, peer in view.clusters.items()],
+        [((name,), peer) for name, peer in view.slaves.items()],
+        [((name, peer.state.value), {"one": 1}) for name, peer in view.slaves.items()],
         moving,
-        [((standing,), {"count": count}) for standing, count in count_standings(status).items()],
-        [((phase,), {"phase": histogram}) for phase, histogram in phases.items()],
+        [((standing,), {"count": count}) for standing, count in count_standings(view).items()],
+        [((phase,), {"phase": histogram}) for phase, histogram in status["meters"].phases.items()],
     )
     for (rows, labels), found in zip(TABLES, samples, strict=True):
         yield from make_families(rows, found, labels)
 
 
-def count_standings(status: Status) -> dict[str, int]:
+def count_standings(view: RunView) -> dict[str, int]:
     """How many clusters have a lease; of these, how many can contribute; and how many did to the newest version."""
-    live = [c for c in status.get("clusters", {}).values() if c.get("state") != "gone"]
-    able = [c for c in live if c.get("trainer") == "training" and not c.get("quarantined")]
-    contributing = (status.get("newest") or {}).get("clusters", 0)
-    return {"live": len(live), "participating": len(able), "contributing": contributing}
-
-
-def _parse_whole(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+    live = [c for c in view.clusters.values() if c.live]
+    able = [c for c in live if c.heartbeat and c.heartbeat.trainer is TrainerState.TRAINING and not c.quarantined]
+    return {"live": len(live), "participating": len(able), "contributing": view.newest.clusters}

@@ -12,34 +12,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dips.errors import Busy, Unavailable
-from dips.page.curves import LossCurves
-from dips.page.events import PageEvent, cluster_of_push, describe_note
-from dips.page.spans import RUN_LANE, Span, SpanBook, SpanKind
-from dips.page.text import NAME_CHARS, clean_text
+from dips.ids import VersionId
 from dips.protocol.effects import Effect, Failed, Note, Refused, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult
 from dips.protocol.events import ClusterJoined, Event, PullFinished, PullRequested, PushRequested, SlaveRegistered
-from dips.protocol.records import OutcomeRow, RolledBack, RoundEnded, VersionCommitted
+from dips.protocol.records import RolledBack, RoundEnded, VersionCommitted
+from dips.view.page.curves import RunCurves
+from dips.view.page.events import PageEvent, cluster_of_push, describe_note
+from dips.view.page.spans import RUN_LANE, Span, SpanBook, SpanKind
+from dips.view.page.text import NAME_CHARS, clean_text
+from dips.view.points import PointMaker, RoundHistory
 
 EVENTS_KEPT = 64
 ROUNDS_KEPT = 16
 REJECTIONS_KEPT = 32  # by (who, what, why), the newest
-VERDICTS_KEPT = 4096  # clusters whose last outcome is known
-UNDO_KEPT = 1024  # versions whose tokens are known: no rollback goes farther
 
 
 @dataclass(frozen=True, slots=True)
-class RoundMemory:
-    """One round that ended; times are Unix seconds."""
+class EndedRound:
+    """One round that ended, and how long its phases took."""
 
-    round: int
-    kind: str
-    version: str | None
-    reason: str
-    begin: float
-    end: float
+    round: RoundHistory
     phases: Mapping[str, float]  # seconds, by SpanKind
-    outcomes: tuple[tuple[str, str, str], ...]  # (cluster, kind, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +47,16 @@ class Rejection:
     times: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LastOutcome:
-    """How a cluster's last push ended."""
-
-    kind: str
-    reason: str
-    round: int
-    at: float
-
-
 class PageMemory:
     """Used by one thread: the master's loop."""
 
     def __init__(self) -> None:
-        self.curves, self.spans = LossCurves(), SpanBook()
+        self.curves, self.spans = RunCurves(), SpanBook()
         self.events: deque[PageEvent] = deque(maxlen=EVENTS_KEPT)
-        self.rounds: deque[RoundMemory] = deque(maxlen=ROUNDS_KEPT)
+        self.rounds: deque[EndedRound] = deque(maxlen=ROUNDS_KEPT)
         self.rejections: dict[tuple[str, str, str], Rejection] = {}
-        self.outcomes: dict[str, LastOutcome] = {}
         self.head_at: float | None = None  # when the head was made
-        self._tokens = 0  # of the head's lineage
-        self._made: deque[tuple[str, int]] = deque(maxlen=UNDO_KEPT)  # (version, tokens of its lineage)
+        self._points = PointMaker()
         self._phases: dict[str, float] = {}  # of the open round: when each began
         self._seen: dict[type[Any], Callable[[Any, float], None]] = {
             Note: self._on_note,
@@ -85,24 +67,18 @@ class PageMemory:
 
     # ---- what lay before ------------------------------------------------------------------------------------------
 
-    def begin_lineage(self, tokens: int) -> None:
-        """`tokens` of the head's lineage at the start."""
-        self._tokens = tokens
+    def begin_lineage(self, version: VersionId, tokens: int) -> None:
+        """Rounds follow that go on from this version."""
+        self._points.begin(version, tokens)
 
-    def recall_round(
-        self, round_: RoundMemory, tokens: int | None, losses: Sequence[tuple[str, int, float | None]]
-    ) -> None:
-        """A round of the ledger, oldest first; `tokens` of its version's lineage, None if it made none that stands."""
-        self.rounds.append(round_)
+    def recall_round(self, r: RoundHistory) -> None:
+        """A round of the ledger, oldest first."""
+        if r.ended is None:
+            return
         self.spans.add_span(
-            Span(RUN_LANE, SpanKind.ROUND, round_.begin, round_.end, f"r{round_.round}", tokens is None)
+            Span(RUN_LANE, SpanKind.ROUND, r.opened, r.ended, f"r{r.round}", r.version is None or r.undone is not None)
         )
-        for cluster, kind, reason in round_.outcomes:
-            self._keep_outcome(cluster, LastOutcome(kind, clean_text(reason), round_.round, round_.end))
-        if tokens is not None and round_.version is not None:
-            self.head_at = round_.end
-            self._made.append((round_.version, tokens))
-            self.curves.add_version(tokens, round_.end, losses)
+        self._keep_round(r, {})
 
     # ---- what happens ---------------------------------------------------------------------------------------------
 
@@ -162,38 +138,46 @@ class PageMemory:
         self.spans.begin_span(RUN_LANE, kind, wall, f"r{number}")
 
     def _on_version(self, row: VersionCommitted, wall: float) -> None:
-        self._tokens += sum(fold.tokens for fold in row.folds)
-        self.head_at = wall
-        self._made.append((str(row.version), self._tokens))
-        self.curves.add_version(self._tokens, wall, [(f.push.cluster, f.tokens, f.loss) for f in row.folds])
-        self._end_round(row.version.round, RoundResult.APPLIED, str(row.version), "", row.outcomes, wall)
+        tokens = sum(fold.tokens for fold in row.folds)
+        opened, phases = self._end_phases(wall, broken=False)
+        made = RoundHistory(
+            row.version.round, RoundResult.APPLIED, "", opened, wall, row.version, row.parent, tokens, row.step,
+            row.delta_norm, row.clipped, row.folds, row.outcomes,
+        )  # fmt: skip
+        self._end_round(made, phases, wall)
 
     def _on_round_ended(self, row: RoundEnded, wall: float) -> None:
-        self._end_round(row.round, row.kind, None, row.reason, row.outcomes, wall)
+        opened, phases = self._end_phases(wall, broken=True)
+        ended = RoundHistory(row.round, row.kind, row.reason, opened, wall, None, None, 0, outcomes=row.outcomes)
+        self._end_round(ended, phases, wall)
 
-    def _end_round(
-        self, number: int, kind: str, version: str | None, reason: str, outcomes: Sequence[OutcomeRow], wall: float
-    ) -> None:
-        self.spans.end_span(RUN_LANE, wall, broken=version is None)
+    def _end_phases(self, wall: float, *, broken: bool) -> tuple[float, Mapping[str, float]]:
+        """When the round was opened, and how long each of its phases took; none of a recovered version."""
+        self.spans.end_span(RUN_LANE, wall, broken=broken)
         begun = list(self._phases.items())
-        ends = [at for _, at in begun[1:]] + [wall]
-        phases = {phase: end - at for (phase, at), end in zip(begun, ends, strict=False)}  # none of a recovered version
-        told = tuple((o.push.cluster, str(o.kind), clean_text(o.reason)) for o in outcomes)
-        begin = begun[0][1] if begun else wall
-        self.rounds.append(RoundMemory(number, str(kind), version, clean_text(reason), begin, wall, phases, told))
         self._phases.clear()
-        for o in outcomes:
-            self._keep_outcome(o.push.cluster, LastOutcome(str(o.kind), clean_text(o.reason), number, wall))
+        ends = [at for _, at in begun[1:]] + [wall]
+        return begun[0][1] if begun else wall, {phase: e - at for (phase, at), e in zip(begun, ends, strict=False)}
+
+    def _end_round(self, r: RoundHistory, phases: Mapping[str, float], wall: float) -> None:
+        self._keep_round(r, phases)
+        for o in r.outcomes:
             self.spans.end_span(o.push.cluster, wall, broken=o.kind is not OutcomeKind.ACCEPTED)
             if o.kind is not OutcomeKind.SKIPPED:  # whoever was judged pulls the head
                 self.spans.begin_span(o.push.cluster, SpanKind.PULL, wall)
 
+    def _keep_round(self, r: RoundHistory, phases: Mapping[str, float]) -> None:
+        self.rounds.append(EndedRound(r, phases))
+        point = self._points.make_point(r)
+        for o in r.outcomes:
+            if o.kind is not OutcomeKind.ACCEPTED:
+                self._keep_rejection(o.push.cluster, f"{o.kind} in round {r.round}", o.reason, r.ended or 0.0)
+        if point is not None and r.undone is None:
+            self.curves.add_round(point)
+            self.head_at = self.head_at if r.version is None else r.ended
+
     def _on_rolled_back(self, row: RolledBack, wall: float) -> None:
-        undone = {str(version) for version in row.undone}
-        while self._made and self._made[-1][0] in undone:
-            self._made.pop()
-        self._tokens = self._made[-1][1] if self._made else 0
-        self.curves.drop_above(self._tokens)
+        self.curves.drop_above(self._points.tokens_of(row.head) or 0)
         self.head_at = wall
 
     def _on_refused(self, event: Event, result: Failed | Refused, wall: float) -> None:
@@ -215,9 +199,3 @@ class PageMemory:
         self.rejections[key] = Rejection(*key, wall, before.times + 1 if before is not None else 1)
         if len(self.rejections) > REJECTIONS_KEPT:
             del self.rejections[next(iter(self.rejections))]
-
-    def _keep_outcome(self, cluster: str, outcome: LastOutcome) -> None:
-        if cluster in self.outcomes or len(self.outcomes) < VERDICTS_KEPT:
-            self.outcomes[cluster] = outcome
-        if outcome.kind != OutcomeKind.ACCEPTED:
-            self._keep_rejection(cluster, f"{outcome.kind} in round {outcome.round}", outcome.reason, outcome.at)
