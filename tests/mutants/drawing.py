@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, find_definitions, find_fragment, parse_fragment, put, walk_around
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
@@ -51,16 +53,13 @@ ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # o
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of different lines; the same ones for the same seed and tree."""
-    places = [place for path in _files() for place in _places_of(path)]
-    drawn = random.Random(seed).sample(places, count)
-    return [_mutant(path, node, new) for path, node, new in drawn]
+    """Draw `count` mutants of different places; the same ones for the same seed and tree."""
+    return [_mutant(*place) for place in random.Random(seed).sample(_find_places(), count)] if count else []
 
 
 def widened(mutant: Mutant) -> Mutant:
     """The same mutant, with all tests that drive its room."""
-    room = Path(mutant.where).parts[1]
-    return Mutant(mutant.name, mutant.where, mutant.old, mutant.new, WIDE.get(room, ELSEWHERE))
+    return replace(mutant, tests=WIDE.get(mutant.room, ELSEWHERE))
 
 
 def _files() -> list[Path]:
@@ -71,8 +70,13 @@ def _files() -> list[Path]:
 Place = tuple[Path, ast.AST, str]  # a node, and the text that takes its place
 
 
+@cache
+def _find_places() -> list[Place]:
+    return [place for path in _files() for place in _places_of(path)]
+
+
 def _places_of(path: Path) -> Iterator[Place]:
-    tree = ast.parse(path.read_text())
+    (tree,) = find_definitions(path)[""]
     told = {id(node) for part in _told(tree) for node in ast.walk(part)}
     for node in ast.walk(tree):
         if id(node) not in told and (new := _turned(node)):
@@ -113,21 +117,25 @@ def _turned(node: ast.AST) -> str:
 
 
 def _mutant(path: Path, node: ast.AST, new: str) -> Mutant:
-    """The lines of a node, grown until they stand once in the file, and the same lines with the node turned."""
-    lines = path.read_text().splitlines(keepends=True)
-    assert isinstance(node, ast.stmt | ast.expr) and node.end_lineno and node.end_col_offset is not None
-    first, last = node.lineno - 1, node.end_lineno - 1
-    start = len(lines[first].encode()[: node.col_offset].decode())
-    end = len(lines[last].encode()[: node.end_col_offset].decode())
-    head, tail = lines[first][:start], lines[last][end:]
-    before, after, text = "", "", "".join(lines)
-    old = "".join(lines[first : last + 1])
-    while text.count(before + old + after) > 1:
-        first, last = max(0, first - 1), min(len(lines) - 1, last + 1)
-        before, after = "".join(lines[first : node.lineno - 1]), "".join(lines[node.end_lineno : last + 1])
-    where = path.relative_to(ROOT).as_posix()
-    name = f"{where}:{node.lineno}: {ast.unparse(node).splitlines()[0][:60]} → {new[:60]}"
-    return Mutant(name, where, before + old + after, before + head + new + tail + after, _nearest(path))
+    definitions = find_definitions(path)
+    (around,) = (around for one, around in walk_around(definitions[""][0]) if one is node)
+    names = {id(one): name for name, found in definitions.items() for one in found}
+    name = next(names[id(one)] for one in (node, *reversed(around)) if id(one) in names)
+    file = path.relative_to(ROOT)
+    where = ".".join([*file.relative_to("dips").with_suffix("").parts, name]).removesuffix(".")
+    title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {new[:60]}"
+    return Mutant(title, where, *grow(node, new, around, definitions[name]), _nearest(path))
+
+
+def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list[ast.AST]) -> tuple[str, str]:
+    """A node and what becomes of it, with as much around it as stands once in some definitions."""
+    made = parse_fragment(new)[0]
+    for parent in reversed(around):
+        stands = isinstance(node, ast.expr | ast.stmt) and not isinstance(node, ast.Slice | ast.Starred)
+        if stands and len(find_fragment(ast.unparse(node), definitions)) == 1:
+            break
+        node, made = parent, put(parent, [node], [made])
+    return ast.unparse(node), ast.unparse(made)
 
 
 def _nearest(path: Path) -> str:
