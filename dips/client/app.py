@@ -10,18 +10,16 @@ import importlib
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import closing
-from functools import partial
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dips import daemon
 from dips.client.agent import metrics as agent_metrics
 from dips.client.agent.agent import Agent
 from dips.client.agent.core import AgentCore
@@ -31,20 +29,18 @@ from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
-from dips.client.agent.reloading import watch_file
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
 from dips.config import AUTO_LANES, ClusterFile, load_cluster
 from dips.errors import ConfigError
+from dips.http import HttpSubject
 from dips.identity.names import PeerRole
-from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
 from dips.private_files import keep_files_private, make_private_directory
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport.endpoints import master_peer
-from dips.transport.tls import TlsSource, open_source
 
 MASTER_CONNECTIONS = 2
 # Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
@@ -123,9 +119,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    tls = open_source(
-        config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, logs.warn_of_certificates(log)
-    )
+    tls = daemon.open_certificates(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, log)
     master = MasterLink(master_peer(config.master, tls), config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
@@ -145,22 +139,21 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite_grant if relay else lambda grant: grant
     agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
-    end_http = await _serve_http(config, tls, core.state, relay, log)
-    watching = watch_file(path, config, log, level is not None, agent.fail)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
-    try:
-        async with listen_for_ranks(config, agent.ranks, log) as found:
-            return await agent.run(command, {**known, **found})
-    finally:
-        watching.cancel()
-        await end_http()
+    async with AsyncExitStack() as stack:
+        stack.callback(timeline.close)
+        stack.push_async_callback(master.close)
         if relay:
-            await asyncio.to_thread(relay.close)
-        await master.close()
-        timeline.close()
+            stack.push_async_callback(asyncio.to_thread, relay.close)
+        stack.enter_context(daemon.end_signals(agent.terminate))
+        await daemon.open_http(config, tls, _describe_http(config, core.state, relay), log, stack)
+        watching = daemon.watch_file(
+            "cluster file", path, config, load_cluster, log, agent.fail, fixed_level=level is not None, on_hangup=False
+        )
+        stack.callback(watching.cancel)
+        found = await stack.enter_async_context(listen_for_ranks(config, agent.ranks, log))
+        return await agent.run(command, {**known, **found})
 
 
 def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
@@ -169,26 +162,17 @@ def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
     remote = ranks if over_network(config) is not None else 0
     relayed = 2 * ranks * AUTO_LANES if config.relay else 0
     peers = f"{ranks} ranks{f', relayed to {AUTO_LANES} lanes' if relayed else ''}"
-    if warning := raise_open_files(MASTER_CONNECTIONS + remote + relayed, peers):
-        log.warning("open_files", problem=warning)
+    daemon.raise_open_files(MASTER_CONNECTIONS + remote + relayed, peers, log)
 
 
-async def _serve_http(
-    config: ClusterFile, tls: TlsSource | None, state: AgentState, relay: Relay | None, log: logs.Log
-) -> Callable[[], Awaitable[None]]:
-    """Probes and metrics, if the cluster file says where; return what ends them."""
-    if config.http is None:
-        return partial(asyncio.sleep, 0)
-    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
-
+def _describe_http(config: ClusterFile, state: AgentState, relay: Relay | None) -> HttpSubject:
     def read_state() -> dict[str, Any]:
         return {**agent_metrics.read_metrics(state, time.monotonic()), **agent_metrics.read_relay(relay)}
 
     def explain_unready() -> str:
         return "" if state.joined else f"not joined: {state.sync.reason}"
 
-    subject = HttpSubject("agent", read_state, agent_metrics.collect, explain_unready, {"directory": config.directory})
-    return await serve_http(config.http, config.http_token, tls, subject, log)
+    return HttpSubject("agent", read_state, agent_metrics.collect, explain_unready, {"directory": config.directory})
 
 
 if __name__ == "__main__":

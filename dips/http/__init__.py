@@ -1,1 +1,27 @@
-"""The HTTP port of a daemon: probes, metrics, and on the master the page. It reads and never changes anything."""
+"""The HTTP port of every daemon: probes, Prometheus' metrics and the master's page, read-only.
+
+Opened by `dips.daemon.open_http`; the server itself is imported only by processes whose configuration says `http`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from dips.telemetry.metrics import Status
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSubject:
+    """A daemon as its port sees it: `read` and `explain_unready` are called on its loop, `look` on a thread beside."""
+
+    role: str
+    read: Callable[[], Status]
+    collect: Callable[[Status], Iterable[Metric]]
+    explain_unready: Callable[[], str]  # why it cannot do its work now; empty: it can
+    directories: Mapping[str, Path] = field(default_factory=dict)  # key in the configuration → on which disk
+    look: Callable[[], dict[str, Any]] = dict

@@ -7,9 +7,8 @@ on a thread of the port. /healthz asks the loop itself each time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from starlette.routing import BaseRoute
 from dips import __version__
 from dips.config import host_port, is_loopback
 from dips.errors import ConfigError
+from dips.http import HttpSubject
 from dips.http.access import Door, ReaderToken
 from dips.http.answers import RequestGate, make_app
 from dips.http.cached_view import CachedView
@@ -30,25 +30,12 @@ from dips.http.server import HttpServer, bind_socket
 from dips.identity.certificates import utc_now
 from dips.telemetry import process
 from dips.telemetry.logs import Log
-from dips.telemetry.metrics import Status
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
 
 PROBE_S = 2.0  # a loop that does not answer so long is not healthy
 READ_S = 5.0  # for a view to be built; Prometheus waits for 10
 THREADS = 2  # that make text
-
-
-@dataclass(frozen=True, slots=True)
-class HttpSubject:
-    """A daemon as its port sees it: `read` and `explain_unready` are called on its loop, `look` on a thread beside."""
-
-    role: str
-    read: Callable[[], Status]
-    collect: Callable[[Status], Iterable[Metric]]
-    explain_unready: Callable[[], str]  # why it cannot do its work now; empty: it can
-    directories: Mapping[str, Path] = field(default_factory=dict)  # key in the configuration → on which disk
-    look: Callable[[], dict[str, Any]] = dict
 
 
 async def serve_http(

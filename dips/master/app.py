@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,8 +14,10 @@ import typer
 from grpc import aio
 from grpc_health.v1 import health
 
+from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError, CorruptManifest
+from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master import begin, genesis, metrics, operate, restore, status, waiting
 from dips.master.core import MasterCore, Step
@@ -25,11 +26,10 @@ from dips.master.ledger import Ledger
 from dips.master.manifest_desk import ManifestDesk
 from dips.master.outside import MasterOutside
 from dips.master.page import MasterPage
-from dips.master.reloading import MasterReload
+from dips.master.reloading import CHANGEABLE, OTHERS, MasterReload
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
-from dips.open_files import raise_open_files
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
@@ -43,7 +43,7 @@ from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.guard import Guard
 from dips.transport.limits import MASTER_LIMITS, CallLimits
-from dips.transport.tls import TlsSource, open_source
+from dips.transport.tls import TlsSource
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
@@ -120,10 +120,13 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
-        _raise_open_files(config, log)
+        slaves = len(config.slaves)
+        connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
+        daemon.raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves", log)
         make_private_directory(config.master.directory, "master.directory")
         restore.restore_if_lost(config, log)
-        tls = _open_tls(config, log)
+        files = config.tls_files(MASTER_NAME, PeerRole.MASTER)
+        tls = daemon.open_certificates(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, log)
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
@@ -151,12 +154,17 @@ async def serve(
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log, runtime.fail)
         outside.begin_track(config, file, log, runtime.fail)
-        _stop_on_signals(runtime)
+        stack.enter_context(daemon.end_signals(runtime.stop))
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
-        reload = MasterReload(file, config, guard, calls, runtime, log, fixed_level)
-        beside = start_task(reload.run(), runtime.fail)
-        stack.callback(beside.cancel)
+        reload = MasterReload(guard, calls, runtime, log)
+        stack.callback(start_task(reload.keep_expelling(), runtime.fail).cancel)
+        if file is not None:
+            watching = daemon.watch_file(
+                "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level,
+                changeable=CHANGEABLE, ignored=OTHERS, apply=reload.apply_changes,
+            )  # fmt: skip
+            stack.callback(watching.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
         await checker.enter_graceful_shutdown()
@@ -164,20 +172,8 @@ async def serve(
     return code
 
 
-def _open_tls(config: RunFile, log: logs.Log) -> TlsSource | None:
-    files = config.tls_files(MASTER_NAME, PeerRole.MASTER)
-    return open_source(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, logs.warn_of_certificates(log))
-
-
 def _report_call(log: logs.Log, method: str, error: BaseException) -> None:
     log.error("call failed", method=method, exc_info=error)
-
-
-def _raise_open_files(config: RunFile, log: logs.Log) -> None:
-    slaves = len(config.slaves)
-    connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
-    if warning := raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves"):
-        log.warning("open_files", problem=warning)
 
 
 def _build_runtime(
@@ -280,27 +276,16 @@ async def _serve_http(
 ) -> None:
     """Probes, metrics and the page, if the run file says where."""
     section = config.master
-    if section.http is None:
-        return
-    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
 
     def read_status() -> dict[str, Any]:
         merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
         return {**merged, "meters": runtime.meters.read_meters()}
 
-    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
     subject = HttpSubject(
         "master", read_status, metrics.collect, runtime.explain_unready,
-        {"directory": section.directory, **mirror},
+        daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
-    routes = page.make_routes(runtime)
-    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, routes))
-
-
-def _stop_on_signals(runtime: Runtime) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, runtime.stop)
+    await daemon.open_http(section, tls, subject, log, stack, page.make_routes(runtime))
 
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:

@@ -7,14 +7,16 @@ ledger has, and a master that begins with one ends at once (docs/rationale.md#4)
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn
 
+from dips import daemon
 from dips.config import RunFile
 from dips.errors import ConfigError, UnavailableMaster
+from dips.http import HttpSubject
 from dips.master import begin, genesis
 from dips.master.ledger import hold_ledger
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
@@ -77,39 +79,17 @@ async def wait_for_ledger(
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
     await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     await server.start()
-    end_http = await _serve_http(config, tls, awaiting, log)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, GRACE_S)
+        subject = HttpSubject("master", awaiting.build_view, lambda _: (), lambda: WAITS)  # lives, and is not ready
+        await daemon.open_http(config.master, tls, subject, log, stack)
+        stack.enter_context(daemon.end_signals(stopped.set))
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
         ready(address)
         while not (begun.is_set() or stopped.is_set() or _is_made(config)):
             await _wait_for_any(begun, stopped)
-    finally:
-        await end_http()
-        await server.stop(GRACE_S)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
     return None if stopped.is_set() else address
-
-
-async def _serve_http(
-    config: RunFile, tls: TlsSource | None, awaiting: ModelAwaiting, log: Log
-) -> Callable[[], Awaitable[None]]:
-    """Probes: it lives and is not ready, so that nobody kills it for waiting."""
-    section = config.master
-    if section.http is None:
-        return _end_nothing
-    from dips.http.daemon import HttpSubject, serve_http  # 0.2 s that only its users pay
-
-    subject = HttpSubject("master", awaiting.build_view, lambda _: (), lambda: WAITS)
-    return await serve_http(section.http, section.http_token, tls, subject, log)
-
-
-async def _end_nothing() -> None:
-    pass  # no port was opened
 
 
 def _is_made(config: RunFile) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -15,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
+from dips import daemon
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
+from dips.http import HttpSubject
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
-from dips.open_files import raise_open_files
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
@@ -35,7 +35,6 @@ from dips.slave.flow import ZmqFlow
 from dips.slave.last_process import LastProcess
 from dips.slave.machine import available_bytes, memory_of
 from dips.slave.mirror_plan import Restored
-from dips.slave.reloading import watch_file
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -49,7 +48,6 @@ from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.guard import Guard
 from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
-from dips.transport.tls import TlsSource, open_source
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
@@ -174,10 +172,13 @@ async def serve(
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
-        _raise_open_files(section, log)
+        lanes = len(section.data_lanes(available_cores()))  # for as many clusters as may push at once; more may pull
+        peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"
+        daemon.raise_open_files(section.slots * TRANSFER_RANKS * lanes, peers, log)
         make_private_directory(section.directory, "slaves.directory")
         parts = _build_parts(config, section, log, stack)
-        tls = _open_tls(config, section, log)
+        files = config.tls_files(section.name, PeerRole.SLAVE)
+        tls = daemon.open_certificates(files, section.name, PeerRole.SLAVE, config.shared.run, log)
         guard = Guard(tls) if tls is not None else None
         report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
         server = control.make_server(report, guard, SLAVE_LIMITS)
@@ -188,49 +189,30 @@ async def serve(
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
-        await _serve_http(section, tls, parts, runtime, log, stack)
+        subject = HttpSubject(
+            "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
+            daemon.list_disks(section.directory, section.mirror),
+            lambda: slave_metrics.count_snapshots(section.directory),
+        )  # fmt: skip
+        await daemon.open_http(section, tls, subject, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:
-            stack.callback(watch_file(file, config, section.name, log, fixed_level, runtime.fail).cancel)
+            others = (
+                "clusters",
+                "limits.*",
+                "master.*",
+                *(f"slaves.{s.name}.*" for s in config.slaves if s is not section),
+            )
+            watching = daemon.watch_file(
+                "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level, ignored=others
+            )
+            stack.callback(watching.cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
-
-
-def _open_tls(config: RunFile, section: SlaveSection, log: logs.Log) -> TlsSource | None:
-    files = config.tls_files(section.name, PeerRole.SLAVE)
-    return open_source(files, section.name, PeerRole.SLAVE, config.shared.run, logs.warn_of_certificates(log))
-
-
-async def _serve_http(
-    section: SlaveSection,
-    tls: TlsSource | None,
-    parts: Parts,
-    runtime: SlaveRuntime,
-    log: logs.Log,
-    stack: AsyncExitStack,
-) -> None:
-    if section.http is None:
-        return
-    from dips.http.daemon import HttpSubject, serve_http  # 50 ms that only its users pay
-
-    mirror = {} if section.mirror is None or "://" in section.mirror else {"mirror": Path(section.mirror)}
-    subject = HttpSubject(
-        "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
-        {"directory": section.directory, **mirror}, lambda: slave_metrics.count_snapshots(section.directory),
-    )  # fmt: skip
-    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log))
-
-
-def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:
-    """For as many clusters as may push at once; more may pull, but their files are not known here."""
-    lanes = len(section.data_lanes(available_cores()))
-    peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"
-    if warning := raise_open_files(section.slots * TRANSFER_RANKS * lanes, peers):
-        log.warning("open_files", problem=warning)
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
@@ -323,18 +305,14 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:
     """Return at SIGTERM or SIGINT; raise what ends the slave by itself."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
+    stop = asyncio.Event()
     stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        with daemon.end_signals(stop.set):
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
         for task in (running, stopped):
             task.cancel()
         await asyncio.gather(running, stopped, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any, ClassVar, TextIO, cast
 
 import structlog
@@ -14,11 +13,6 @@ from dips.errors import ConfigError
 from dips.printable import make_lines_printable, make_printable
 
 Log = structlog.stdlib.BoundLogger
-
-
-def warn_of_certificates(log: Log) -> Callable[[str], None]:
-    """Take what is wrong with renewed files while the former ones stay in use; the same event in every daemon."""
-    return lambda problem: log.warning("certificate", problem=problem)
 
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -78,11 +78,6 @@ class TlsSource:
         return require_identity(load_tls(self.files), self._name, self._role, self._run)
 
 
-def open_source(files: TlsFiles | None, name: str, role: PeerRole, run: str, report: Report) -> TlsSource | None:
-    """Our certificate, if the configuration names one; None: plain text on loopback."""
-    return None if files is None else TlsSource(files, name, role, run, report)
-
-
 def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
     """For a port that takes only peers with a certificate of our authority; a renewed one is used from the next
     connection. `on_handshake` hears of each, on gRPC's threads."""

@@ -24,7 +24,7 @@ CONFIG = {
     "dips.fsync",
     "dips.http",
     "dips.mirror",
-    "dips.open_files",
+    "dips.daemon",
     "dips.pidlock",
     "dips.private_files",
     "dips.tasks",
@@ -48,7 +48,8 @@ MAY: dict[str, set[str]] = {
     "dips.cgroup": LOW,
     "dips.file_stamps": set(),
     "dips.fsync": LOW,
-    "dips.open_files": LOW,
+    "dips.daemon": LOW
+    | {"dips.config", "dips.http", "dips.identity", "dips.tasks", "dips.telemetry", "dips.transport"},
     "dips.pidlock": LOW,
     "dips.tasks": set(),
     "dips.mirror": LOW | {"dips.fsync"},

@@ -7,21 +7,20 @@ from dips.config import ClusterFile
 from dips.errors import ConfigError
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
-from dips.transport.tls import TlsSource, open_source
+from dips.transport.tls import TlsSource
 
 SOON_DAYS = 14  # as `dips certs show` has it
 
 
 def check_certificates(config: ClusterFile) -> tuple[CheckRow, TlsSource | None]:
     """The row, and what the master is asked with; None if it is asked in plain text, or cannot be asked."""
+    files = config.tls_files
+    if files is None:
+        return CheckRow("certificates", NOTE, "none: plain text on loopback"), None
     try:
-        source = open_source(
-            config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None
-        )
+        source = TlsSource(files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None)
     except ConfigError as error:
         return failed_row("certificates", error, "correct the section `tls`, or the files that it names"), None
-    if source is None:
-        return CheckRow("certificates", NOTE, "none: plain text on loopback"), None
     loaded = source.read_current()
     seen = f"{loaded.identity}, valid until {loaded.until:%Y-%m-%d}, trusts {source.files.ca}"
     if (loaded.until - utc_now()).days < SOON_DAYS:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import structlog
 
-from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.master.reloading import MasterReload
 from dips.protocol.events import ClusterExpelled, Event
 from dips.transport.limits import MASTER_LIMITS, CallLimits
@@ -26,15 +25,12 @@ class Inbox:
 
 async def test_whose_certificate_is_revoked_is_expelled_without_a_call_or_a_file_that_changes(tmp_path: Path) -> None:
     """It may be waiting for a pull: it asks nothing that could be refused."""
-    master = MasterSection(directory=tmp_path)
-    slave = SlaveSection(name="s", master="127.0.0.1:1", directory=tmp_path / "s", initial_model=tmp_path / "i")
-    config = RunFile(shared=Shared(run="july"), master=master, slaves=(slave,), insecure=True)
     story, runtime, calls = GuardedMaster(tmp_path), Inbox(), CallLimits(MASTER_LIMITS, 0.0)
     story.join("west", story.context("west"))
     story.enrolled.authority.revoke("west.cluster")
     story.seconds = 2.0  # files are looked at once a second
-    reload = MasterReload(None, config, story.guard, calls, runtime, structlog.get_logger())
-    looking = asyncio.create_task(reload.run())
+    reload = MasterReload(story.guard, calls, runtime, structlog.get_logger())
+    looking = asyncio.create_task(reload.keep_expelling())
     try:
         event = await asyncio.wait_for(runtime.events.get(), 10)
     finally:

@@ -1,0 +1,175 @@
+"""What the daemons have in common: certificates, open files, signals, the HTTP port, and a second look at their file.
+
+`dips-master`, `dips-slave` and `dips-client` each build themselves in their own app.py and call these in the order of
+their life. Each returns, or registers on the caller's exit stack, what undoes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from dips.config.watching import ConfigWatch, File, describe_keys, keep_watching
+from dips.errors import ConfigError
+from dips.http import HttpSubject
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+from dips.tasks import Fail, start_task
+from dips.telemetry import logs
+from dips.transport.tls import TlsSource
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+OWN_FILES = 128  # of a daemon without any peer: libraries, logs, ledger or snapshots, listening ports, event loops
+HOW = "raise the hard limit: LimitNOFILE= of its systemd unit, `ulimit -Hn` as root, --ulimit nofile of a container"
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+# ---- certificates ---------------------------------------------------------------------------------------------------
+
+
+def open_certificates(files: TlsFiles | None, name: str, role: PeerRole, run: str, log: logs.Log) -> TlsSource | None:
+    """Return this process's certificate, read again when its files change; None if the configuration has no `tls`."""
+    if files is None:
+        return None
+    return TlsSource(files, name, role, run, lambda problem: log.warning("certificate", problem=problem))
+
+
+# ---- open files -----------------------------------------------------------------------------------------------------
+
+
+def raise_open_files(connections: int, peers: str, log: logs.Log) -> None:
+    """Raise the soft limit of open files to the hard one, and warn if that is too few for the peers.
+
+    Shells and systemd start processes with a soft limit of 1,024 and a hard limit far above it; libzmq aborts the
+    process when it meets the limit. Child processes inherit the raised limit.
+
+    connections  that may be open at once; each is an open file
+    peers        whose they are, for the message: "256 ranks on each of 4 lanes"
+    Errors       ConfigError: the limit does not even suffice without any connection
+    """
+    limit, needed = _raise_soft_limit(), OWN_FILES + connections
+    if limit >= needed:
+        return
+    text = f"expected a limit of at least {needed} open files, for {peers}, got {limit}: {HOW}"
+    if limit < OWN_FILES:
+        raise ConfigError(f"open files: {text}")
+    log.warning("open_files", problem=text)
+
+
+def _raise_soft_limit() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return _as_count(soft)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):  # "unlimited", which the kernel refuses (fs.nr_open)
+        return _as_count(soft)
+    return _as_count(hard)
+
+
+def _as_count(limit: int) -> int:
+    return 1 << 62 if limit == resource.RLIM_INFINITY else limit
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
+    """Call `on_end` on the running loop at SIGTERM and SIGINT, as long as the context lasts."""
+    loop = asyncio.get_running_loop()
+    for number in END_SIGNALS:
+        loop.add_signal_handler(number, on_end)
+    try:
+        yield
+    finally:
+        for number in END_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+# ---- the HTTP port --------------------------------------------------------------------------------------------------
+
+
+class HttpSection(Protocol):
+    """The keys of a daemon's section that say where and for whom its port is open."""
+
+    @property
+    def http(self) -> str | None: ...
+
+    @property
+    def http_token(self) -> Path | None: ...
+
+
+async def open_http(
+    section: HttpSection,
+    tls: TlsSource | None,
+    subject: HttpSubject,
+    log: logs.Log,
+    stack: AsyncExitStack,
+    routes: Sequence[BaseRoute] = (),
+) -> None:
+    """Open the HTTP port if the section has one; the stack closes it. Only those who use it import the server (0.1 s).
+
+    Raise ConfigError if the port or the token is not usable.
+    """
+    if section.http is None:
+        return
+    from dips.http.daemon import serve_http
+
+    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, routes))
+
+
+def list_disks(directory: Path, mirror: str | None) -> dict[str, Path]:
+    """Return the directories whose disks the metrics show: a mirror that is a URL has none."""
+    local = {} if mirror is None or "://" in mirror else {"mirror": Path(mirror)}
+    return {"directory": directory, **local}
+
+
+# ---- the daemon's file, looked at again -----------------------------------------------------------------------------
+
+
+def watch_file(
+    kind: str,
+    path: Path,
+    config: File,
+    load: Callable[[Path], File],
+    log: logs.Log,
+    fail: Fail,
+    *,
+    fixed_level: bool,
+    changeable: Collection[str] = (),
+    ignored: Collection[str] = (),
+    apply: Callable[[File, list[str], str], None] = lambda config, keys, told: None,
+    on_hangup: bool = True,
+) -> asyncio.Task[None]:
+    """Take over what may change in the file while the daemon runs, and log why the rest may not; until cancelled.
+
+    kind         "run file" or "cluster file", for the log
+    fail         called with the exception that ends the task, which is our bug
+    fixed_level  the command line named the log's level, so the file does not change it
+    changeable   top-level keys, besides `log_level`, that `apply` takes over
+    ignored      patterns of keys that belong to other processes
+    apply        called with the new file, the keys to take over, and these spelled for a log
+    on_hangup    look at once on SIGHUP; false where SIGHUP has to end the process, as of a job whose terminal is gone
+    """
+
+    def take_over(new: File, keys: list[str]) -> None:
+        if "log_level" in keys and not fixed_level:
+            logs.set_level(getattr(new, "log_level"))  # noqa: B009 (every daemon's file has it; Section does not)
+        told = describe_keys(new, keys)
+        log.info(f"{kind} taken over", changed=told)
+        apply(new, keys, told)
+
+    hurry = asyncio.Event()
+    if on_hangup:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hurry.set)
+    report = lambda problem: log.warning(kind, problem=problem)  # noqa: E731
+    watch = ConfigWatch(path, config, load, ("log_level", *changeable), report, ignored)
+    return start_task(keep_watching(watch, take_over, hurry), fail)
