@@ -139,7 +139,7 @@ def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list
 
 
 def _nearest(path: Path) -> str:
-    """Tests of the module's own name; else those of its room."""
+    """Tests of the module's own name; else the unit tests of its room."""
     room = path.relative_to(ROOT / "dips").parent
     tests = ROOT / "tests" / "unit" / room
     while not tests.is_dir():
@@ -148,4 +148,6 @@ def _nearest(path: Path) -> str:
     found = sorted(
         t for t in tests.rglob("test_*.py") if stem in t.stem or f"{'.'.join(room.parts)}.{path.stem}" in t.read_text()
     )
-    return " ".join(str(t.relative_to(ROOT)) for t in found) or WIDE.get(room.parts[0] if room.parts else "", ELSEWHERE)
+    if not found and tests != ROOT / "tests" / "unit":
+        found = [tests]
+    return " ".join(str(t.relative_to(ROOT)) for t in found) or ELSEWHERE
