@@ -64,7 +64,7 @@ chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and ro
 attacks: $(VENV)/dev.stamp ## attack real daemons, with and without a valid certificate, while a run trains; a table at the end
 	@$(BIN)/python -m pytest -m attacks tests/attacks $(ARGS)
 
-bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/LOG.md (ARGS="--quick kernels")
+bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/results (ARGS="--quick kernels")
 	@$(BIN)/python -m benchmarks --log $(ARGS)
 
 proto: $(VENV)/dev.stamp ## write the stubs of protos/ anew into dips/wire/generated

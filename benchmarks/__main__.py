@@ -19,7 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import LOG, ROOT, append_log, end_in_order, shown
+from benchmarks.harness import end_in_order
+from benchmarks.record import ROOT, TABLE, append_runs, make_table, shown
 
 NAMES = (
     "kernels", "codecs", "transport", "memory", "persist", "orders", "round", "links", "ablation", "slow_cluster",
@@ -53,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "names", nargs="*", metavar="NAME", help=f"{' '.join(NAMES)}: all by default; {' '.join(APART)}: by name"
     )
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
-    parser.add_argument("--log", action="store_true", help=f"append a dated entry to {LOG.name}")
+    parser.add_argument("--log", action="store_true", help="append the rows to benchmarks/results, and write the table")
+    parser.add_argument("--table", action="store_true", help="only write benchmarks/README.md from benchmarks/results")
     args, words = parser.parse_known_args(argv)  # --device, --parameters: of the benchmark that is named
+    if args.table:
+        TABLE.write_text(make_table())
+        return 0
     end_in_order()
     console, begun = Console(), time.monotonic()
     names = args.names or [name for name in NAMES if find_spec(f"benchmarks.{name}")]
@@ -68,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason:
             unwell.append(f"{name}: {reason}")
     if args.log and results:
-        append_log(results)
+        append_runs(results)
+        TABLE.write_text(make_table())
     console.print(f"{len(results)} of {len(names)} benchmarks in {shown(time.monotonic() - begun, 's')}")
     for line in unwell:
         console.print(f"[bold red]{line}[/bold red]")

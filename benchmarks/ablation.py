@@ -169,7 +169,7 @@ def pipeline(bench: Bench) -> None:
             )
         on, off = middle(took["on"]), middle(took["off"])
         bench.row(
-            f"pipeline, {codec}, {mbit} Mbit/s", on.seconds, "s",
+            f"pipeline, {codec}", on.seconds, "s",
             against="one after another", of=off.seconds, least=PIPELINE if equal <= MOST_MBIT else None, less=True,
         )  # fmt: skip
         stages = f"stages {free.staging_s:.2f} s, wire {cast.wire_bytes * 8e-6 / PAYLOAD / mbit:.2f} s"
@@ -253,7 +253,7 @@ def together(bench: Bench) -> None:
             {"on": lambda: all_parts.push(AskOrder.TURNS), "off": lambda: none.push(AskOrder.RANDOM)}, bench.runs + 3
         )
     on, off = (mean(t.seconds for t in took[name]) for name in ("on", "off"))
-    bench.row(f"all together, int8, {mbit} Mbit/s", on, "s", against="none of it", of=off, less=True)
+    bench.row("all together, int8", on, "s", against="none of it", of=off, less=True)
     bench.note(f"all together: {limit(middle(took['on']), cast, mbit)}; none: {limit(middle(took['off']), cast, mbit)}")
 
 

@@ -28,7 +28,8 @@ import torch
 import yaml
 
 import dips
-from benchmarks.harness import ROOT, Bench, main
+from benchmarks.harness import Bench, main
+from benchmarks.record import ROOT
 from benchmarks.whole_run import Processes, free_port
 from dips.config import load_run
 from dips.demo.data import load_corpus

@@ -51,7 +51,7 @@ NUMEL = 16 << 20  # of the counted round
 
 @dataclass
 class CodecChannel:
-    """One cluster's way to the slaves; a reference of client/feedback.py in three lines."""
+    """One cluster's way to the slaves; a reference of dips/client/rank/feedback.py in three lines."""
 
     codec: Codec
     feedback: bool

@@ -34,7 +34,8 @@ from benchmarks.convergence_rows import (
     STEADY,
     Rows,
 )
-from benchmarks.harness import ROOT, Bench, main
+from benchmarks.harness import Bench, main
+from benchmarks.record import ROOT
 from dips.study.report import SHOWN as COLUMNS
 from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import StudyResult, run_study

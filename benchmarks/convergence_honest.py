@@ -62,7 +62,8 @@ def report_honest(bench: Bench, result: StudyResult, path: Path) -> None:
 def _hold_share(bench: Bench, name: str, runs: Sequence[Numbers], foreign: bool) -> None:
     gated, pushes = (sum(counts) for counts in zip(*(_count(n, foreign) for n in runs), strict=True))
     share = gated / max(1, pushes)
-    bench.row(f"{name} ({gated} of {pushes})", 1.0 - share, "×", against="at least", of=1.0 - MOST_GATED, least=1.0)
+    bench.note(f"{name}: {gated} of {pushes} pushes gated")
+    bench.row(name, 1.0 - share, "×", against="at least", of=1.0 - MOST_GATED, least=1.0)
 
 
 def _count(numbers: Numbers, foreign: bool) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.transport import curve
 from dips.transport.memory import keep_message_memory
 
-LEAST = 0.3  # of the plain lane's rate per core; CURVE has 0.35 to 0.40 on the machine of LOG.md
+LEAST = 0.3  # of the plain lane's rate per core; CURVE has 0.35 to 0.40 on two cores: benchmarks/README.md
 FRAME_BYTES = 1 << 20
 AES_FRAMES = 256
 HERE = End("", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its words on the command line, medians, the table, the file and the entry in LOG.md.
+"""What every benchmark shares: its command line, medians, the table on the terminal, the report that record.py keeps.
 
     def measure(bench: Bench) -> None:
         took = bench.together({"copy": copy, "memcpy": memcpy})         # medians in seconds, measured in turn
@@ -28,34 +28,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
-LOG = ROOT / "benchmarks" / "LOG.md"
-PACKAGES = ("numpy", "numba", "pyzmq", "grpcio", "xxhash")
+from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, shown
+
+PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
 
 
 class Seconds(float):
     """What a work says it took; any other result is the work's own business."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRow:
-    """One number; `ratio` and `least` are None where nothing is promised, and then it holds."""
-
-    name: str
-    value: float
-    unit: str
-    against: str = ""
-    ratio: float | None = None
-    least: float | None = None
-    holds: bool = True
 
 
 @dataclass(slots=True)
@@ -87,8 +73,8 @@ class Bench:
     ) -> BenchRow:
         """Add a row: `value` held against `of`, in the same unit; `less` says that a smaller value is better."""
         ratio = None if of is None else (of / value if less else value / of)
-        text = against if of is None else f"{against}: {shown(of, unit)}"
-        made = BenchRow(name, value, unit, text, ratio, least, least is None or (ratio is not None and ratio >= least))
+        holds = least is None or (ratio is not None and ratio >= least)
+        made = BenchRow(name, value, unit, against, ratio, least, holds, less, of=of)
         self.rows.append(made)
         return made
 
@@ -130,7 +116,7 @@ def main(
     )
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--log", action="store_true", help="append a dated entry to benchmarks/LOG.md")
+    parser.add_argument("--log", action="store_true", help="append the rows to benchmarks/results")
     if arguments is not None:
         arguments(parser)
     args = parser.parse_args(argv)
@@ -138,12 +124,14 @@ def main(
     bench = Bench(name, args.quick, args, Console(stderr=True))
     begun = time.monotonic()
     measure(bench)
-    result = report(bench, time.monotonic() - begun)
+    took_s = time.monotonic() - begun
     Console().print(table(bench.name, bench.rows, bench.notes))
+    result = report(bench, took_s) if args.json is not None or args.log else {}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
     if args.log:
-        append_log([(name, result)])
+        append_runs([(name, result)])
+        TABLE.write_text(make_table())
     sys.exit(0 if all(row.holds for row in bench.rows) else 1)
 
 
@@ -170,16 +158,6 @@ def report(bench: Bench, took_s: float) -> dict[str, Any]:
     }
 
 
-def shown(value: float, unit: str) -> str:
-    """A number as a person reads it: bytes and seconds with a prefix, others with four digits."""
-    if unit in ("B/s", "B"):
-        scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1.0, ""))
-        return f"{value / scale:.3g} {prefix}{unit}"
-    if unit == "s" and abs(value) < 1:
-        return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
-    return f"{value:.4g} {unit}".strip()
-
-
 def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Table:
     """The rows for a terminal, the notes below them."""
     made = Table(title=name, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
@@ -199,28 +177,10 @@ def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Tab
     return made
 
 
-def append_log(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path = LOG) -> None:
-    """Append one dated entry with a table for each benchmark; `results` are (name, report)."""
-    first = results[0][1]
-    lines = ["", f"## {date.today().isoformat()}, commit {first['commit']}{', quick' if first['quick'] else ''}", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in first["machine"].items()), ""]
-    for name, result in results:
-        lines += [
-            f"### {name} ({result['took_s']:.0f} s)",
-            "",
-            "| | value | against | ratio | least | |",
-            "|---|--:|---|--:|--:|---|",
-        ]
-        for row in map(_row, result["rows"]):
-            verdict = "" if row.least is None else ("holds" if row.holds else "**does not hold**")
-            lines.append(f"| {' | '.join((*_cells(row), verdict))} |")
-        lines += ["", *(f"* {note}" for note in result["notes"]), *([""] if result["notes"] else [])]
-    with path.open("a") as file:
-        file.write("\n".join(lines))
-
-
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on, and how busy it was."""
+    """What the figures were measured on, and how busy it was. No name of a host and no path: this is published."""
+    from benchmarks.kernels import triad_rate  # numba and the slave's kernels: not for the ranks that import this file
+
     names = (
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     )
@@ -228,12 +188,31 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": next(names, platform.machine()),
         "cores": os.cpu_count(),
-        "memory": shown(float(memory), "B"),
-        "kernel": platform.release(),
+        **_accelerator(),
+        "memory": shown(memory, "B"),
+        "triad": shown(triad_rate(pick=min), "B/s"),  # what the machine can do, not how busy it is: that is `load`
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **_versions(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def _accelerator() -> dict[str, str]:
+    """The device's name, if this process has used torch and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"accelerator": torch.cuda.get_device_name()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # torch: only benchmarks of ranks need it
+            continue
+    return found
 
 
 def cpu_s(pid: int) -> float:
@@ -256,8 +235,4 @@ def commit() -> str:
 
 def _cells(row: BenchRow) -> tuple[str, str, str, str, str]:
     ratio, least = ("" if x is None else f"{x:.2f}" for x in (row.ratio, row.least))
-    return row.name, shown(row.value, row.unit), row.against, ratio, least
-
-
-def _row(made: Mapping[str, Any]) -> BenchRow:
-    return BenchRow(**made)
+    return row.name, shown(row.value, row.unit), row.compared, ratio, least

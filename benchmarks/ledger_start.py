@@ -30,7 +30,8 @@ from random import Random
 import numpy as np
 import yaml
 
-from benchmarks.harness import ROOT, Bench, main
+from benchmarks.harness import Bench, main
+from benchmarks.record import ROOT
 from dips.commands.planning import MASTER_BYTES
 from dips.config import RunFile, load_run
 from dips.ids import GENESIS, PushId, VersionId

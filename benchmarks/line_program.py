@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.harness import ROOT
 from benchmarks.namespaces import End
+from benchmarks.record import ROOT
 
 END_S = 30.0
 

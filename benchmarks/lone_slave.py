@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 import yaml
 
-from benchmarks.harness import ROOT
+from benchmarks.record import ROOT
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.links import SlaveLink

@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.accelerator import add_device, missing_device
-from benchmarks.harness import Bench, main, shown
+from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
+from benchmarks.record import shown
 from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.timed_run import TimedRun
 from benchmarks.whole_run import SITE

@@ -20,8 +20,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.accelerator import add_device, missing_device
-from benchmarks.harness import Bench, main, shown
+from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
+from benchmarks.record import shown
 from benchmarks.whole_run import WholeRun
 
 RANKS, LAYERS, ROUNDS = 2, 16, 5

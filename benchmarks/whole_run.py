@@ -24,8 +24,8 @@ from typing import Any, Self
 import numpy as np
 import yaml
 
-from benchmarks.harness import ROOT
 from benchmarks.namespaces import End
+from benchmarks.record import ROOT
 from dips.config import load_run
 from dips.master import genesis
 from dips.protocol.manifest import Manifest

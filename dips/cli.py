@@ -12,24 +12,26 @@ import typer
 from dips import __version__
 from dips.commands import (
     certs,
+    cluster,
     config,
     demo,
     drain,
     export,
-    extend,
     history,
     init,
+    logs,
+    new,
     plan,
     plot,
-    quarantine,
-    readmit,
     rebalance,
     recover,
     rollback,
     seed,
+    set_options,
     status,
+    stop,
     study,
-    tune,
+    up,
     verify,
 )
 from dips.data import app as data
@@ -45,12 +47,14 @@ cli = typer.Typer(
 
 \b
 First look:
-  dips demo --seconds 60 --no-kill
+  dips demo --seconds 60 --no-kill                          a run with two clusters, and what it claims
+  dips new my-run && cd my-run && dips up -- python train.py    a run of your own on this machine
 
 \b
 A run:
   dips plan memory --parameters N                           what it will need
   dips study study.yaml                                     which outer step suits its model
+  dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
   dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
   dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
@@ -61,15 +65,14 @@ A run:
   dips history --config dips.yaml                           and round by round,
   dips plot --config dips.yaml                              and as a curve
   dips export --config dips.yaml --output model.safetensors take the model out
+  dips stop --config dips.yaml                              let it end with its next version
 
 \b
 Keeping it going:
   dips certs init ca/ --run RUN                             certificates: who is who
   dips verify --config dips.yaml                            read all snapshots through
-  dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
-  dips quarantine CLUSTER --config dips.yaml                keep a cluster out of the outer step
-  dips tune KEY=VALUE --config dips.yaml                    change lr, window or gate while the run goes on
-  dips extend --tokens N --config dips.yaml                 let the run go farther than its file said
+  dips set KEY=VALUE --config dips.yaml                     change lr, window, gate or the end while the run goes on
+  dips cluster quarantine|readmit NAME --config dips.yaml   keep a cluster out of the outer step, and let it in again
   dips rollback vN@rM --config dips.yaml                    go back to an older version, by hand
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
@@ -82,6 +85,7 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 )
 
 cli.add_typer(data.words, name="data")
+cli.add_typer(cluster.words, name="cluster")
 cli.add_typer(certs.words, name="certs")
 cli.add_typer(config.words, name="config")
 cli.add_typer(plan.words, name="plan")
@@ -109,6 +113,9 @@ def _common_options(
 
 for word in (
     demo.demo,
+    new.new,
+    up.up,
+    logs.logs,
     init.init,
     seed.seed,
     status.status,
@@ -116,17 +123,15 @@ for word in (
     plot.plot,
     verify.verify,
     export.export,
-    readmit.readmit,
-    quarantine.quarantine,
-    tune.tune,
-    extend.extend,
+    stop.stop,
+    set_options.set_options,
     drain.drain,
     rebalance.rebalance,
     recover.recover,
     rollback.rollback,
     study.study,
 ):
-    cli.command()(word)
+    cli.command(None if word is not set_options.set_options else "set")(word)
 
 
 if __name__ == "__main__":

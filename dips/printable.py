@@ -21,6 +21,14 @@ def make_lines_printable(text: str) -> str:
     return "\n".join(make_printable(line) for line in text.split("\n"))
 
 
+def format_finding(verdict: str, what: str, seen: str, remedy: str) -> str:
+    """A line of a check: "ok", "note" or "FAIL", what was looked at, what was seen; below it what to do.
+
+    Not a table: paths and addresses stay whole, to be copied.
+    """
+    return make_lines_printable(f"{verdict:<4}  {what}: {seen}" + (f"\n      {remedy}" if remedy else ""))
+
+
 def make_tree_printable(value: Any) -> Any:
     """The same for every text, keys too, of what was read from JSON."""
     if isinstance(value, str):

@@ -138,7 +138,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite_grant if relay else lambda grant: grant
-    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation)
+    find_problem = tls.find_problem if tls is not None else lambda: ""
+    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation, find_problem)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     async with AsyncExitStack() as stack:

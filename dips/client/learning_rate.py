@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dips.client.rank.outer_loop import OuterLoop
 
-NO_TARGET = "schedule() follows outer.progress, which stays 0 without `stop.tokens`: `dips extend --tokens N` sets it"
+NO_TARGET = "schedule() follows outer.progress, which stays 0 without `stop.tokens`: `dips set stop.tokens=N` sets it"
 
 
 def cosine(progress: float, floor: float = 0.1) -> float:

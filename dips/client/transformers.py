@@ -141,7 +141,7 @@ class OuterCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save the outer loop's state beside what the Trainer has just saved; on all ranks together.
 
-        Also at the end of the run, which `dips extend` may have go on.
+        Also at the end of the run, which `dips set` may have go on.
         """
         if self.outer is None or args.save_only_model:
             return  # nothing is to be resumed

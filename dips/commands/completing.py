@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from dips.config import RunFile, load_run
-from dips.protocol.tunable import TUNABLE
+from dips.protocol.tunable import TARGETS, TUNABLE
 
 DEFAULT_FILE = Path("dips.yaml")  # where a run file usually is
 MOST = 50  # names that are offered
@@ -40,8 +40,8 @@ def complete_version(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_change(incomplete: str) -> list[str]:
-    """Keys of `dips tune`, with their sign."""
-    return _pick((f"{key}=" for key in TUNABLE), incomplete)
+    """Keys of `dips set`, with their sign."""
+    return _pick((f"{key}=" for key in (*TARGETS, *TUNABLE)), incomplete)
 
 
 def _pick(names: Iterable[str], incomplete: str) -> list[str]:

@@ -13,6 +13,7 @@ from dips.commands.config_checks import FAIL, NOTE, check_files
 from dips.commands.options import AS_JSON
 from dips.config import load_cluster, load_run
 from dips.config.reading import is_cluster_file
+from dips.printable import format_finding
 
 EXIT_REFUSED = 78
 
@@ -50,9 +51,10 @@ def check_command(
         print(json.dumps({"ok": not refused, "rows": [asdict(row) for row in rows]}))
     else:
         for row in rows:
-            print(f"{row.verdict:<4}  {row.what}: {row.seen}" + (f"\n      {row.remedy}" if row.remedy else ""))
+            print(format_finding(row.verdict, row.what, row.seen, row.remedy))
         notes = sum(row.verdict == NOTE for row in rows)
-        print(f"{'something would be refused' if refused else 'nothing would be refused'}; {notes} notes")
+        said = f"{notes} note" if notes == 1 else f"{notes} notes"
+        print(f"{'something' if refused else 'nothing'} would be refused; {said}")
     raise typer.Exit(EXIT_REFUSED if refused else 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -15,8 +16,7 @@ def load_tensors(
     model: Path | None, factory: str | None, seed: int, trainable: Sequence[str], share_buffers: tuple[str, ...]
 ) -> dict[str, Any]:
     """fp32 parameters by name, of a file, of MODULE:FUNCTION, or of both; raise ConfigError naming what is wrong."""
-    if model is None and factory is None:
-        raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
+    check_source(model, factory)
     made, frozen = _from_factory(factory, seed, share_buffers) if factory else (None, [])
     tensors = made if model is None else _from_file(model, made, frozen)
     assert tensors is not None
@@ -27,16 +27,29 @@ def load_tensors(
     return tensors
 
 
+def check_source(model: Path | None, factory: str | None) -> None:
+    """Raise ConfigError for what can be known before the model is made: no file, no torch, no such function."""
+    if model is None and factory is None:
+        raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
+    if model is not None and not model.is_file():
+        raise ConfigError(f"{model}: expected a safetensors file with fp32 parameters: there is no such file")
+    if factory is not None:
+        try:
+            importlib.import_module("torch")
+        except ImportError as error:
+            raise ConfigError(
+                f"--factory {factory} needs torch here: pip install torch 'di-ps[client]', or give --model FILE"
+            ) from error
+        from dips.client.parallel.factory import find_function
+
+        find_function(factory, "--factory")
+
+
 def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
     the frozen parameters.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise ConfigError(
-            f"--factory {spec} needs torch here: pip install torch 'di-ps[client]', or give --model FILE"
-        ) from error
+    import torch
 
     from dips.client.parallel import full_parameters
     from dips.client.parallel.factory import make_module

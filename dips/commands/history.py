@@ -39,7 +39,7 @@ def history(
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
     gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
     was rolled back is marked undone, with the reason; its children name another parent than the row above them. What
-    `dips rebalance` and `dips extend` did stands between them.
+    `dips rebalance` and `dips set` did stands between them.
 
     With --audit: each request of an operator, the refused ones too, by the name of its certificate; with plain text on
     loopback nobody is known by name. Of requests that changed nothing, those too many are only counted.
@@ -99,13 +99,13 @@ def rebalance_as_data(row: Any) -> dict[str, Any]:
 
 
 def extension_as_data(row: Any) -> dict[str, Any]:
-    """A `dips extend` as plain data, in the words of a round."""
+    """A `dips set` as plain data, in the words of a round."""
     told = {"before": asdict(row.before), "targets": asdict(row.targets), "said": row.targets.describe()}
     return {"kind": "extended", "version": row.resumed or None, "last_round": row.last_round, "wall": row.wall, **told}
 
 
 def tuning_as_data(row: Any) -> dict[str, Any]:
-    """One key of a `dips tune` as plain data, in the words of a round."""
+    """One key of a `dips set` as plain data, in the words of a round."""
     value = None if row.change.off else row.change.value
     return {
         "kind": "tuned",

@@ -8,19 +8,14 @@ from typing import Annotated
 
 import typer
 
-from dips.commands import templates
 from dips.commands.first_model import load_tensors
+from dips.commands.options import CONFIG
 from dips.config import RunFile, load_run
 from dips.private_files import keep_files_private
 
 
 def init(
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")
-    ] = None,
-    template: Annotated[
-        bool, typer.Option("--template", help="Write dips.yaml, shared.yaml and cluster.yaml with every key, and end.")
-    ] = False,
+    config: CONFIG,
     model: Annotated[Path | None, typer.Option(help="Take θ from a safetensors file, fp32.")] = None,
     factory: Annotated[
         str | None,
@@ -35,8 +30,7 @@ def init(
 ) -> None:
     """Make a run: its first model and its ledger.
 
-    Writes v0@r0 and the ledger under master.directory of the run file. With --template it writes commented files to
-    begin with instead: beside --config, or here.
+    Writes v0@r0 and the ledger under master.directory of the run file. `dips new` writes a run file to begin with.
 
     The model comes from here, never from a cluster. Parameters must be fp32; buffers are part of the model only where
     shared.share_buffers names them, frozen parameters never: what the factory's module gives requires_grad, or what
@@ -48,7 +42,6 @@ def init(
 
     \b
     Example:
-      dips init --template
       dips init --config dips.yaml --factory dips.demo.model:build --seed 1
       dips init --config dips.yaml --model llama.safetensors --factory mymodel:build
       dips init --config dips.yaml --model adapters.safetensors --trainable '*.lora_*'
@@ -56,11 +49,6 @@ def init(
     keep_files_private()
     from dips.master.genesis import make_run
 
-    if template:
-        templates.write_templates(config or Path("dips.yaml"))
-        return
-    if config is None:
-        raise typer.BadParameter("which run? name its run file, or write one with --template", param_hint="--config")
     run_file = load_run(config)
     tensors = load_tensors(model, factory, seed, trainable or (), run_file.shared.share_buffers)
     row = make_run(run_file, tensors, force=force, wall=time.time)

@@ -23,7 +23,7 @@ from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.local_audit import make_local_row
 from dips.master.mirror_files import newest_term
 from dips.pidlock import lock_holder
-from dips.protocol.records import RoundReserved
+from dips.protocol.records import RoundReserved, RunRow
 from dips.slave.rebuild import Rebuild, SlaveFinding
 from dips.telemetry.logs import Log
 
@@ -60,7 +60,7 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         records = counters.version_of_file(state, version, str(model), without, digests)
         ledger.write_records([*records, make_local_row("recover", f"{version} of {model}")], time.time())
         if lost:
-            genesis.write_initial(config, _read_tensors(model))
+            genesis.put_initial(_aside(path).parent, config.master.directory)
             genesis.mirror_initial(config)
             ledger.close()  # the last connection moves the WAL into the file
             put_in_place(_aside(path), path)
@@ -81,7 +81,8 @@ def _require_stopped(config: RunFile) -> None:
 
 @contextmanager
 def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
-    """A ledger that begins with the file, aside, its counters above every name that disks and mirrors show.
+    """A ledger that begins with the file, aside, with version 0; its counters are above every name that disks and
+    mirrors show.
 
     Mirrors that hold this run are no reason to refuse, as for `dips init`: its slaves go on from them. One that cannot
     be read is: whoever knows of a round above the counters would end the next master.
@@ -96,7 +97,7 @@ def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
         shutil.rmtree(aside.parent, ignore_errors=True)  # of a try that was killed
         aside.parent.mkdir(parents=True)
         try:
-            with closing(Ledger.create(aside, genesis.row_of_model(config, _read_tensors(model)), time.time)) as ledger:
+            with closing(Ledger.create(aside, _write_initial(config, model, aside.parent), time.time)) as ledger:
                 plan = counters.make_plan(config, ledger)
                 if plan.unread:
                     raise ConfigError(
@@ -107,6 +108,14 @@ def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
                 yield ledger
         finally:
             shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _write_initial(config: RunFile, model: Path, directory: Path) -> RunRow:
+    """Write version 0 of the file, and return the ledger's first row; of the tensors nothing stays in memory."""
+    tensors = _read_tensors(model)
+    manifest = genesis.manifest_of(tensors, config.shared.grouping)
+    genesis.write_initial(config, manifest, tensors, directory)
+    return genesis.row_of_model(config, manifest, tensors)
 
 
 def _aside(path: Path) -> Path:

@@ -36,7 +36,7 @@ def rollback(
     Also by hand: something that spoilt the model was accepted an hour ago. Versions that can be reached are the newest
     ones, what `keep_every` keeps, and what mirrors hold; `dips status` and a refusal of this word name them. Tokens of
     the versions that are undone go back, their data ranges are undone (see requeue), open pushes are given back to
-    their clusters, which pull the version and go on. Keep out first who did it: `dips quarantine CLUSTER`.
+    their clusters, which pull the version and go on. Keep out first who did it: `dips cluster quarantine CLUSTER`.
 
     What was undone never comes back into the run. Its snapshots stay on the disks until a version after the new head is
     durable, so `dips drain` the slaves and copy them before, if you want to look at them.

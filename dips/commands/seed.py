@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from dips.client.rank.transfer_types import TransferRate
 from dips.commands import operator
-from dips.commands.first_model import load_tensors
+from dips.commands.first_model import check_source, load_tensors
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
@@ -65,6 +65,7 @@ def seed(
     peer = find_master(config, master, credentials)
     if model is None and factory is None and config is not None:
         model = _model_of_init(config)
+    check_source(model, factory)  # before it waits for a master
     with _SeedBar() as bar:
         asyncio.run(
             _bring_model(

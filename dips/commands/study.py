@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dips.commands.templates import read_template
+from dips.commands.new import read_template
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:

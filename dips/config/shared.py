@@ -66,7 +66,7 @@ class Shared(Section):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all must agree on: everything but how far the run goes, which its ledger says (`dips extend`)."""
+        """What all must agree on: everything but how far the run goes, which its ledger says (`dips set`)."""
         return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
 
     @property

@@ -22,8 +22,8 @@ MOST_VALUE = 80  # characters of a value in a message
 Report = Callable[[str], None]
 File = TypeVar("File", bound=Section)
 
-_TUNE = "the run began with it; `dips tune` changes the run's, without a restart"
-_EXTEND = "the run began with it; `dips extend` changes the run's, without a restart"
+_TUNE = "the run began with it; `dips set` changes the run's, without a restart"
+_EXTEND = "the run began with it; `dips set` changes the run's, without a restart"
 _AGREED = "master, slaves and clusters agreed on it when the run was made"
 _OPEN = "the port is open since the start: restart this process"
 _MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"

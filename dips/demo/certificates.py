@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 
 from dips.commands.status import ask_status
-from dips.demo import daemons
 from dips.demo.layout import CLUSTERS, RUN, SLAVES, DemoLayout
-from dips.demo.processes import ProcessEnded
 from dips.demo.verdict import Check
 from dips.errors import DipsError
 from dips.identity.authority import REVOCATIONS, ROOT
 from dips.identity.names import MASTER_NAME, PeerRole
+from dips.local import run as local
+from dips.local.processes import ProcessEnded
 from dips.transport.endpoints import master_peer
 
 AUTHORITY, CERTIFICATES = "ca", "certs"  # directories
@@ -34,11 +34,11 @@ _ENROLLED = (
 def make_certificates(files: DemoLayout) -> int:
     """Make an authority and one certificate for each process and for who looks; return how many."""
     authority, directory = files.directory / AUTHORITY, files.directory / CERTIFICATES
-    daemons.run_word("certs", "init", str(authority), "--run", RUN)
+    local.run_word("certs", "init", str(authority), "--run", RUN)
     for name, role in _ENROLLED:
-        daemons.run_word("certs", "request", name, "--role", role, "--run", RUN, "--out", str(directory))
+        local.run_word("certs", "request", name, "--role", role, "--run", RUN, "--out", str(directory))
         request = str(directory / f"{name}.{role}.csr")
-        daemons.run_word("certs", "issue", str(authority), request, "--as", f"{name}.{role}")
+        local.run_word("certs", "issue", str(authority), request, "--as", f"{name}.{role}")
     for name in (ROOT, REVOCATIONS):
         shutil.copyfile(authority / name, directory / name)
     return len(_ENROLLED)
@@ -68,7 +68,7 @@ def _ask_plainly(address: str) -> tuple[bool, str]:
 
 def _ask_to_drain(address: str, viewer: tuple[str, str]) -> tuple[bool, str]:
     try:
-        daemons.run_word("drain", SLAVES[0], "--master", address, *viewer)
+        local.run_word("drain", SLAVES[0], "--master", address, *viewer)
     except ProcessEnded as error:
         return "is for operator" in str(error), str(error).rpartition("error: ")[2].partition("\n")[0]
     return False, "it was drained"

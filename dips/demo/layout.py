@@ -32,7 +32,7 @@ INNER_STEPS_AT_A_GLANCE = 8  # a busy machine takes a second for each
 SHARED: dict[str, Any] = {
     # The paper's clip φ = 1 bounds an outer step to 3.5 at any model size. H steps of AdamW at 3e-3 move this model by
     # a norm of about twenty, so φ = 1 would starve it. Twice the running median only stops what is out of line.
-    # A run of minutes has few outer steps, for which μ = 0.8 is long: benchmarks/LOG.md has what was tried.
+    # A run of minutes has few outer steps, for which μ = 0.8 is long: docs/guides/choosing.md#tried-and-given-up.
     "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}},
 }
 OWN_KEYS = frozenset({"run", "stop", "data"})  # of `shared`: the demo's, whatever the preset

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dips.demo import daemons
 from dips.demo.layout import SLAVES, DemoLayout
-from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.watch import Watch
 from dips.ids import VersionId
+from dips.local import run as local
+from dips.local.processes import LocalProcesses, ProcessEnded
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
 from dips.transport.endpoints import Endpoint
 
@@ -46,7 +46,7 @@ class LostMachines:
 class DemoRun:
     """What this part of the story plays on."""
 
-    running: DemoProcesses
+    running: LocalProcesses
     files: DemoLayout
     watch: Watch
     master: Endpoint
@@ -55,7 +55,7 @@ class DemoRun:
         """Show the status until it is as said; raise ProcessEnded if that does not come."""
         until = time.monotonic() + BACK_S
         while time.monotonic() < until:
-            status = daemons.read_status(self.master)
+            status = local.read_status(self.master)
             self.watch.show_status(status)
             self.running.check_alive()
             if status is not None and holds(status):
@@ -83,8 +83,8 @@ def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
         f"behind the head {head}"
     )
     time.sleep(AWAY_S)
-    daemons.start_master(running, files)
-    daemons.start_slave(running, files, slave)
+    local.start_master(running, files.run_file)
+    local.start_slave(running, files.run_file, slave)
     watch.print_event(f"started the master and {slave} again, on empty disks")
     begun = time.monotonic()
     status = demo.wait_for(_serves, "the run goes on from its mirrors")
@@ -117,7 +117,7 @@ def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path
 
 def export_head(demo: DemoRun) -> VersionId:
     """Export the head, as somebody does now and then; return its version."""
-    said = daemons.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
+    said = local.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
     version = VersionId.parse(said.split()[1])
     demo.watch.print_event(f"dips export: {version} is saved in {demo.files.saved_file.name}")
     demo.wait_for(lambda s: head_of(s).version >= version.version + AFTER_EXPORT, "outer steps after the export")
@@ -130,7 +130,7 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
     shutil.rmtree(files.slave_directory(slave))
     watch.print_event(f"rm -rf {slave}/: its machine is gone with its disk, and nothing mirrored it")
     time.sleep(AWAY_S)
-    daemons.start_slave(running, files, slave)
+    local.start_slave(running, files.run_file, slave)
     status = demo.wait_for(lambda s: "snapshot" in _reason(s, slave), f"{slave} says what it lacks")
     watch.print_event(f"started {slave} again, on an empty disk; dips status says: {_reason(status, slave)}")
     for name in ("master", *SLAVES):
@@ -139,12 +139,12 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
         running.processes[name].wait(BACK_S)
     words = ("recover", "--config", files.run_file.name, "--model", files.saved_file.name, "--yes")
     watch.print_event(f"stopped master and slaves; $ dips {' '.join(words)}")
-    said = daemons.run_word("recover", "--config", str(files.run_file), "--model", str(files.saved_file), "--yes")
+    said = local.run_word("recover", "--config", str(files.run_file), "--model", str(files.saved_file), "--yes")
     for line in said.splitlines():
         watch.print_event(f"  {line.replace(str(files.directory) + '/', '')}")
-    daemons.start_master(running, files)
+    local.start_master(running, files.run_file)
     for name in SLAVES:
-        daemons.start_slave(running, files, name)
+        local.start_slave(running, files.run_file, name)
     begun = time.monotonic()
     status = demo.wait_for(_serves, "the run goes on from the saved model")
     watch.print_event(

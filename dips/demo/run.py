@@ -20,18 +20,21 @@ from rich.table import Table
 from dips.commands.options import find_master
 from dips.commands.plot import plot_run
 from dips.config import load_run
-from dips.demo import certificates, daemons, data, layout, lost_machines, plots, train, verdict
+from dips.demo import certificates, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
 from dips.demo.lost_machines import DemoRun, Way, head_of
 from dips.demo.model import build
-from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
+from dips.local import run as local
+from dips.local.processes import LocalProcesses, ProcessEnded
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
 from dips.telemetry import timeline
 
+RANKS = {"fast": 2, "slow": 1}
+SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
 KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
 BETWEEN_KILLS_S = 5.0
@@ -84,7 +87,7 @@ def _train_and_kill(
     files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool, preset: Path | None
 ) -> tuple[Mapping[str, Any], Kill, list[Check]]:
     """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
-    with Watch(seconds) as watch, DemoProcesses() as running:
+    with Watch(seconds) as watch, LocalProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
@@ -95,7 +98,7 @@ def _train_and_kill(
             made = certificates.make_certificates(files)
             watch.print_event(f"dips certs: an authority and {made} certificates; nothing on gRPC is plain text")
         master = find_master(None, address, certificates.viewer_file(files) if secure else None)
-        daemons.run_word(
+        local.run_word(
             "init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed)
         )
         _start_processes(running, files, seed)
@@ -105,7 +108,7 @@ def _train_and_kill(
             running.processes[name].wait(END_S)
         running.check_alive()
         refused = certificates.check_strangers(files, address) if secure else []
-        status = daemons.read_status(master)
+        status = local.read_status(master)
         if status is None:
             raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         watch.show_status(status)
@@ -125,16 +128,20 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
     for batch in batches:
         train.inner_step(model, optimizer, batch, train.LR)
     per_second = len(batches) * batches[0][:, 1:].size / (time.monotonic() - begun)
-    busy = min(os.cpu_count() or 1, sum(daemons.RANKS[n] / daemons.SLOWDOWN[n] for n in layout.CLUSTERS))
+    busy = min(os.cpu_count() or 1, sum(RANKS[n] / SLOWDOWN[n] for n in layout.CLUSTERS))
     return int(per_second * busy * EXPECTED_SHARE * seconds)
 
 
-def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> None:
-    daemons.start_master(running, files)
+def _start_processes(running: LocalProcesses, files: DemoLayout, seed: int) -> None:
+    local.start_master(running, files.run_file)
     for name in layout.SLAVES:
-        daemons.start_slave(running, files, name)
+        local.start_slave(running, files.run_file, name)
     for name in layout.CLUSTERS:
-        daemons.start_cluster(running, files, name, seed)
+        trainer = local.module_command(
+            *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
+            *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
+        )
+        local.start_cluster(running, files.cluster_file(name), name, trainer, files.log_file(name))
 
 
 def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill:
@@ -143,7 +150,7 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
-        status = daemons.read_status(demo.master)
+        status = local.read_status(demo.master)
         answered = answered or status is not None
         demo.watch.show_status(status)
         demo.running.check_alive()
@@ -179,7 +186,7 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     exported = lost_machines.export_head(demo) if way == "unmirrored" else None
     status = demo.wait_for(lambda status: True, "the master answers")
     demo.running.processes[KILLED_SLAVE].kill()
-    after = daemons.read_status(demo.master)  # what was made between the look and the kill is passed over
+    after = local.read_status(demo.master)  # what was made between the look and the kill is passed over
     head = head_of(after or status)
     demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
@@ -188,7 +195,7 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     if way == "mirrored":
         return replace(kill, lost=lost_machines.lose_mirrored(demo, KILLED_SLAVE, head))
     time.sleep(lost_machines.AWAY_S)
-    daemons.start_slave(demo.running, demo.files, KILLED_SLAVE)
+    local.start_slave(demo.running, demo.files.run_file, KILLED_SLAVE)
     demo.watch.print_event(f"started {KILLED_SLAVE} again")
     return kill
 
@@ -198,7 +205,7 @@ def _run_progress(status: Mapping[str, Any]) -> float:
     return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
 
 
-def _check_codes(running: DemoProcesses) -> None:
+def _check_codes(running: LocalProcesses) -> None:
     for process in running.processes.values():
         if process.exit_code() != 0:
             raise ProcessEnded(
@@ -223,7 +230,7 @@ def _report_results(
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     head = str(status["head"])
     with console.status("exporting and evaluating"):
-        daemons.run_word(
+        local.run_word(
             "export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head
         )
         directory = _export_directory(files, head)
@@ -251,7 +258,7 @@ def _export_directory(files: DemoLayout, head: str) -> Path | None:
     if importlib.util.find_spec("transformers") is None:
         return None
     words = ("--format", "hf", "--convert", "dips.demo.llama:convert", "--version", head)
-    daemons.run_word("export", "--config", str(files.run_file), "--output", str(files.exported_directory), *words)
+    local.run_word("export", "--config", str(files.run_file), "--output", str(files.exported_directory), *words)
     return files.exported_directory
 
 

@@ -203,7 +203,7 @@ def _warn_of_other_targets(config: RunFile, ledger: Ledger, log: logs.Log) -> No
     """`stop` and `epochs` of a file that somebody has edited since `dips init` change nothing: the ledger has them."""
     ours, known = config.make_options().targets, [e.targets for e in ledger.read_extensions()]
     if known and ours not in known:
-        log.warning("targets", file=ours.describe(), run=known[-1].describe(), remedy="dips extend changes the run's")
+        log.warning("targets", file=ours.describe(), run=known[-1].describe(), remedy="dips set changes the run's")
 
 
 def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:

@@ -23,6 +23,7 @@ from dips.protocol.seeding import describe_other_model
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 ASIDE = ".beginning"
+BYTES_PER_LAYER = 42  # of a RunProposed: a digest of 32 digits with its head, a norm
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
@@ -32,8 +33,13 @@ def propose_run(tensors: Mapping[str, genesis.Tensor], grouping: Grouping) -> Ru
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
     norms = tuple(genesis.layer_norm(layer, tensors) for layer in manifest.layers)
     packed = pack_manifest(manifest)
-    if not packed:
-        raise ConfigError(f"the manifest of this model takes more than {MOST_PACKED} bytes: `dips init` makes the run")
+    nbytes = len(packed) + BYTES_PER_LAYER * len(manifest.layers)
+    if not packed or nbytes > MOST_PACKED:
+        raise ConfigError(
+            f"the names and shapes of this model, and what is measured of its {len(manifest.layers)} layers, take more "
+            f"than {MOST_PACKED} bytes packed, which is all that one message brings: make the run by `dips init` "
+            "where the master is, then `dips seed` brings the parameters"
+        )
     return RunProposed(packed, manifest.digest, digests, norms)
 
 
@@ -51,7 +57,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     with hold_ledger(path):
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")
-        genesis.write_listings(config, manifest)
+        genesis.write_listings(config, manifest, config.master.directory)
         genesis.mirror_initial(config)
         _write_ledger(config, row, wall)
     return row

@@ -24,7 +24,7 @@ from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
 from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
 from dips.protocol.grouping import Grouping
-from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest, unmatched_patterns
+from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -96,20 +96,20 @@ def make_run(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
     mirrors = find_mirrors(config, force)
-    row = row_of_model(config, tensors)
+    manifest = manifest_of(tensors, config.shared.grouping)
+    row = row_of_model(config, manifest, tensors)
     if force:
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
-    write_initial(config, tensors)
+    write_initial(config, manifest, tensors, config.master.directory)
     mirror_initial(config)
     Ledger.create(ledger, row, wall).close()
     return row
 
 
-def row_of_model(config: RunFile, tensors: Mapping[str, Tensor]) -> RunRow:
-    """The first row of the ledger of a run that begins with this model; ConfigError as `make_run`, nothing written."""
-    manifest = manifest_of(tensors, config.shared.grouping)
+def row_of_model(config: RunFile, manifest: Manifest, tensors: Mapping[str, Tensor]) -> RunRow:
+    """The first row of the ledger of a run that begins with this model; ConfigError as `make_row`, nothing written."""
     digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
     return make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
 
@@ -198,7 +198,12 @@ def manifest_of(tensors: Mapping[str, Tensor], grouping: Grouping) -> Manifest:
     if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
         raise ConfigError(
             f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "
-            f"{len(tensors)} parameters: some 150,000 fit"
+            f"{len(tensors)} parameters: some 300,000 fit; fuse the experts of each block into one tensor"
+        )
+    if len(manifest.layers) > MOST_LAYERS:
+        raise ConfigError(
+            f"shared.layers: expected at most {MOST_LAYERS} layers, got {len(manifest.layers)}: `block` makes fewer "
+            "than `module`"
         )
     return manifest
 
@@ -229,9 +234,8 @@ def _throw_away(ledger: Path) -> None:
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is thrown away, too
 
 
-def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
+def write_initial(config: RunFile, manifest: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Write version 0, and what lies beside it, in the place of what is there."""
-    directory = config.master.directory
     model = directory / INITIAL_MODEL
     make_directory(model.parent)
     aside = model.with_suffix(".tmp")
@@ -240,12 +244,19 @@ def write_initial(config: RunFile, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
-    write_listings(config, manifest_of(tensors, config.shared.grouping))
+    write_listings(config, manifest, directory)
 
 
-def write_listings(config: RunFile, manifest: Manifest) -> None:
+def put_initial(aside: Path, directory: Path) -> None:
+    """Give version 0 and what lies beside it, written under another directory of this disk, their place, durably."""
+    make_directory((directory / INITIAL_MODEL).parent)
+    for name in INITIAL_FILES:
+        (aside / name).replace(directory / name)
+    sync_path((directory / INITIAL_MODEL).parent)
+
+
+def write_listings(config: RunFile, manifest: Manifest, directory: Path) -> None:
     """What lies beside the model, or in its place: for people and tools, and to name what differs later."""
-    directory = config.master.directory
     make_directory((directory / INITIAL_MANIFEST).parent)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),

@@ -156,7 +156,7 @@ class Ledger:
             return read_rebalances(self._db)
 
     def read_extensions(self) -> list[ExtensionHistory]:
-        """Return what `dips init` read of the run's targets, then every `dips extend`, oldest first."""
+        """Return what `dips init` read of the run's targets, then every `dips set`, oldest first."""
         return read_extensions(self._db)
 
     def read_audit(self, limit: int = 100) -> list[OperatorActed]:
@@ -164,7 +164,7 @@ class Ledger:
         return read_audit(self._db, limit)
 
     def read_tunings(self) -> list[TuningHistory]:
-        """Return every key that `dips tune` changed, oldest first."""
+        """Return every key that `dips set` changed, oldest first."""
         return read_tunings(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:

@@ -11,7 +11,7 @@ from dips.protocol.records import OperatorActed
 
 @dataclass(frozen=True, slots=True)
 class TuningHistory:
-    """One key that `dips tune` changed; `wall` is Unix seconds."""
+    """One key that `dips set` changed; `wall` is Unix seconds."""
 
     last_round: int  # the newest that had been reserved
     wall: float

@@ -1,4 +1,4 @@
-"""Reads what the ledger says of how far the run goes: as `dips init` read it, and every `dips extend` since."""
+"""Reads what the ledger says of how far the run goes: as `dips init` read it, and every `dips set` since."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dips.protocol.options import Targets
 
 @dataclass(frozen=True, slots=True)
 class ExtensionHistory:
-    """One `dips extend`; `wall` is Unix seconds."""
+    """One `dips set`; `wall` is Unix seconds."""
 
     last_round: int  # the newest that had been reserved
     wall: float

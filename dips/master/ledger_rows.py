@@ -293,5 +293,12 @@ def spell_ints(numbers: Sequence[int]) -> str:
     return f"[{', '.join(map(str, numbers))}]"
 
 
+_read_json = json.JSONDecoder().raw_decode
+
+
 def read_ints(text: str) -> tuple[int, ...]:
-    return tuple(json.loads(text))
+    """As `spell_ints` wrote them: a start on a long ledger reads a million lists; `json.loads` takes twice as long."""
+    numbers, end = _read_json(text)
+    if end != len(text):
+        raise ValueError(f"expected a list of numbers and no more, got {text!r:.80}")
+    return tuple(numbers)

@@ -292,7 +292,8 @@ def _read_open_leases(db: sqlite3.Connection, cluster: str, inc: int) -> list[tu
     """Place, seq and open ranges of each.
 
     Leases and Outcomes are walked side by side, an Outcome as soon as all of its ranges are leased: so few are open at
-    a time, and in whatever order they are taken they end the same leases.
+    a time, and in whatever order they are taken they end the same leases. A lease that the next Outcome settles whole,
+    while none is open, as in most rounds, is not taken apart.
     """
     leases = db.execute(
         "SELECT place, seq, ranges FROM leases WHERE cluster = ? AND inc = ? ORDER BY seq", (cluster, inc)
@@ -302,16 +303,20 @@ def _read_open_leases(db: sqlite3.Connection, cluster: str, inc: int) -> list[tu
            WHERE cluster = ? AND inc = ? AND kind != 'skipped' AND ranges != '[]' ORDER BY place""",
         (cluster, inc),
     )
-    settled = (read_ints(ranges) for (ranges,) in outcomes)
-    still, due = _OpenLeases(), next(settled, None)
+    settled = (ranges for (ranges,) in outcomes)
+    still, text = _OpenLeases(), next(settled, None)
     for place, seq, ranges in leases:
+        if ranges == text and still.is_empty:
+            still.add_lease(place, seq, ())
+            text = next(settled, None)
+            continue
         still.add_lease(place, seq, read_ints(ranges))
-        while due is not None and still.has_all(due):
+        while text is not None and still.has_all(due := read_ints(text)):
             still.end_ranges(due)
-            due = next(settled, None)
-    while due is not None:  # of what was never leased, or settled a second time
-        still.end_ranges(due)
-        due = next(settled, None)
+            text = next(settled, None)
+    while text is not None:  # of what was never leased, or settled a second time
+        still.end_ranges(read_ints(text))
+        text = next(settled, None)
     return still.list_leases()
 
 
@@ -329,6 +334,10 @@ class _OpenLeases:
         self._newest, self._open[place] = place, (seq, dict.fromkeys(ranges))
         for number in ranges:
             self._places.setdefault(number, deque()).append(place)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._places
 
     def has_all(self, ranges: tuple[int, ...]) -> bool:
         return all(number in self._places for number in ranges)

@@ -98,16 +98,16 @@ CREATE TABLE finished (
     only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL, round INTEGER NOT NULL,
     reason TEXT NOT NULL, at REAL, wall REAL
 ) STRICT;
--- how far the run goes: as `dips init` read it, then a row for each `dips extend`; `resumed` is where it was finished
+-- how far the run goes: as `dips init` read it, then a row for each `dips set`; `resumed` is where it was finished
 CREATE TABLE targets (
     place INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, versions INTEGER NOT NULL, wall_s REAL NOT NULL,
     epochs INTEGER NOT NULL, resumed TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL, wall REAL
 ) STRICT;
--- what `dips tune` changed, a row for each key; `value` NULL: off
+-- what `dips set` changed, a row for each key; `value` NULL: off
 CREATE TABLE tunings (
     place INTEGER PRIMARY KEY, key TEXT NOT NULL, value REAL, last_round INTEGER NOT NULL, at REAL, wall REAL
 ) STRICT;
--- what `dips quarantine` said, newest last; an empty reason releases
+-- what `dips cluster quarantine` said, newest last; an empty reason releases
 CREATE TABLE quarantines (
     place INTEGER PRIMARY KEY, cluster TEXT NOT NULL, reason TEXT NOT NULL, last_round INTEGER NOT NULL, at REAL,
     wall REAL

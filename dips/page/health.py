@@ -12,6 +12,7 @@ from typing import Any
 from dips.page.events import Gravity
 from dips.page.memory import RoundMemory
 from dips.page.text import clean_text
+from dips.protocol.moves import ClusterState
 
 MOST_CONCERNS = 12  # listed; more are counted
 LATE_ROUNDS = 5.0  # a head older than so many usual rounds is late
@@ -71,6 +72,12 @@ def _level_of(status: Mapping[str, Any], clusters: Mapping[str, Any], concerns: 
     return HealthLevel.WELL if clusters["live"] else HealthLevel.WAITING
 
 
+def _is_trained(status: Mapping[str, Any]) -> bool:
+    """Whether a cluster is here and not idle."""
+    still = (ClusterState.IDLE, ClusterState.GONE)
+    return any(cluster.get("state") not in still for cluster in status.get("clusters", {}).values())
+
+
 def _title_of(level: HealthLevel, status: Mapping[str, Any], concerns: int) -> str:
     match level:
         case HealthLevel.WELL:
@@ -80,11 +87,8 @@ def _title_of(level: HealthLevel, status: Mapping[str, Any], concerns: int) -> s
         case HealthLevel.FINISHED:
             return f"The run is finished at {status['finished']}"
         case HealthLevel.ATTENTION:
-            return (
-                "Training goes on; one thing needs a look"
-                if concerns == 1
-                else (f"Training goes on; {concerns} things need a look")
-            )
+            goes_on = "Training goes on" if _is_trained(status) else "No cluster trains"
+            return f"{goes_on}; {'one thing needs' if concerns == 1 else f'{concerns} things need'} a look"
         case HealthLevel.BROKEN:
             return "No new version can be made"
 

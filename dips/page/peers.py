@@ -98,7 +98,7 @@ def _judge_cluster(c: Peer, last: LastOutcome | None, heartbeat_s: float, uptime
         quiet = finished or reason in ENDED
         return ("left" if quiet else "gone"), (Gravity.PLAIN if quiet else Gravity.ATTENTION), reason
     if c.get("quarantined"):
-        return "quarantined", Gravity.ATTENTION, f"until an operator readmits it (dips readmit); {reason}"
+        return "quarantined", Gravity.ATTENTION, f"until an operator readmits it (dips cluster readmit); {reason}"
     if (silent_s := _silent_s(c, heartbeat_s, uptime_s)) is not None:
         return "silent", Gravity.ATTENTION, _explain_silence(silent_s, c, state)
     if c.get("trainer") == "dead":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dips.dataclass import dataclass, replace
-from dips.protocol import drain, extension, quarantine, readmit, rollback, seeding, tuning
+from dips.protocol import drain, extension, quarantine, rollback, seeding, tuning
 from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Effect, Failed, Pending, Refused, Reply, Result
@@ -46,12 +46,18 @@ def _describe_targets(event: ExtensionAsked) -> str:
     return " ".join(f"{change.key}={change.value:.15g}" for change in event.changes)
 
 
+def _describe_quarantine(event: QuarantineAsked) -> str:
+    return f"{event.cluster} --reason {event.reason!r}"
+
+
 REQUESTS: dict[type, AuditedRequest] = {
-    ReadmissionAsked: AuditedRequest("readmit", readmit.on_readmission_asked, lambda e: e.cluster),
+    ReadmissionAsked: AuditedRequest("readmit", quarantine.on_readmission_asked, lambda e: e.cluster),
     DrainAsked: AuditedRequest("drain", drain.on_drain_asked, lambda e: e.slave),
     ExtensionAsked: AuditedRequest("extend", extension.on_extension_asked, _describe_targets),
     TuningAsked: AuditedRequest("tune", tuning.on_tuning_asked, lambda e: describe_changes(e.changes)),
-    QuarantineAsked: AuditedRequest("quarantine", quarantine.on_quarantine_asked, quarantine.describe_request),
+    QuarantineAsked: AuditedRequest(
+        "quarantine", quarantine.on_quarantine_asked, lambda e: f"{e.cluster} --reason {e.reason!r}"
+    ),
     RollbackAsked: AuditedRequest("rollback", rollback.on_rollback_asked, lambda e: str(e.version)),
     SeedAsked: AuditedRequest("seed", seeding.on_seed_asked, lambda e: f"process {e.seeder}"),
 }

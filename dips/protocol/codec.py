@@ -55,7 +55,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 10  # 9 had settled ranges one by one, and knew nothing of how many a cluster may hold
+FORMAT = 11  # 10 knew nothing of what mirrors cover
 MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,

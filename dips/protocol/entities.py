@@ -47,6 +47,7 @@ class Slave:
     offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
     unanswered: int = 0  # orders in a row past their deadline
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
+    covered: VersionId | None = None  # by its mirror, while that worked and the slave served: see mirrors.known_lag
     mirrored: tuple[VersionId, ...] = ()  # what stays on every disk for its mirror's sake: see mirrors.py
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
@@ -222,7 +223,7 @@ class Round:
     held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
     flagged: bool = False  # some push of it does not count in some layer
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
-    step: OuterStep = NO_STEP  # as its Apply named it; `dips tune` may change options meanwhile
+    step: OuterStep = NO_STEP  # as its Apply named it; `dips set` may change options meanwhile
     delta_norm: float = 0.0
     layer_norms: tuple[float, ...] = ()  # of which that is, layer by layer
     clipped: bool = False

@@ -16,7 +16,7 @@ from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 9
+PROTOCOL = 10
 LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -276,11 +276,10 @@ class TuningAsked:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAsked:
-    """Gate what this cluster pushes, or with `release` no longer."""
+    """Gate what this cluster pushes until it is readmitted."""
 
     req: int
     cluster: str
-    release: bool
     reason: str
 
 

@@ -1,4 +1,4 @@
-"""An operator changes how far the run goes (`dips extend`): its stop values and epochs, which no digest holds.
+"""An operator changes how far the run goes (`dips set`): its stop values and epochs, which no digest holds.
 
 The ledger keeps each change, so every later master has it; clusters learn it from their heartbeats' answers, where
 `outer.progress` is made of it. A run that is finished goes on: its end is taken back by the same row.
@@ -68,4 +68,5 @@ def _find_refusal(run: RunState, targets: Targets) -> str:
     if targets.epochs > run.targets.epochs and not run.ranges.per_epoch:
         return "epochs: this run leases no data (shared.data.ranges is 0): clusters bring their own"
     end = find_end(run, targets)
-    return f"then the run would end at once: {end}; name a larger target" if end else ""
+    so_far = f"{run.tokens_accepted:,} tokens and {run.head.version:,} outer steps so far"
+    return f"then the run would end at once: {end} ({so_far}); name a larger target" if end else ""

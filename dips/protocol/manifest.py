@@ -24,7 +24,10 @@ from dips.protocol.grouping import AVERAGED_LAYER, PLAIN_GROUPING, Grouping
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32
 MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
-MAX_JSON_BYTES = 12 << 20  # of a manifest: 50,000 parameters take 3 MiB; with its message it stays below 16 MiB
+MAX_JSON_BYTES = (
+    20 << 20
+)  # of a manifest: 300,000 parameters of names like model.layers.17.mlp.experts.113.up_proj.weight
+MOST_LAYERS = 100_000  # orders bring a number for each of a slave's layers: 800 kB of the 1 MiB of a message
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
 
 
@@ -112,6 +115,8 @@ class Manifest:
             )
             if made.numel > MAX_NUMEL:
                 raise ValueError(f"expected at most {MAX_NUMEL} elements in all")
+            if len(made.layers) > MOST_LAYERS:
+                raise ValueError(f"expected at most {MOST_LAYERS} layers, got {len(made.layers)}")
             return made
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptManifest(f"not a manifest: {error!r} in {text[:80]!r}") from error

@@ -29,6 +29,8 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
         return
     failed_before = slave.mirror.reason if slave.mirror is not None else ""
     note_report(run, slave, event.report)
+    if slave.state is SlaveState.READY:
+        note_covered(slave)
     if event.report.reason and not failed_before:
         run.emit_note("mirror_fails", slave=slave.name, reason=event.report.reason)
     elif failed_before and not event.report.reason:
@@ -44,6 +46,21 @@ def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> Non
     slave.mirror = report
     run.roster.perhaps_behind[slave.name] = None
     count_mirror(run, slave)
+
+
+def note_covered(slave: Slave) -> None:
+    """It serves, so this word of its mirror is its own; one that fails covers nothing, however little it lags."""
+    known = slave.mirror is not None and not slave.mirror.reason and not slave.mirror.unknown
+    slave.covered = slave.mirrored[-1] if known and slave.mirrored else None
+
+
+def known_lag(run: RunState, slave: Slave) -> int:
+    """How many outer steps its mirror lacked when last it served, as it told then; 0 if that is not known
+    (docs/guides/operations.md#a-lost-disk).
+
+    What a process says that does not serve is not believed here: it may have an old disk, or a stolen certificate.
+    """
+    return run.head.version - slave.covered.version if slave.covered in run.versions else 0
 
 
 def count_mirror(run: RunState, slave: Slave) -> None:

@@ -184,7 +184,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Targets:
-    """How far the run goes, outside the digest of `shared`: an operator may change it while it runs (`dips extend`)."""
+    """How far the run goes, outside the digest of `shared`: an operator may change it while it runs (`dips set`)."""
 
     tokens: int = 0  # as in StopOptions
     versions: int = 0
@@ -204,7 +204,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class TunedOption:
-    """An option that an operator changed while the run goes on (`dips tune`); tuning.py says which may be."""
+    """An option that an operator changed while the run goes on (`dips set`); tuning.py says which may be."""
 
     key: str  # "outer.lr"
     value: float

@@ -36,7 +36,7 @@ from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verd
 
 LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
 NOT_FINITE = "not finite: NaN, Inf or overflow in its parameters"
-BROKEN = "quarantined until `dips readmit`: its pushes were not finite"
+BROKEN = "quarantined until `dips cluster readmit`: its pushes were not finite"
 UNMOVED = (
     "norm 0 after {} inner step{}: the optimizer trains other tensors than this OuterLoop pushes; make it after "
     "fully_shard and .to(), and the optimizer of the same model"

@@ -47,12 +47,10 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
     version = event.version or run.head
     if missing := _why_not_kept(run, version):
         return Failed(ConfigError, missing)
-    pushes.drop_superseded(run, cluster, event.pull)
+    pushes.end_superseded(run, cluster, event.pull)
     waits = run.why_missing() or ("the slaves to flip" if run.flipping is not None else "")
     if waits:
         return Refused(run.options.timing.busy_retry_s, f"waits for {waits}")
-    if pull:
-        movement.close_pull(run, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks, cluster.keys = event.pull.seq, event.ranks, event.keys
     begin_pull(run, cluster, event.pull, version)
     order = OpenPull(event.pull, version, event.keys)

@@ -36,8 +36,8 @@ from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushReq
 from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
+from dips.protocol.quarantine import count_divergence
 from dips.protocol.rank_keys import find_wrong_keys
-from dips.protocol.readmit import count_divergence
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -67,10 +67,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
     if wrong := find_wrong_keys(event.keys, event.ranks, run.has_encrypted_lanes()):
         return Failed(RemoteProtocolError, wrong)
-    drop_superseded(run, cluster, event.push)
+    end_superseded(run, cluster, event.push)
     push = cluster.push
-    if push is None and cluster.pull is not None:  # it trains again: its word that it has the version, or not, was lost
-        close_pull(run, cluster, f"superseded by {event.push}")
     if cluster.state is ClusterState.IDLE:
         run.set_cluster_state(cluster, ClusterState.TRAINING, "asks for a push")
     if push is not None:
@@ -289,13 +287,16 @@ def _why_gone(cluster: Cluster, push: PushId) -> str:
     return "this master does not know it: its round died with the master before"
 
 
-def drop_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> None:
-    """The cluster asks for what comes after a push that is not committed: it has given that up, and its word was lost.
+def end_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> None:
+    """The cluster asks for what comes after a push that is not committed, or a pull: its word that it has given that
+    up, or has the version, was lost.
 
     No time ends a push whose ranks never came (movement.py), so this must.
     """
     if cluster.push is not None and not cluster.push.committed:
         drop_push(run, cluster, f"superseded by {later}")
+    if cluster.pull is not None:
+        close_pull(run, cluster, f"superseded by {later}")
 
 
 def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:

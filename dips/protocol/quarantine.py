@@ -1,7 +1,8 @@
-"""An operator keeps a cluster out of the outer step, and lets it in again (`dips quarantine`).
+"""Quarantine outside of rounds (docs/architecture.md#penalty): an operator imposes and lifts it, divergence earns it.
 
-It goes on training and pulling; its pushes are gated, whatever they bring, and leave the penalty's statistics alone,
-so it continues where it was when it is released. The gate's own quarantine is lifted by `dips readmit`.
+Who is quarantined by an operator goes on training and pulling; its pushes are gated, whatever they bring, and leave the
+penalty's statistics alone, so it continues where it was when it is readmitted. The gate's own quarantine is a state of
+these statistics. Each change has a record of its own, so the ledger knows.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from dips.errors import ConfigError
 from dips.protocol.bounded_text import cut_text
 from dips.protocol.effects import Acknowledged, Failed, Refused
-from dips.protocol.events import QuarantineAsked
-from dips.protocol.records import ClusterQuarantined
+from dips.protocol.events import QuarantineAsked, ReadmissionAsked
+from dips.protocol.records import ClusterDiverged, ClusterQuarantined, ClusterReadmitted
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import Verdict
 
@@ -19,29 +20,47 @@ MOST_REASON = 200  # characters of an operator's reason: it stands in the status
 
 def on_quarantine_asked(run: RunState, event: QuarantineAsked) -> None:
     """Legal any time, for a cluster that has joined once; a repetition changes the reason at most."""
-    if run.refuse_unproven(event.req):
+    if run.refuse_unproven(event.req) or _refuse_stranger(run, event.req, event.cluster):
         return
-    if event.cluster not in run.clusters:
-        known = ", ".join(run.clusters) or "none yet"
-        run.reply_to(event.req, Failed(ConfigError, f"cluster {event.cluster!r} has never joined; known: {known}"))
-        return
-    reason = "" if event.release else cut_text(event.reason, MOST_REASON) or "no reason was given"
-    before = run.quarantined.get(event.cluster, "")
-    if event.release and not before:
-        run.reply_to(event.req, Refused(0.0, f"{event.cluster} is not quarantined by an operator"))
-        return
-    if reason != before:
+    reason = cut_text(event.reason, MOST_REASON) or "no reason was given"
+    if reason != run.quarantined.get(event.cluster):
         run.quarantined.pop(event.cluster, None)
-        if reason:
-            run.quarantined[event.cluster] = reason
+        run.quarantined[event.cluster] = reason
         run.emit_record(ClusterQuarantined(event.cluster, reason, run.now))
-        run.emit_note("cluster_quarantined" if reason else "cluster_released", cluster=event.cluster, reason=reason)
+        run.emit_note("cluster_quarantined", cluster=event.cluster, reason=reason)
     run.reply_to(event.req, Acknowledged())
 
 
-def describe_request(event: QuarantineAsked) -> str:
-    """As the command line spells it."""
-    return f"{event.cluster} --release" if event.release else f"{event.cluster} --reason {event.reason!r}"
+def on_readmission_asked(run: RunState, event: ReadmissionAsked) -> None:
+    """Legal any time; refused for a cluster that is not quarantined, which keeps its statistics."""
+    if run.refuse_unproven(event.req) or _refuse_stranger(run, event.req, event.cluster):
+        return
+    by_operator = run.quarantined.pop(event.cluster, None) is not None
+    by_gate = run.penalty.penalty_row(event.cluster).quarantined
+    if by_operator:
+        run.emit_record(ClusterQuarantined(event.cluster, "", run.now))
+        run.emit_note("cluster_released", cluster=event.cluster)
+    if by_gate:
+        row = run.penalty.readmit_cluster(event.cluster)
+        run.emit_record(ClusterReadmitted(row, run.next_round - 1, run.now))
+        run.emit_note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
+    done = by_operator or by_gate
+    run.reply_to(event.req, Acknowledged() if done else Refused(0.0, f"{event.cluster} is not quarantined"))
+
+
+def _refuse_stranger(run: RunState, req: int, cluster: str) -> bool:
+    if cluster in run.clusters:
+        return False
+    known = ", ".join(run.clusters) or "none yet"
+    run.reply_to(req, Failed(ConfigError, f"cluster {cluster!r} has never joined; known: {known}"))
+    return True
+
+
+def count_divergence(run: RunState, cluster: str) -> None:
+    """Its ranks kept back a push that was not finite: it counts as one that was gated for that."""
+    row = run.penalty.count_divergence(cluster)
+    run.emit_record(ClusterDiverged(row, run.next_round - 1, run.now))
+    run.emit_note("cluster_diverged", cluster=cluster, in_a_row=row.gated_in_a_row, quarantined=row.quarantined)
 
 
 def judge_quarantined(run: RunState, cluster: str, verdict: Verdict) -> Verdict:

@@ -322,7 +322,7 @@ Record = (
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """Written once by `dips init`; but `dips rebalance` replaces the placement, `dips extend` the targets."""
+    """Written once by `dips init`; but `dips rebalance` replaces the placement, `dips set` the targets."""
 
     run: str
     config_digest: str

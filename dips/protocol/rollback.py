@@ -4,8 +4,9 @@ a row of the ledger.
 A slave that is away may come back with the head, so all are waited for: only when each has named what it offers since
 this master started, and one of them lacks the head, the head becomes the newest version of the lineage that every slave
 offers. Row first, then Load. If there is none the run waits, with the reason in its status; clusters train on. It also
-waits if that is more than `most_rollback` outer steps back, until an operator says `dips rollback`, or the slave comes
-back with what it had. What was undone stays on the disks until a version after it is durable.
+waits if that is more than `most_rollback` outer steps farther back than the mirror of a slave that lacks the head was
+known to lag (docs/guides/operations.md#a-lost-disk), until an operator says `dips rollback`, or the slave comes back
+with what it had. What was undone stays on the disks until a version after it is durable.
 
 Likewise if a newer one is offered by all but those that have it in a mirror that works: these are to bring it back
 first, since a disk may lack one below newer ones. Nobody serves meanwhile, all register again and again, and so each
@@ -49,7 +50,8 @@ def note_offer(run: RunState, slave: Slave) -> None:
 def consider_rollback(run: RunState) -> None:
     """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs.
 
-    Farther than `most_rollback` only by an operator's word: one old disk, or one stolen certificate, would be enough.
+    Farther than its mirror lagged and `most_rollback` only by an operator's word: one old disk, or one stolen
+    certificate, would be enough.
     """
     lacking = [s.name for s in in_order(run.slaves, run.roster.lacking)]
     waited, run.rollback_waits, run.rollback_steps = run.rollback_waits, "", 0
@@ -79,14 +81,15 @@ def consider_rollback(run: RunState) -> None:
         for slave in run.ready_slaves():
             _ask_offer(run, slave, run.rollback_waits)
         return
-    steps = run.head.version - head.version
-    if steps <= run.options.most_rollback:
+    steps, lag = run.head.version - head.version, max(mirrors.known_lag(run, run.slaves[name]) for name in lacking)
+    if steps <= lag + run.options.most_rollback:
         _roll_back(run, head, why)
         return
     run.rollback_steps = steps
+    beyond = f" beyond the {lag} that its mirror lagged" if lag else ""
     run.rollback_waits = (
         f"{why}: all offer {head} at most, {steps} outer steps back, and master.most_rollback is "
-        f"{run.options.most_rollback}; start that slave with its true directory, or say `dips rollback {head}`"
+        f"{run.options.most_rollback}{beyond}; start that slave with its true directory, or say `dips rollback {head}`"
     )
     if run.rollback_waits != waited:  # the slave asks again each second
         run.emit_note("rollback_waits", head=run.head, offered=head, steps=steps, reason=why)

@@ -109,7 +109,7 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     """It has seen what this ledger lacks: stop before anything is decided on an old copy (docs/rationale.md#2, #4)."""
     if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
-        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
     gaps = run.unknown_rounds
     missed = [v for v in sorted(rollback.offered_versions(event)) if any(low <= v.round < high for low, high in gaps)]
     if missed:
@@ -118,11 +118,17 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     newest = max((v.round for v in rollback.offered_versions(event)), default=0)
     if newest >= run.next_round:
         seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {run.next_round}"
-        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
     if event.term_seen > run.term:
         seen = f"slave {event.slave} has seen term {event.term_seen}, above ours ({run.term})"
         return Exit(EXIT_STALE, f"{seen}: a later master exists, or {OLD_LEDGER}")
     return None
+
+
+def _advise_on_ledger(run: RunState) -> str:
+    """A ledger without a version may be an old copy, or new beside the directory of a former run."""
+    former = "; if this run is new, and that slave's directory of a former one: empty that directory"
+    return OLD_LEDGER + (former if run.head == GENESIS else "")
 
 
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
@@ -187,6 +193,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         run.set_slave_state(slave, SlaveState.RESTORING, reason)
         return
     run.set_slave_state(slave, SlaveState.READY, f"serves {run.head}")
+    mirrors.note_covered(slave)
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold pieces of a round that broke while it was away

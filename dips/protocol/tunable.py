@@ -36,6 +36,12 @@ TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
     "timing.min_push_bps": "at once",
     "timing.busy_retry_s": "at once",
 }
+TARGETS = {  # how far the run goes, which extension.py changes: key of the run file → field of options.Targets
+    "stop.tokens": "tokens",
+    "stop.versions": "versions",
+    "stop.wall_s": "wall_s",
+    "data.epochs": "epochs",
+}
 CLIPS = ("outer.clip.norm", "outer.clip.relative")
 MAY_BE_OFF = frozenset({*CLIPS, "timing.window_s"})  # null in the files
 
@@ -68,7 +74,7 @@ def restore_tuned(
         try:
             options = tune_options(options, (change,))
         except ConfigError as error:
-            refused.append(f"{error}: the run file's holds, `dips tune` sets another")
+            refused.append(f"{error}: the run file's holds, `dips set` sets another")
         else:
             held.add(change.key)
     return options, {change.key: change for change in known if change.key in held}, tuple(refused)

@@ -1,4 +1,4 @@
-"""An operator changes numbers of the outer step, the gate and the deadlines while the run goes on (`dips tune`).
+"""An operator changes numbers of the outer step, the gate and the deadlines while the run goes on (`dips set`).
 
 The ledger keeps each change, so every later master has it. A change holds from the next decision on: a round that is
 being applied ends with the numbers that its Apply named, and these are what the version's row says. The run file, and

@@ -84,7 +84,8 @@ class MirrorShell:
         for version in whole:
             disk.bring_back(version, mirror.files[version])
         self._rotten |= {v: mirror.files[v] for v in newer if v not in whole}
-        self._list_whole()  # the master is not told of what was found rotten just now
+        if len(whole) < len(newer):
+            self._list_whole()  # the master is not told of what was found rotten just now
         self._look()
         return Restored(whole, "a copy in its mirror is rotten" if len(whole) < len(newer) else "")
 

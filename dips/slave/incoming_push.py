@@ -71,12 +71,18 @@ class IncomingPush:
     rate: Rate
     phase: PushPhase = PushPhase.GATHERING
     reason: str = ""
+    code: str = "refused"  # told to ranks whose HELLO comes after its refusal
     copying: int = 0  # threads that may be writing into a target
     streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
 
     @property
     def live(self) -> bool:
         return self.phase in (PushPhase.GATHERING, PushPhase.MOVING)
+
+    @property
+    def ranges(self) -> int:
+        """How many its HELLOs have named."""
+        return sum(len(stream.pieces) for stream in self.streams.values())
 
     @property
     def received_bytes(self) -> int:
@@ -105,22 +111,19 @@ class IncomingPush:
         return inf if silent_since is None else silent_since + stall_s
 
     def refuse_hello(
-        self, lane: int, name: StreamName, pieces: tuple[Range, ...], misfit: str | None, room: int
+        self, lane: int, name: StreamName, pieces: tuple[Range, ...], misfit: str | None
     ) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None.
 
         misfit  why its ranges are not of the layers that are held here
-        room    how many ranges may be kept
         """
         if self.phase is PushPhase.REFUSED:
-            return "refused", f"push {self.push} was refused: {self.reason}"
+            return self.code, f"push {self.push} was refused: {self.reason}"
         if name.rank not in self.places or name.lane != lane or name.version:
             return "invalid", f"push {self.push} has ranks {sorted(self.places)}, got {name} on lane {lane}"
         known = self.streams.get((name.rank, lane))
-        if known is None and misfit:
-            return "ranges", f"rank {name.rank}: {misfit}"
         if known is None:
-            return None if len(pieces) <= room else ("unknown", f"{room} ranges more can be kept now: try again")
+            return ("ranges", f"rank {name.rank}: {misfit}") if misfit else None
         if name.epoch <= known.epoch:
             return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {known.epoch} is the last"
         if pieces != known.pieces:

@@ -28,8 +28,7 @@ from dips.wire.streams import StreamName, Welcome
 
 # In HELLOs of all open pushes. The reason is memory that no sum of a slave's counts and that peers choose: 208 bytes a
 # range, so 218 MB. Ranks that each hold a part of each tensor name ranks × tensors / slaves of them: 64 ranks, 50,000
-# tensors and 16 slaves take a fifth; 256 ranks and 8 slaves would need 1.6 M, and their push never begins, since each
-# HELLO beyond it is told to come again. Fewer ranks that transfer, or more slaves, are the remedy.
+# tensors and 16 slaves take a fifth; 256 ranks and 8 slaves would need 1.6 M, and their job ends with what to change.
 MOST_RANGES = 1 << 20
 MOST_LINKS = 4096  # clusters whose links are remembered
 
@@ -112,21 +111,52 @@ class Receiver:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             if push is None:
                 return [error_message(lane, peer, name.stream_id, *self._closed.refuse_hello(name))]
-            refusal = push.refuse_hello(lane, name, pieces, misfit, MOST_RANGES - self._ranges)
+            refusal = push.refuse_hello(lane, name, pieces, misfit)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
+            moves = list[Move]()
+            if (name.rank, lane) not in push.streams:
+                if push.ranges + len(pieces) > MOST_RANGES:
+                    return self._refuse_too_many(push, name, lane, peer, push.ranges + len(pieces))
+                moves = self._make_room(push, len(pieces))
+                if (room := MOST_RANGES - self._ranges) < len(pieces):
+                    again = f"{room} ranges more can be kept beside those of other pushes: try again"
+                    return [*moves, error_message(lane, peer, name.stream_id, "unknown", again)]
             pieces = push.codec.encoded_ranges(pieces)
             stream = self._admit_stream(push, lane, peer, name, pieces, now)
             self._raise_ready(stream, len(pieces) if ready is None else ready)
             gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
-            moves: list[Move] = [Say(lane, peer, Kind.WELCOME, stream.stream, welcome)]
+            moves.append(Say(lane, peer, Kind.WELCOME, stream.stream, welcome))
             if gathering and len(push.streams) == len(push.places) * len(self._turns):
                 return moves + self._begin_push(push, now)
             if not gathering and stream.intake.complete:
                 moves.append(stream.done_message())
             return moves
+
+    def _refuse_too_many(self, push: IncomingPush, name: StreamName, lane: int, peer: bytes, ranges: int) -> list[Move]:
+        """No waiting makes room for this push: its job ends."""
+        reason = (
+            f"{len(push.streams) + 1} of {len(push.places) * len(self._turns)} streams name {ranges} pieces of "
+            f"parameters, expected at most {MOST_RANGES} of all ranks; a smaller max_transfer_ranks, more slaves, or "
+            "experts fused into one tensor a block make fewer"
+        )
+        moves = self._refuse_push(push, reason, "too_many")
+        text = f"push {push.push} is refused: {reason}"
+        return [*moves, error_message(lane, peer, name.stream_id, "too_many", text)]
+
+    def _make_room(self, push: IncomingPush, ranges: int) -> list[Move]:
+        """Give up younger pushes that still gather, the youngest first: of two that fit alone, one comes to its end."""
+        moves = list[Move]()
+        for other in reversed(self._pushes.values()):
+            if other is push or ranges <= MOST_RANGES - self._ranges:
+                break
+            if other.phase is PushPhase.GATHERING and other.streams:
+                moves += self._refuse_push(
+                    other, f"its ranges make room for those of {push.push}, which is older", "refused"
+                )
+        return moves
 
     def _admit_stream(
         self, push: IncomingPush, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
@@ -311,6 +341,7 @@ class Receiver:
     def _refuse_push(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
         text = f"push {push.push} is refused: {reason}"
         moves: list[Move] = [error_message(s.lane, s.peer, s.stream, code, text) for s in push.streams.values()]
+        push.code = code
         self._stop_push(push, PushPhase.REFUSED, reason)
         return [*moves, PushOver(push.push, reason)]
 
@@ -331,7 +362,6 @@ class Receiver:
     def _forget_push(self, push: IncomingPush) -> None:
         self._stop_push(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
-            self._ranges -= sum(len(stream.pieces) for stream in push.streams.values())
             self._closed.add_transfer(push.push.cluster, push.push.inc, push.push.seq)
 
     def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
@@ -341,6 +371,8 @@ class Receiver:
             stream.intake.on_connection_lost()
             self._turns[stream.lane].leave_line(stream)
             self._streams.pop((stream.lane, stream.peer, stream.stream), None)
+            self._ranges -= len(stream.pieces)
+            stream.pieces = ()
         while push.copying:
             self._changed.wait()
 

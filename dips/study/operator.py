@@ -1,6 +1,6 @@
 """The operator of an emulated run: a cluster that pushed what is not finite stays out until somebody has looked at it.
 
-What an operator of a real run does by `dips readmit` when the machine is repaired: here, when the fault is over.
+As an operator of a real run does by `dips cluster readmit` after the repair: here, when the fault is over.
 """
 
 from __future__ import annotations

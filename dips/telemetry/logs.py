@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any, ClassVar, TextIO, cast
 
@@ -15,6 +16,7 @@ from dips.printable import make_lines_printable, make_printable
 Log = structlog.stdlib.BoundLogger
 
 
+FORMAT = "DIPS_LOG_FORMAT"  # of the environment: console or json
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -69,10 +71,14 @@ def check_level(given: str | None) -> str | None:
 
 
 def configure_log(role: str, name: str, level: str = "info") -> Log:
-    """Set up this process's log on standard error and return its logger, bound to who we are."""
+    """Set up this process's log on standard error and return its logger, bound to who we are.
+
+    Lines are for people on a terminal and JSON elsewhere, or as the variable FORMAT says.
+    """
     set_level(level)
     terminal = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    console = os.environ.get(FORMAT, "console" if terminal else "json") == "console"
+    renderer = structlog.dev.ConsoleRenderer(colors=terminal) if console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

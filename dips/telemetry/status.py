@@ -106,7 +106,7 @@ def draw_headline(status: Status) -> Text:
 
 
 def tuned_line(tuned: Mapping[str, Any]) -> str:
-    """What holds otherwise than the run file says, since `dips tune` changed it."""
+    """What holds otherwise than the run file says, since `dips set` changed it."""
     return ", ".join(f"{key} {'off' if value is None else f'{value:.15g}'}" for key, value in tuned.items())
 
 
@@ -133,7 +133,7 @@ def run_line(status: Status) -> str:
     target = progress.get("tokens_target") or 0
     share = f" ({progress.get('tokens', 0) / target:.0%})" if target else ""
     loss = _format_number(status.get("last_loss"), "{:.3f}")
-    ended = f"  finished at {status['finished']}, last loss {loss}" if status.get("finished") else ""
+    ended = f"\nfinished at {status['finished']}, last loss {loss}" if status.get("finished") else ""
     return (
         f"{status.get('run', NONE)}  head {status.get('head', NONE)}  term {status.get('term', NONE)}  "
         f"{format_count(progress.get('tokens'))} tokens{share}{ended}"
@@ -280,5 +280,5 @@ def _state_reason(peer: Mapping[str, Any]) -> str:
     if peer.get("quarantine"):
         return f"quarantined by an operator: {peer['quarantine']}; {reason}"
     if peer.get("quarantined"):
-        return f"quarantined by the gate until `dips readmit`; {reason}"
+        return f"quarantined by the gate until `dips cluster readmit`; {reason}"
     return "" if dull and dull.fullmatch(reason) else reason

@@ -160,9 +160,9 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
 
 async def _read_message(context: aio.ServicerContext[Any, Any]) -> bytes:
-    """The one message of a call, as it came."""
+    """The message of a call, as it came. What a caller sends behind it stays in that caller's memory, unread."""
     raw = await context.read()
-    if not isinstance(raw, bytes) or await context.read() is not aio.EOF:
+    if not isinstance(raw, bytes):
         raise asyncio.CancelledError  # it was too large for gRPC, or its caller has gone: nobody waits for an answer
     return raw
 

@@ -8,7 +8,6 @@ own places, not for anybody else's. A peer is its certificate's name, or in plai
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ class _PeerCalls:
 
     def __init__(self, messages: int) -> None:
         self.places = asyncio.Semaphore(messages)
-        self.connections = Counter[str]()  # calls of each
+        self.connections: dict[str, int] = {}  # calls of each
 
 
 class Reception:
@@ -38,11 +37,13 @@ class Reception:
         most = self._limits.peer_connections
         if connection not in calls.connections and len(calls.connections) >= most:
             raise Busy(f"{peer} calls over more than {most} connections at once: close some, and ask again")
-        calls.connections[connection] += 1
+        calls.connections[connection] = calls.connections.get(connection, 0) + 1
         try:
             yield
         finally:
-            calls.connections -= Counter([connection])
+            calls.connections[connection] -= 1
+            if not calls.connections[connection]:
+                del calls.connections[connection]
             if not calls.connections:
                 del self._peers[peer]
 

@@ -41,7 +41,7 @@ class TlsSource:
         self.files, self._name, self._role, self._run = files, name, role, run
         self._report, self._clock, self._lock = report, clock, threading.Lock()
         self._looked, self._stamp = clock(), _stamp(files)
-        self._loaded = self._load()
+        self._loaded, self._problem = self._load(), ""
 
     @property
     def run(self) -> str:
@@ -56,6 +56,11 @@ class TlsSource:
                 self._look_again()
             return self._loaded
 
+    def find_problem(self) -> str:
+        """Say why newer files are not used; empty if there are none, or they are."""
+        self.read_current()
+        return self._problem
+
     def find_expiry(self, now: datetime | None = None) -> str:
         """Say that our certificate has expired, as far as the files say; empty if it has not."""
         try:
@@ -69,9 +74,10 @@ class TlsSource:
         if stamp == self._stamp:
             return
         try:
-            self._loaded = self._load()
+            self._loaded, self._problem = self._load(), ""
         except ConfigError as error:
-            self._report(f"the new files are not used: {error}")
+            self._problem = f"the new files are not used: {error}"
+            self._report(self._problem)
         self._stamp = stamp
 
     def _load(self) -> LoadedTls:

@@ -30,8 +30,9 @@ from dips.outer_step import MAX_FACTOR
 from dips.printable import make_printable
 from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
+from dips.wire.packed_manifest import pack_text, unpack_text
 
-MAX_MESSAGE_BYTES = 16 << 20  # one answer; a manifest of 100,000 parameters is 8 MiB of JSON. Questions: limits.py
+MAX_MESSAGE_BYTES = 16 << 20  # one answer: a Registered of 100,000 layers has 5 MiB. Questions: limits.py
 MAX_INTEGER = (1 << 53) - 1  # exact as a double and in JSON; a thousand of them still add up in SQLite's 64 bits
 MAX_REAL = float(1 << 53)  # seconds, bytes/s, weights: products of two stay finite
 MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
@@ -73,7 +74,7 @@ _REALS = {
 }
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
-_UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
+_PACKED_TEXT = frozenset({"manifest"})  # travels as packed_manifest.py says, which bounds it
 _LOCAL = frozenset({"req", "rival_heard_s"})
 _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 
@@ -139,6 +140,8 @@ def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         return _message_pair(name, cast(type, hint), optional=False)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return _enum_pair(name, hint)
+    if hint is str and name in _PACKED_TEXT:
+        return _packed_pair(name)
     if hint in (int, float, str, bool, bytes):  # bytes are bounded by their message
         return _scalar_pair(cls, name)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
@@ -151,6 +154,20 @@ def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
         setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
 
     return write_field, lambda message: _check_leaf(name, getattr(message, name), reals)
+
+
+def _packed_pair(name: str) -> tuple[_Spell, _Read]:
+    """A manifest's JSON; nothing stays nothing."""
+
+    def write_field(message: Message, value: str) -> None:
+        if value:
+            setattr(message, name, pack_text(value))
+
+    def read_field(message: Message) -> str:
+        packed = getattr(message, name)
+        return unpack_text(packed) if packed else ""
+
+    return write_field, read_field
 
 
 def _enum_pair(name: str, words: type[StrEnum]) -> tuple[_Spell, _Read]:
@@ -249,8 +266,6 @@ def _checked_text(name: str, value: str) -> str:
             raise RemoteProtocolError(str(error)) from error
     if name == "reason":
         return make_printable(value[:MAX_REASON])[:MAX_REASON]
-    if name in _UNBOUNDED_TEXT:
-        return value
     if len(value) > MAX_TEXT:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_TEXT} characters, got {len(value)}")
     if not value.isprintable():

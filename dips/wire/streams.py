@@ -18,6 +18,7 @@ import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import (
+    ConfigError,
     Denied,
     DipsError,
     LocalProtocolError,
@@ -31,6 +32,7 @@ from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Buffer
 
 NAME_LIMIT = 64  # characters of any name in a message
 TEXT_LIMIT = 4000  # characters of an ERROR's message
+FEWER_RANGES = "more slaves, more lanes (slaves.lane_count), or experts fused into one tensor a block make fewer"
 _BIGGEST = 1 << 62  # of any number in a message
 
 # What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
@@ -40,6 +42,7 @@ CODES: dict[str, type[DipsError] | None] = {
     "stale_push": StalePush,  # the push or pull is closed, or a later epoch of this stream exists
     "stale_version": StaleVersion,  # the pull is open on another version
     "ranges": LocalProtocolError,  # all ranks together do not hold each element exactly once
+    "too_many": ConfigError,  # all ranks together name more ranges than this slave ever keeps
     "invalid": LocalProtocolError,  # the HELLO contradicts itself
     "denied": Denied,  # the connection's key is another rank's
     "refused": UnavailableSlave,  # the slave gave the push up: it stalled or passed its deadline
@@ -104,9 +107,9 @@ def encode_hello(name: StreamName, pieces: Sequence[Range], ready: int | None = 
     first = len(pieces) if ready is None else ready
     body = _pack_body([*(getattr(name, f.name) for f in fields(name)), first, _flatten_ranges(pieces)])
     if len(body) > MESSAGE_LIMIT:
-        raise LocalProtocolError(
-            f"a HELLO of {len(pieces)} ranges has {len(body)} bytes, at most {MESSAGE_LIMIT} are allowed: "
-            "join neighbouring ranges"
+        raise ConfigError(
+            f"this rank holds {len(pieces)} pieces of the parameters of one lane of {name.slave}: {len(body)} bytes to "
+            f"name them, expected at most {MESSAGE_LIMIT}, some 75,000 pieces; {FEWER_RANGES}"
         )
     return body
 

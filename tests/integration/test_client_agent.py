@@ -84,7 +84,7 @@ def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
     """An unreachable master is asked again and again, visibly; when it is there the cluster joins."""
     run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-    run.until(lambda: "the master does not answer" in west.log.read_text(), 60, "the agent says that it waits")
+    run.until(lambda: "asks the master again" in west.log.read_text(), 60, "the agent says that it waits")
     run.start_master()
     run.wait(west, 60)
     assert len(versions(run)) == VERSIONS

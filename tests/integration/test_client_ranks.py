@@ -116,8 +116,8 @@ def test_parameters_that_were_replaced_are_not_pushed(ranks: list[dict[str, Any]
     """`fully_shard` after OuterLoop: what would be pushed is not what is trained. All ranks raise the same error."""
     for kind, where in (("sharded late", "rank 0"), ("replaced on rank 1", "rank 1")):
         (refusal,) = {found[kind] for found in ranks}
-        assert refusal.startswith(f"{where}: blocks.0."), refusal
-        assert "call fully_shard first, then OuterLoop" in refusal
+        assert refusal.startswith("call fully_shard first, then OuterLoop"), "what is shown of a crash begins there"
+        assert f"{where}: blocks.0." in refusal, refusal
 
 
 @pytest.mark.parametrize(

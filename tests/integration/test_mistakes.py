@@ -201,12 +201,13 @@ def test_a_name_that_is_taken(run: Any, tmp_path: Path) -> None:
 def test_what_an_agent_waits_for_is_in_its_log(run: Any, tmp_path: Path) -> None:
     """A slave that is not there; SIGTERM while it waits for it, or for a master, ends it without a traceback."""
     alone = run.start_cluster("alone", tiny(tmp_path))
-    run.until(lambda: "the master does not answer" in alone.log.read_text(), 60, "it waits for a master")
+    run.until(lambda: "asks the master again" in alone.log.read_text(), 60, "it waits for a master")
     alone.terminate()
     run.start_master()
     west = run.start_cluster("west", tiny(tmp_path))
     run.until(lambda: '"waits"' in west.log.read_text(), 60, "it waits for a slave")
     assert "not yet registered: ps0" in west.log.read_text()
+    assert "does not answer" not in west.log.read_text(), "the master did"
     west.terminate()
     for agent in (alone, west):
         assert "Traceback" not in agent.log.read_text(), agent.tail()

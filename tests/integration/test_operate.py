@@ -58,20 +58,20 @@ def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -
         run.until(lambda: len(ledger.read_history(100)) >= 2, 60, "two rounds")
 
         # an operator tunes, a viewer may not, and both are known by name
-        said = say("tune", "outer.lr=0.5", "timing.window_s=0.2", *config)
+        said = say("set", "outer.lr=0.5", "timing.window_s=0.2", *config)
         assert "outer.lr = 0.5, from the next Apply" in said
-        assert json.loads(say("tune", "--json", *config)) == {"outer.lr": 0.5, "timing.window_s": 0.2}
-        say("tune", "outer.lr=0.1", "--master", run.address, "--credentials", viewer, code=77)
+        assert json.loads(say("set", "--json", *config)) == {"outer.lr": 0.5, "timing.window_s": 0.2}
+        say("set", "outer.lr=0.1", "--master", run.address, "--credentials", viewer, code=77)
         at = len(ledger.read_history(1000))
         run.until(lambda: len(ledger.read_history(1000)) >= at + 3, 60, "three more rounds")
         assert ledger._db.execute("SELECT lr FROM versions ORDER BY round DESC LIMIT 1").fetchone() == (0.5,)
 
         # quarantined: gated with the reason, and released
-        say("quarantine", "east", "--reason", "a look at its data", *config)
+        say("cluster", "quarantine", "east", "--reason", "a look at its data", *config)
         reason = "quarantined by an operator: a look at its data"
         run.until(lambda: any(o.reason == reason for r in ledger.read_history(9) for o in r.outcomes), 60, "a gate")
         assert json.loads(say("status", "--json", *config))["clusters"]["east"]["quarantine"] == "a look at its data"
-        say("quarantine", "east", "--release", *config)
+        say("cluster", "readmit", "east", *config)
 
         # taken from the list: its lease ends at once, its agent is told and ends, west trains on
         edit_run_file(run, clusters=["west"], limits={"peer_calls_per_s": 300.0}, log_level="debug")
@@ -98,7 +98,7 @@ def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -
         ("operator.operator", "tune", False),
         ("eve.viewer", "tune", True),
         ("operator.operator", "quarantine", False),
-        ("operator.operator", "quarantine", False),
+        ("operator.operator", "readmit", False),
         ("run file", "reload", False),
     ]
     lines = [json.loads(line) for line in say("history", "--audit", "--json", *config).splitlines()]

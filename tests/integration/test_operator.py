@@ -140,8 +140,8 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
     run.wait(west, 60)
     with run.ledger() as ledger:
         assert {r.kind for r in ledger.read_history(100)} == {"applied"}
-    assert "has never joined" in say("dips", "readmit", "east", "--config", str(run.file), code=78)
-    assert "west is not quarantined" in say("dips", "readmit", "west", "--config", str(run.file), code=1)
+    assert "has never joined" in say("dips", "cluster", "readmit", "east", "--config", str(run.file), code=78)
+    assert "west is not quarantined" in say("dips", "cluster", "readmit", "west", "--config", str(run.file), code=1)
     assert "none of this run" in say("dips", "drain", "ps7", "--config", str(run.file), code=78)
 
 
@@ -153,13 +153,14 @@ def test_a_finished_run_is_extended(tmp_path: Path) -> None:
     """
     shared = {"penalty": {"gates": []}, "stop": {"versions": 2}}
     with harness.Run(tmp_path, tensors(), shared=shared) as run, run.ledger() as ledger:
-        master, extend = run.start_master(), ("extend", "--config", str(run.file))
+        master, config = run.start_master(), ("--config", str(run.file))
         run.start_slaves()
         out = tmp_path / "out"
         run.wait(run.start_cluster("west", [sys.executable, TINY, "logged", str(out)]), 60)
-        assert "the run would end at once: 2 outer steps are made" in say("dips", *extend, "--rounds", "2", code=1)
-        assert "name a target" in say("dips", *extend, code=2)
-        told = say("dips", *extend, "--rounds", "4", "--tokens", "100000")
+        assert "the run would end at once: 2 outer steps are made" in say(
+            "dips", "set", "stop.versions=2", *config, code=1
+        )
+        told = say("dips", "set", "stop.versions=4", "stop.tokens=100000", *config)
         assert "goes on until 100,000 tokens or 4 versions" in told and "finished at v2@r2" in told
         assert master.terminate() == 0
         run.start_master()

@@ -26,8 +26,8 @@ WORDS = [
     ("status",),
     ("status", "--json"),
     ("drain", "ps0"),
-    ("readmit", "west"),
-    ("extend", "--versions", "9"),
+    ("cluster", "readmit", "west"),
+    ("set", "stop.versions=9"),
     ("export", "--output", "model.safetensors"),
 ]
 

@@ -183,7 +183,9 @@ def a_cluster_goes_wild(it: Incidents) -> None:
     """Its pushes are gated until it is quarantined; mended and readmitted it is as before."""
     it.tell("east", "wild")
     it.until_fire("DipsClusterGated", "DipsClusterQuarantined")
-    code, said = type_words(*CLI, "readmit", "east", "--config", str(it.directory / "dips.yaml"), cwd=it.directory)
+    code, said = type_words(
+        *CLI, "cluster", "readmit", "east", "--config", str(it.directory / "dips.yaml"), cwd=it.directory
+    )
     assert code == 0, said
     it.tell("east", "steady")
 

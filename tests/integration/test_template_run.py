@@ -1,4 +1,4 @@
-"""The README's steps: `dips init --template`, two lines edited, a run of five rounds, its curve and its model."""
+"""The README's steps: `dips new --bare`, two lines edited, a run of five rounds, its curve and its model."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
 @pytest.mark.timeout(120)
 def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
     """Every file is right as it was written but for two names, what ends the run early, and the test's own port."""
-    run_file, cluster_file = tmp_path / "dips.yaml", tmp_path / "cluster.yaml"
-    say("init", "--template", "--config", str(run_file))
-    edit(tmp_path / "shared.yaml", ("run: my-run ", "run: first-run "), ("versions: 0 ", f"versions: {ROUNDS} "))
-    edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("aligned: 64 ", "aligned: 1 "))
     address = f"127.0.0.1:{free_port()}"
-    for path in (run_file, cluster_file):
-        edit(path, ("127.0.0.1:7800", address))
+    tmp_path = tmp_path / "first-run"
+    run_file, cluster_file = tmp_path / "dips.yaml", tmp_path / "cluster.yaml"
+    say("new", str(tmp_path), "--bare", "--listen", address)
+    edit(tmp_path / "shared.yaml", ("versions: 0 ", f"versions: {ROUNDS} "))
+    edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("aligned: 64 ", "aligned: 1 "))
     say("init", "--config", str(run_file), "--factory", FACTORY, "--seed", "1")
 
     commands = {

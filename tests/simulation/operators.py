@@ -11,6 +11,7 @@ from dips.protocol.events import (
     OperatorReported,
     OperatorRequest,
     QuarantineAsked,
+    ReadmissionAsked,
     TuningAsked,
 )
 from dips.protocol.options import AUTO, TunedOption
@@ -68,10 +69,10 @@ class TuningOperator(Observer):
         self._ask(TuningAsked(0, tuple({c.key: c for c in rng.sample(drawn, 2)}.values())))
 
     def _quarantine(self) -> None:
-        self._ask(QuarantineAsked(0, self._rng.choice(list(self.world.clusters)), False, "a look at its data"))
+        self._ask(QuarantineAsked(0, self._rng.choice(list(self.world.clusters)), "a look at its data"))
 
     def _release(self, cluster: str) -> None:
-        self._ask(QuarantineAsked(0, cluster, True, ""))
+        self._ask(ReadmissionAsked(0, cluster))
 
     def _deny(self) -> None:
         process = self.world.master.process

@@ -258,8 +258,7 @@ class Teller:
         return self._audited(caller, ev.TuningAsked(0, changes))
 
     def quarantine(self, caller: str, words: Words) -> list[str]:
-        release = words.get("release") == "yes"
-        return self._audited(caller, ev.QuarantineAsked(0, words["cluster"], release, words.get("why", "")))
+        return self._audited(caller, ev.QuarantineAsked(0, words["cluster"], words.get("why", "")))
 
     def asks_rollback(self, caller: str, words: Words) -> list[str]:
         return self._audited(caller, ev.RollbackAsked(0, VersionId.parse(words["to"])))

@@ -74,7 +74,7 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.study"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
@@ -96,6 +96,8 @@ MAY: dict[str, set[str]] = {
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
     | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
+    "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
+    "dips.templates": {"dips.client"},  # what `dips new` writes
     "dips.demo": {"dips"},
 }
 

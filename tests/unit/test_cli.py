@@ -88,8 +88,13 @@ def init(run_file: Path, *words: str) -> str:
         "history",
         "plot",
         "verify",
-        "readmit",
-        "extend",
+        "new",
+        "up",
+        "stop",
+        "logs",
+        "set",
+        "cluster quarantine",
+        "cluster readmit",
         "recover",
         "drain",
         "rebalance",
@@ -98,7 +103,7 @@ def init(run_file: Path, *words: str) -> str:
 )
 def test_help_teaches(word: str) -> None:
     """Every word says what it does and shows an example that stands on a line of its own."""
-    text = said(word, "--help")
+    text = said(*word.split(), "--help")
     assert re.search(rf"^ +Example:\n +dips {word}", text, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Documents and the references to them: each file and anchor that is named exists, and docs/ stays short."""
+"""Documents and the references to them: each file and anchor that is named exists."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))  # longer texts, each f
 DOCUMENTS = [
     *DOCS,
     *GUIDES,
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md", "benchmarks/README.md")
+    ),
 ]
-MOST_WORDS = 6000  # of docs/ together, as `wc -w` counts
-STORY_LINES = 3
 
 TREES = ("dips", "tests", "benchmarks", "deploy", "configs", "protos")
 TOP = ("Makefile", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -28,7 +29,6 @@ TEXT = {"", ".md", ".py", ".proto", ".txt", ".yaml", ".sh", ".sbatch", ".service
 # `docs/rationale.md#12, #24 and #30`: a file, then the anchors in it that are meant.
 REFERENCE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*[\w-]+\.md)((?:#[\w-]+(?:(?:,\s+|\s+and\s+)(?=#\w))?)*)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-WRITTEN_BY_TESTS = {("tests/unit/benchmarks/test_harness.py", "LOG.md")}  # names of files that a test makes
 
 
 def texts() -> Iterator[Path]:
@@ -69,9 +69,7 @@ def references(text: str) -> list[tuple[str, list[str]]]:
 
 def problems(path: Path, text: str) -> list[str]:
     """Every reference of a text that does not resolve."""
-    where = path.relative_to(ROOT).as_posix()
-    named = [(name, names) for name, names in references(text) if (where, name) not in WRITTEN_BY_TESTS]
-    return [problem for name, names in named for problem in unresolved(path, name, names)]
+    return [problem for name, names in references(text) for problem in unresolved(path, name, names)]
 
 
 def test_every_reference_resolves() -> None:
@@ -113,24 +111,18 @@ def test_links_resolve(document: Path) -> None:
         assert not anchor or anchor in anchors(leads_to.resolve()), f"{document.name}: {target}"
 
 
-def test_docs_are_short() -> None:
-    """All of docs/ is read in half an hour, but for its guides and the track record, which is a list."""
-    assert sum(len(document.read_text().split()) for document in DOCS if document.stem != "track-record") < MOST_WORDS
-
-
 def test_every_document_is_reached_from_the_readme() -> None:
     """A reader finds each of docs/ by a link."""
     links = set(LINK.findall((ROOT / "README.md").read_text()))
     assert {document.relative_to(ROOT).as_posix() for document in (*DOCS, *GUIDES)} <= links
 
 
-def test_stories_are_short_and_have_a_rule() -> None:
-    """Each entry of the rationale is at most three lines: what went wrong → the rule."""
+def test_stories_have_a_rule() -> None:
+    """Each entry of the rationale says what went wrong, then, after an arrow, the rule."""
     blocks = (ROOT / "docs" / "rationale.md").read_text().split("\n\n")
     stories = [block for block in blocks if block.startswith("<a id=")]
     assert len(stories) >= 40
     for story in stories:
-        assert len(story.strip().splitlines()) <= STORY_LINES, story
         assert "→" in story, story
 
 

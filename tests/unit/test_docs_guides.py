@@ -1,15 +1,26 @@
-"""docs/guides: the numbers of a table are those of its formula."""
+"""docs/guides: the numbers of a table are those of its formula, and examples of code run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.record import RESULTS, read_runs
+from dips.dataclass import replace
+from dips.protocol.enums import GateName
+from dips.protocol.gates import GATES
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.penalty import Penalty
+from dips.protocol.penalty_rows import fresh_row
+from dips.protocol.verdicts import PushEvidence
+
 ROOT = Path(__file__).parents[2]
-GUIDE, LOG = ROOT / "docs/guides/what-to-expect.md", ROOT / "benchmarks/LOG.md"
-BYTES = {"fp32": 8.0, "int8 both ways": 2.032}  # per parameter and round, push and pull together: benchmarks/LOG.md
+GATES_GUIDE = ROOT / "docs/guides/gates.md"
+GUIDE = ROOT / "docs/guides/what-to-expect.md"
+BYTES = {"fp32": 8.0, "int8 both ways": 2.032}  # per parameter and round, push and pull together
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits/s
 STANDSTILL = 0.05  # of a cluster's time
 DIGITS = 0.006  # three of them are shown
@@ -36,7 +47,19 @@ def test_the_table_of_traffic_is_computed() -> None:
 
 
 def test_the_bytes_are_those_that_were_measured() -> None:
-    """The text names them, and the log has them."""
-    log = LOG.read_text()
-    assert "int8 2.032, int4 push and int8 pull" in log and "1.548" in log
-    assert all(number in GUIDE.read_text() for number in ("2.032", "1.548"))
+    """The text and the table's formula have the figures of benchmarks/results."""
+    found = {row.name: row.value for run in read_runs(RESULTS / "codecs.json") for row in run.rows}
+    measured = [found[f"bytes on the connection, {what}"] for what in ("int8 both ways", "int4 push and int8 pull")]
+    assert all(f"{value:g}" in GUIDE.read_text() for value in measured) and measured[0] == BYTES["int8 both ways"]
+    assert found["bytes on the connection, fp32 both ways"] == pytest.approx(BYTES["fp32"], rel=0.001)
+
+
+def test_the_gate_of_the_guide_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example in docs/guides/gates.md is a gate as it stands: it keeps out a push of absurdly many steps."""
+    example = re.findall(r"^```python\n(.*?)^```$", GATES_GUIDE.read_text(), re.DOTALL | re.MULTILINE)[-1]
+    made: dict[str, Any] = {}
+    exec(compile(example, str(GATES_GUIDE), "exec"), made)
+    monkeypatch.setitem(GATES, GateName.DIPS, made["judge_steps"])
+    penalty = Penalty(PenaltyOptions(gates=(GateName.DIPS,)), [replace(fresh_row("a", PenaltyOptions()), steps=10.0)])
+    usual, absurd = (penalty.judge_push(PushEvidence("a", (1.0,), steps)) for steps in (10, 1001))
+    assert usual.accepted and not absurd.accepted and "usually 10" in absurd.reason

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from dips.cli import cli
+from dips.commands import recovering
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedDisk, StaleTerm
 from dips.ids import GENESIS, VersionId
@@ -126,6 +127,23 @@ def test_a_lost_ledger_begins_anew_above_every_name(config: RunFile, tmp_path: P
     assert head.version == 1 and head.round > 1 + SPARE and state.incarnations_above >= SPARE
     found = content(config, head)
     assert all((found[f"theta.{name}"] == 2.0).all() and (found[f"momentum.{name}"] == 5.0).all() for name in SHAPES)
+
+
+def test_a_lost_ledger_reads_the_model_once(config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row and version 0 are made of one reading: a file that is changed meanwhile cannot tell them apart."""
+    shutil.rmtree(config.master.directory)
+    read, files = recovering._read_tensors, list[Path]()
+
+    def seen(model: Path) -> Any:
+        files.append(model)
+        return read(model)
+
+    monkeypatch.setattr(recovering, "_read_tensors", seen)
+    done = recover(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert len(files) == 1
+    assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+    assert not (config.master.directory / recovering.ASIDE).exists()
 
 
 def mirrored(config: RunFile, tmp_path: Path, *names: str) -> RunFile:

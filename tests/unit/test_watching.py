@@ -69,7 +69,7 @@ def test_what_cannot_change_is_said_once_with_the_reason(story: EditedRunFile) -
     assert story.look() is not None
     keys = [line.partition(":")[0] for line in story.said]
     assert keys == ["shared.outer.lr", "shared.outer.merge", "slaves.s0.slots"]
-    assert "0.7 → 0.5 is not used" in story.said[0] and "dips tune" in story.said[0]
+    assert "0.7 → 0.5 is not used" in story.said[0] and "dips set" in story.said[0]
     assert "agreed on it when the run was made" in story.said[1], "a rule is no number"
     assert "memory is allocated at the start" in story.said[2]
 
@@ -160,6 +160,6 @@ def test_whoever_is_hurried_and_cancelled_at_once_ends(story: EditedRunFile, tur
 
 def test_every_key_has_a_reason() -> None:
     assert "restart this process" in explain_key("master.journal.segments")
-    assert "dips extend" in explain_key("shared.stop.tokens")
+    assert "dips set" in explain_key("shared.stop.tokens")
     assert "agreed" in explain_key("shared.codec")
     assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]

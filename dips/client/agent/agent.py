@@ -59,12 +59,14 @@ class Agent:
         log: Log,
         rewrite: Callable[[Grant], Grant] = lambda grant: grant,
         save: Callable[[PastIncarnation], None] = lambda past: None,
+        find_problem: Callable[[], str] = lambda: "",
     ) -> None:
         """
         rewrite  turns a grant into the one that the ranks are given: a relay puts its own addresses in
         save     writes down what the next agent must know, if this one dies
+        find_problem  says why renewed certificates are not used, if so
         """
-        self._core, self._master, self._save = core, master, save
+        self._core, self._master, self._save, self._find_problem = core, master, save, find_problem
         self._timeline, self._log = timeline, log
         self._signals = AgentSignals()
         self._tasks = set[asyncio.Task[None]]()
@@ -133,7 +135,7 @@ class Agent:
         try:
             result = await self._master.ask_master(ask.event)
         except DipsError as error:
-            what = "the master does not answer" if isinstance(error, Unavailable | Busy) else "the master refused"
+            what = "asks the master again" if isinstance(error, Unavailable | Busy) else "the master refused"
             self._log.warning(what, question=question, error=str(error))
             self.perform_actions(self._core.on_error(ask, error, time.monotonic()))
         else:
@@ -155,6 +157,7 @@ class Agent:
         """Call the core whenever something is due."""
         while True:
             self._deadline_moved.clear()
+            self.perform_actions(self._core.on_certificate(self._find_problem()))
             self.perform_actions(self._core.tick(time.monotonic()))
             due = self._core.next_deadline()
             pause_s = due - time.monotonic() if isfinite(due) else None

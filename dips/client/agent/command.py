@@ -38,11 +38,8 @@ class CommandRunner:
         while isinstance(plan, LaunchCommand):
             code, last_line = await self._launch_once(plan.launch, command, environment)
             plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set(), last_line)
-            if isinstance(plan, LaunchCommand):
-                left = plan.launches_left + 1
-                self._log.warning("trainer crashed", code=code, last_line=last_line, restarts_left=left)
-                if await self._signals.wait_terminated(plan.delay_s):
-                    return code
+            if isinstance(plan, LaunchCommand) and await self._signals.wait_terminated(plan.delay_s):
+                return code
         self._perform(self._core.tick(time.monotonic()))  # what was remarked at the end
         if plan.reason:
             self._log.error("stopped", reason=plan.reason)

@@ -204,6 +204,11 @@ class AgentCore:
         in_vain.look_for_steps(self.state)
         return self._take_actions()
 
+    def on_certificate(self, problem: str) -> Actions:
+        """Our files were looked at; `problem` says why the newest are not used, or nothing."""
+        remarks.tell_certificate(self.state, problem)
+        return self._take_actions()
+
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinite while a heartbeat is out."""
         return self.state.heartbeats.next_deadline()

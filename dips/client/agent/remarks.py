@@ -28,6 +28,14 @@ def write_note(s: AgentState) -> str:
     return "; ".join(s.remarks.values())[:NOTE_CHARS]
 
 
+def tell_certificate(s: AgentState, problem: str) -> None:
+    """Say why a renewed certificate is not used, while the former one still is; empty: nothing is wrong."""
+    if problem:
+        make_remark(s, "certificate", f"certificate: {problem}")
+    else:
+        drop_remark(s, "certificate")
+
+
 def tell_wait(s: AgentState) -> None:
     """Log what a trainer that stands still, or that has not joined, has been waiting for; each reason once."""
     stands = s.trainer.alive and (s.sync.waiting or not s.joined)

@@ -28,7 +28,6 @@ class LaunchCommand:
 
     launch: int
     delay_s: float
-    launches_left: int  # after this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class EndAgent:
 
 
 def plan_first_launch(s: AgentState) -> LaunchCommand:
-    return LaunchCommand(1, 0.0, s.settings.max_restarts)
+    return LaunchCommand(1, 0.0)
 
 
 def plan_next_launch(
@@ -59,9 +58,8 @@ def plan_next_launch(
         s.crashes.popleft()
     if reason := _why_hopeless(s, crash):
         return _end_agent(s, EXIT_CONFIG if _is_configuration(crash) else code, reason)
-    left = s.settings.max_restarts - len(s.crashes)
     make_remark(s, "crash", f"crashing, {len(s.crashes)} of {s.settings.max_restarts}, {describe_crash(crash)}")
-    return LaunchCommand(before.launch + 1, RESTART_PAUSE_S, left)
+    return LaunchCommand(before.launch + 1, RESTART_PAUSE_S)
 
 
 def describe_crash(crash: Crash) -> str:

@@ -1,4 +1,4 @@
-"""`dips-client check`: asks, and prints the table."""
+"""`dips-client check`: asks, and prints what was found."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
 from dips.client.preflight.certificates import check_certificates
-from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
+from dips.client.preflight.checks import CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
+from dips.printable import format_finding
 from dips.protocol.effects import Pending
 from dips.protocol.events import ProbeAsked
 from dips.protocol.manifest import Manifest
@@ -34,7 +32,6 @@ from dips.wire.messages import to_proto, unwrap_oneof
 
 MASTER_S = 10.0  # for the master to describe the run
 MIB = 1 << 20
-STYLES = {OK: "green", FAIL: "bold red", NOTE: "yellow"}
 
 command_line = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
@@ -75,7 +72,8 @@ def check(
         fields = ("what", "verdict", "seen", "todo")
         print(json.dumps([{key: getattr(row, key) for key in fields} for row in rows], indent=1))
     else:
-        Console().print(_rows_table(rows))
+        for row in rows:
+            print(format_finding(row.verdict, row.what, row.seen, row.todo))
     raise typer.Exit(checks.exit_code(rows))
 
 
@@ -133,10 +131,3 @@ async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
         raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
     finally:
         await channel.close()
-
-
-def _rows_table(rows: list[CheckRow]) -> Table:
-    table = Table("what", "", "seen", "to do", title_justify="left")
-    for row in rows:
-        table.add_row(row.what, Text(row.verdict, STYLES[row.verdict]), Text(row.seen), Text(row.todo))
-    return table

@@ -24,7 +24,7 @@ AT_ONCE = 16  # slaves whose lanes are probed at the same time; rates are measur
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of the table; `code` is the exit code that a failure asks for."""
+    """One line; `code` is the exit code that a failure asks for."""
 
     what: str
     verdict: str
@@ -106,7 +106,7 @@ def check_run(config: ClusterFile, described: Mapping[str, Any]) -> list[CheckRo
         rows.append(CheckRow("shared options", FAIL, "; ".join(lines), "take the run's `shared` section", 78))
     if described["finished"]:
         rows.append(
-            CheckRow("end", NOTE, f"the run is finished with {described['finished']}", "`dips extend` has it go on")
+            CheckRow("end", NOTE, f"the run is finished with {described['finished']}", "`dips set` has it go on")
         )
     return [*rows, _check_name(config.cluster, described["clusters"])]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dips.client.rank.collectives import JobCollectives
-from dips.errors import DipsError, LocalProtocolError, Unavailable
+from dips.errors import ConfigError, DipsError, LocalProtocolError, Unavailable
 
 
 def do_nothing(*_: object) -> None:
@@ -187,12 +187,12 @@ class TransferThread:
             self.error = Unavailable(reason)
 
     def cancel(self) -> None:
-        """End the transfer and wait for its end; raise its error unless it is a DipsError."""
+        """End the transfer and wait for its end; raise its error unless the next transfer may go better."""
         own = self.error
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
-        if own is not None and not isinstance(own, DipsError):
+        if own is not None and (isinstance(own, ConfigError) or not isinstance(own, DipsError)):
             raise own
         self.error = own  # TransferCancelled, raised by this call, is no reason
 

@@ -193,10 +193,10 @@ class ShardTransfer:
         by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())
         replaced = [f"rank {rank}: {name.decode()}" for rank, name in enumerate(by_rank) if name]
         if replaced:
-            raise LocalProtocolError(
-                f"{replaced[0]}: the model's parameters were replaced after OuterLoop was made, so what it would push "
-                "or pull is not what is trained: call fully_shard first, then OuterLoop (as well as whatever swaps "
-                "modules, and load_state_dict(assign=True))"
+            raise LocalProtocolError(  # the remedy first: what is shown of a crash is cut
+                "call fully_shard first, then OuterLoop (as well as whatever swaps modules, and "
+                f"load_state_dict(assign=True)): {replaced[0]} was replaced after OuterLoop was made, so what it would "
+                "push or pull is not what is trained"
             )
 
     def _failed_transfer(self, request: TransferRequest, reason: str) -> BackgroundTransfer:

@@ -26,7 +26,7 @@ from dips.wire.generated import cluster_pb2 as dips_dot_v1_dot_cluster__pb2
 from dips.wire.generated import names_pb2 as dips_dot_v1_dot_names__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"6\n\x0bTunedOption\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03off\x18\x03 \x01(\x08\"4\n\x0bTuningAsked\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\".\n\x05Tuned\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\"C\n\x0fQuarantineAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"[\n\x0bRunProposed\x12\x0e\n\x06packed\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01J\x04\x08\x01\x10\x02\"L\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\t\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"4\n\rRollbackAsked\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x92\x01\n\rRollbackReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"[\n\tTuneReply\x12\x1f\n\x05tuned\x18\x01 \x01(\x0b\x32\x0e.dips.v1.TunedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"o\n\x0fQuarantineReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\xce\x03\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x30\n\x04Tune\x12\x14.dips.v1.TuningAsked\x1a\x12.dips.v1.TuneReply\x12@\n\nQuarantine\x12\x18.dips.v1.QuarantineAsked\x1a\x18.dips.v1.QuarantineReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReply\x12:\n\x08Rollback\x12\x16.dips.v1.RollbackAsked\x1a\x16.dips.v1.RollbackReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"6\n\x0bTunedOption\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03off\x18\x03 \x01(\x08\"4\n\x0bTuningAsked\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\".\n\x05Tuned\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\"2\n\x0fQuarantineAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\x0bRunProposed\x12\x0e\n\x06packed\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01J\x04\x08\x01\x10\x02\"L\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\t\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"4\n\rRollbackAsked\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x92\x01\n\rRollbackReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"[\n\tTuneReply\x12\x1f\n\x05tuned\x18\x01 \x01(\x0b\x32\x0e.dips.v1.TunedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"o\n\x0fQuarantineReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\xce\x03\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x30\n\x04Tune\x12\x14.dips.v1.TuningAsked\x1a\x12.dips.v1.TuneReply\x12@\n\nQuarantine\x12\x18.dips.v1.QuarantineAsked\x1a\x18.dips.v1.QuarantineReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReply\x12:\n\x08Rollback\x12\x16.dips.v1.RollbackAsked\x1a\x16.dips.v1.RollbackReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,35 +48,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TUNED']._serialized_start=357
   _globals['_TUNED']._serialized_end=403
   _globals['_QUARANTINEASKED']._serialized_start=405
-  _globals['_QUARANTINEASKED']._serialized_end=472
-  _globals['_RUNPROPOSED']._serialized_start=474
-  _globals['_RUNPROPOSED']._serialized_end=565
-  _globals['_SEEDASKED']._serialized_start=567
-  _globals['_SEEDASKED']._serialized_end=643
-  _globals['_SEEDGRANTED']._serialized_start=645
-  _globals['_SEEDGRANTED']._serialized_end=720
-  _globals['_TARGETS']._serialized_start=722
-  _globals['_TARGETS']._serialized_end=797
-  _globals['_EXTENDED']._serialized_start=799
-  _globals['_EXTENDED']._serialized_end=881
-  _globals['_ROLLBACKASKED']._serialized_start=883
-  _globals['_ROLLBACKASKED']._serialized_end=935
-  _globals['_READMITREPLY']._serialized_start=937
-  _globals['_READMITREPLY']._serialized_end=1045
-  _globals['_DRAINREPLY']._serialized_start=1048
-  _globals['_DRAINREPLY']._serialized_end=1191
-  _globals['_ROLLBACKREPLY']._serialized_start=1194
-  _globals['_ROLLBACKREPLY']._serialized_end=1340
-  _globals['_EXTENDREPLY']._serialized_start=1342
-  _globals['_EXTENDREPLY']._serialized_end=1441
-  _globals['_TUNEREPLY']._serialized_start=1443
-  _globals['_TUNEREPLY']._serialized_end=1534
-  _globals['_QUARANTINEREPLY']._serialized_start=1536
-  _globals['_QUARANTINEREPLY']._serialized_end=1647
-  _globals['_BEGINREPLY']._serialized_start=1649
-  _globals['_BEGINREPLY']._serialized_end=1755
-  _globals['_SEEDREPLY']._serialized_start=1758
-  _globals['_SEEDREPLY']._serialized_end=1983
-  _globals['_OPERATORSERVICE']._serialized_start=1986
-  _globals['_OPERATORSERVICE']._serialized_end=2448
+  _globals['_QUARANTINEASKED']._serialized_end=455
+  _globals['_RUNPROPOSED']._serialized_start=457
+  _globals['_RUNPROPOSED']._serialized_end=548
+  _globals['_SEEDASKED']._serialized_start=550
+  _globals['_SEEDASKED']._serialized_end=626
+  _globals['_SEEDGRANTED']._serialized_start=628
+  _globals['_SEEDGRANTED']._serialized_end=703
+  _globals['_TARGETS']._serialized_start=705
+  _globals['_TARGETS']._serialized_end=780
+  _globals['_EXTENDED']._serialized_start=782
+  _globals['_EXTENDED']._serialized_end=864
+  _globals['_ROLLBACKASKED']._serialized_start=866
+  _globals['_ROLLBACKASKED']._serialized_end=918
+  _globals['_READMITREPLY']._serialized_start=920
+  _globals['_READMITREPLY']._serialized_end=1028
+  _globals['_DRAINREPLY']._serialized_start=1031
+  _globals['_DRAINREPLY']._serialized_end=1174
+  _globals['_ROLLBACKREPLY']._serialized_start=1177
+  _globals['_ROLLBACKREPLY']._serialized_end=1323
+  _globals['_EXTENDREPLY']._serialized_start=1325
+  _globals['_EXTENDREPLY']._serialized_end=1424
+  _globals['_TUNEREPLY']._serialized_start=1426
+  _globals['_TUNEREPLY']._serialized_end=1517
+  _globals['_QUARANTINEREPLY']._serialized_start=1519
+  _globals['_QUARANTINEREPLY']._serialized_end=1630
+  _globals['_BEGINREPLY']._serialized_start=1632
+  _globals['_BEGINREPLY']._serialized_end=1738
+  _globals['_SEEDREPLY']._serialized_start=1741
+  _globals['_SEEDREPLY']._serialized_end=1966
+  _globals['_OPERATORSERVICE']._serialized_start=1969
+  _globals['_OPERATORSERVICE']._serialized_end=2431
 # @@protoc_insertion_point(module_scope)

@@ -80,7 +80,8 @@ class OperatorServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Readmit(self, request, context):
-        """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none.
+        """Lifts a cluster's quarantine, an operator's and the gate's; after the gate's its next pushes are a warm-up. Refused if
+        it has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +109,7 @@ class OperatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Quarantine(self, request, context):
-        """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so.
+        """Gates what a cluster pushes until it is readmitted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

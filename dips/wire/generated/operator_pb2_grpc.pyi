@@ -32,7 +32,9 @@ class OperatorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OperatorServiceAsyncStub: ...
     Readmit: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ReadmissionAsked, _operator_pb2.ReadmitReply]
-    """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none."""
+    """Lifts a cluster's quarantine, an operator's and the gate's; after the gate's its next pushes are a warm-up. Refused if
+    it has none.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]
@@ -40,7 +42,7 @@ class OperatorServiceStub:
     Tune: _grpc.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]
     """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
     Quarantine: _grpc.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]
-    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+    """Gates what a cluster pushes until it is readmitted."""
     Begin: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RunProposed, _operator_pb2.BeginReply]
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]
@@ -52,7 +54,9 @@ class OperatorServiceStub:
 class OperatorServiceAsyncStub(OperatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Readmit: _aio.UnaryUnaryMultiCallable[_operator_pb2.ReadmissionAsked, _operator_pb2.ReadmitReply]  # type: ignore[assignment]
-    """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none."""
+    """Lifts a cluster's quarantine, an operator's and the gate's; after the gate's its next pushes are a warm-up. Refused if
+    it has none.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]  # type: ignore[assignment]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
     Extend: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]  # type: ignore[assignment]
@@ -60,7 +64,7 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     Tune: _aio.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]  # type: ignore[assignment]
     """Changes options of the outer step, the gate and the deadlines while the run goes on; the ledger keeps them."""
     Quarantine: _aio.UnaryUnaryMultiCallable[_operator_pb2.QuarantineAsked, _operator_pb2.QuarantineReply]  # type: ignore[assignment]
-    """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+    """Gates what a cluster pushes until it is readmitted."""
     Begin: _aio.UnaryUnaryMultiCallable[_operator_pb2.RunProposed, _operator_pb2.BeginReply]  # type: ignore[assignment]
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _aio.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]  # type: ignore[assignment]
@@ -75,7 +79,9 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operator_pb2.ReadmissionAsked,
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.ReadmitReply, _abc.Awaitable[_operator_pb2.ReadmitReply]]:
-        """Lifts a cluster's quarantine: its next pushes are a warm-up. Refused if it has none."""
+        """Lifts a cluster's quarantine, an operator's and the gate's; after the gate's its next pushes are a warm-up. Refused if
+        it has none.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -107,7 +113,7 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operator_pb2.QuarantineAsked,
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.QuarantineReply, _abc.Awaitable[_operator_pb2.QuarantineReply]]:
-        """Gates what a cluster pushes until it is released. Refused if it is to be released and is not quarantined so."""
+        """Gates what a cluster pushes until it is readmitted."""
 
     @_abc_1.abstractmethod
     def Begin(

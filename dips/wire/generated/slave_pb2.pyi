@@ -146,8 +146,8 @@ class Registered(_message.Message):
     SLAVES_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     sinc: _builtins.int
-    manifest: _builtins.str
-    """JSON; empty if the slave knows it"""
+    manifest: _builtins.bytes
+    """the JSON, by zlib; empty if the slave knows it"""
     place: _builtins.int
     """of this slave among all of the run"""
     slaves: _builtins.int
@@ -181,7 +181,7 @@ class Registered(_message.Message):
         head: _names_pb2.VersionId | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         genesis: _abc.Iterable[_builtins.str] | None = ...,
-        manifest: _builtins.str = ...,
+        manifest: _builtins.bytes = ...,
         place: _builtins.int = ...,
         slaves: _builtins.int = ...,
     ) -> None: ...

@@ -42,6 +42,6 @@ def test_a_schedule_without_an_end_is_told() -> None:
 
 
 def test_a_target_that_the_file_does_not_know() -> None:
-    """`dips extend` gave the run one: its progress shows it, and nothing is said."""
+    """`dips set` gave the run one: its progress shows it, and nothing is said."""
     outer: Any = SimpleNamespace(progress=0.1, lr_scale=1.0, shared=SimpleNamespace(stop=StopOptions()))
     schedule(torch.optim.SGD([torch.zeros(1)], lr=2.0), cast(Any, outer))

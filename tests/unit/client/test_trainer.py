@@ -120,7 +120,7 @@ def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_the_outer_state_lies_in_each_checkpoint(tmp_path: Path, finished: bool) -> None:
-    """In the last one, too: `dips extend` has the run go on, and the Trainer from there."""
+    """In the last one, too: `dips set` has the run go on, and the Trainer from there."""
     args, state = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerState(global_step=7)
     (tmp_path / "checkpoint-7").mkdir()
     callback = OuterCallback()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import host_sum
+from dips.client.preflight import app as preflight
 from dips.client.preflight.certificates import check_certificates
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
@@ -258,3 +259,43 @@ def test_a_factory_without_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match=r"--factory mymodel:build needs torch here: .*or give --model FILE"):
         load_tensors(None, "mymodel:build", 0, (), ())
+
+
+NOBODY = "127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--factory", "mymodle:build"], "--factory mymodle:build: No module named 'mymodle'"),
+        (["--model", "no-such.safetensors"], "no-such.safetensors: expected a safetensors file with fp32 parameters"),
+        ([], "nothing to begin from: give --model FILE"),
+    ],
+)
+def test_seed_looks_for_its_model_before_it_waits_for_a_master(words: list[str], told: str) -> None:
+    """A mistyped name is told at once, not after ten minutes in which nobody answered."""
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(cli.cli, ["seed", "--master", NOBODY, *words, "--wait-s", "0"], catch_exceptions=False)
+
+
+def test_seed_without_torch_is_told_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `dips init`, though no master is there yet."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match="--factory mymodel:build needs torch here"):
+        CliRunner().invoke(
+            cli.cli, ["seed", "--master", NOBODY, "--factory", "mymodel:build", "--wait-s", "0"], catch_exceptions=False
+        )
+
+
+def test_a_check_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cluster's check saw can be copied from a terminal of 80 columns; a table would cut or fold it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    directory = tmp_path / "a-directory-whose-name-is-longer-than-a-column-of-a-table"
+    content: dict[str, Any] = {"shared": {"run": RUN}, "cluster": "west", "master": NOBODY, "directory": str(directory)}
+    content |= {"insecure": True, "socket": "/tmp/short.sock"}  # never made
+    (file := tmp_path / "west.yaml").write_text(yaml.safe_dump(content))
+    done = CliRunner().invoke(preflight.command_line, ["--config", str(file)])
+    assert done.exit_code == 69, done.output
+    assert str(directory) in done.output, done.output
+    assert f"FAIL  master: the master at {NOBODY} cannot be reached" in done.output
+    assert "\n      start the master, or correct the key `master`" in done.output

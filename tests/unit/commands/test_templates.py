@@ -1,4 +1,4 @@
-"""`dips init --template`: the files that a new run begins with hold every key, and work as they stand."""
+"""`dips new`: the files that a new run begins with hold every key, and work as they stand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from dips.cli import cli
-from dips.commands.templates import CLUSTER, RUN, SHARED, read_template
+from dips.commands.new import CLUSTER, RUN, SHARED, read_template
 from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, TlsSection, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.options import Options
@@ -83,15 +83,15 @@ def test_a_key_that_no_template_shows_is_found() -> None:
     assert missing_keys(Shared, shared, "") == ["outer.clip.relative"]
 
 
-def write_all(directory: Path) -> Path:
-    done = CliRunner().invoke(cli, ["init", "--template", "--config", str(directory / RUN)])
+def write_all(directory: Path, *words: str) -> Path:
+    done = CliRunner().invoke(cli, ["new", str(directory), *(words or ["--bare"])])
     assert done.exit_code == 0, done.output
     return directory / RUN
 
 
 def test_templates_load_as_they_stand(tmp_path: Path) -> None:
     """The three agree, mean the run of defaults, and name `dips init`'s model."""
-    run, cluster = load_run(write_all(tmp_path)), load_cluster(tmp_path / CLUSTER)
+    run, cluster = load_run(write_all(tmp_path / "my-run")), load_cluster(tmp_path / "my-run" / CLUSTER)
     assert run.shared.digest == cluster.shared.digest == Shared(run="my-run").digest
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
     assert cluster.pace.aligned == 64 and cluster.master == run.master.listen
@@ -100,10 +100,11 @@ def test_templates_load_as_they_stand(tmp_path: Path) -> None:
 
 def test_commented_keys_show_defaults(tmp_path: Path) -> None:
     """Putting every key in changes nothing."""
-    plain = load_run(write_all(tmp_path)), load_cluster(tmp_path / CLUSTER)
+    place = tmp_path / "my-run"
+    plain = load_run(write_all(place)), load_cluster(place / CLUSTER)
     for name in MODELS:
-        (tmp_path / name).write_text(COMMENTED.sub(r"\1\2", read_template(name)))
-    whole = load_run(tmp_path / RUN), load_cluster(tmp_path / CLUSTER)
+        (place / name).write_text(COMMENTED.sub(r"\1\2", read_template(name)))
+    whole = load_run(place / RUN), load_cluster(place / CLUSTER)
     assert whole == plain
 
 
@@ -111,6 +112,6 @@ def test_templates_overwrite_nothing(tmp_path: Path) -> None:
     """What is there belongs to somebody."""
     write_all(tmp_path)
     (tmp_path / RUN).unlink()
-    done = CliRunner().invoke(cli, ["init", "--template", "--config", str(tmp_path / RUN)])
+    done = CliRunner().invoke(cli, ["new", str(tmp_path)])
     assert isinstance(done.exception, ConfigError) and "shared.yaml" in str(done.exception)
     assert not (tmp_path / RUN).exists()

@@ -8,18 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.large_model import small_shapes
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
 from dips.master.begin import ASIDE, begin_run, check_repeated, propose_run
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.waiting import ModelAwaiting
 from dips.protocol.grouping import PLAIN_GROUPING
-from dips.transport.limits import MASTER_LIMITS
-from dips.wire.messages import to_proto
 from tests.unit.master.test_genesis import model, run_file
 
 
@@ -62,13 +58,6 @@ def test_a_run_begins_once(tmp_path: Path) -> None:
         check_repeated(row, propose_run(other, PLAIN_GROUPING))
     with pytest.raises(ConfigError, match="a ledger is here already"):
         begin_run(config, proposed, wall)
-
-
-def test_a_large_model_begins_by_one_message() -> None:
-    """50,000 parameters: their manifest has 3 MiB, which no call may have; it travels packed."""
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in small_shapes()}
-    message = to_proto(propose_run(tensors, PLAIN_GROUPING)).SerializeToString()
-    assert len(tensors) >= 50_000 and len(message) <= MASTER_LIMITS.request_bytes
 
 
 def spelled(text: str) -> dict[str, Any]:

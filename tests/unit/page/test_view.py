@@ -175,3 +175,11 @@ def test_refusals_are_told_by_reason() -> None:
     )
     assert made["refusals"][:2] == [["reason99", 99], ["reason98", 98]] and len(made["refusals"]) == view.MOST_REASONS
     assert state(status())["refusals"] == []
+
+
+def test_a_run_in_which_nobody_trains_is_not_said_to_go_on() -> None:
+    """A trainer that hangs, alone: the sign stays, the sentence does not say that training goes on."""
+    hangs = cluster(state="idle", reason="its trainer hangs: no inner step seen for 120 s", trainer="hangs")
+    assert state(status(clusters={"west": hangs}))["health"]["title"] == "No cluster trains; one thing needs a look"
+    both = state(status(clusters={"west": hangs, "east": cluster()}))
+    assert both["health"]["title"] == "Training goes on; one thing needs a look"

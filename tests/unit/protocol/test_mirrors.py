@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Hold, LoadVersion, RegisterLater, Reply, Retire
 from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
@@ -52,9 +53,9 @@ def retired(run: ScriptedRun) -> set[VersionId]:
     return {version for order in run.all_of(Retire) for version in order.versions}
 
 
-def two_versions() -> tuple[ScriptedRun, VersionId]:
+def two_versions(options: Options = OPTIONS) -> tuple[ScriptedRun, VersionId]:
     """A run whose mirror holds its second version."""
-    run = ScriptedRun()
+    run = ScriptedRun(options)
     run.train("a", "b")
     told(run)
     make_version(run)
@@ -75,6 +76,63 @@ def test_a_process_that_cannot_list_its_mirror_leaves_the_last_word() -> None:
     told(run)
     make_version(run)
     assert held in retired(run), "it was listed: nothing lies there"
+
+
+def lagging(reason: str = "", options: Options = OPTIONS) -> tuple[ScriptedRun, VersionId]:
+    """A run whose mirror lags by five versions, which is its usual pace, or since it fails."""
+    run, held = two_versions(options)
+    if reason:
+        told(run, held, reason=reason)
+    for _ in range(5):
+        make_version(run)
+    return run, held
+
+
+def lose_disk(run: ScriptedRun, disk: tuple[VersionId, ...], mirror: tuple[VersionId, ...]) -> dict[str, Any]:
+    """Another process of the slave offers this, and says that of its mirror; what status shows of a rollback."""
+    report = ev.MirrorReport(mirror)
+    new = ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 1, None, None, disk, 4, "", mirror=report)
+    run.ask(replace(new, rival_heard_s=1e9))
+    return cast(dict[str, Any], run.view["rollback"])
+
+
+def test_a_lost_disk_costs_what_its_mirror_was_known_to_lag() -> None:
+    """Nobody is asked, though that is more than most_rollback: at rounds of seconds mirrors always lag so far."""
+    run, held = lagging()
+    assert run.head.version - held.version > MOST_ROLLBACK
+    assert lose_disk(run, (held,), (held,)) == {"red": False, "steps": 0, "reason": ""}
+    assert run.head == held
+
+
+def test_beyond_what_a_mirror_lagged_a_person_is_asked() -> None:
+    """So an old disk waits; `most_rollback` more are undone as ever."""
+    run, held = lagging()
+    seen = run.head
+    older = VersionId(held.version - 1, held.round - 1)
+    assert lose_disk(run, (older,), (older,))["red"] is False and run.head == older
+
+    strict, _ = lagging(options=replace(OPTIONS, most_rollback=0))
+    shown = lose_disk(strict, (older,), (older,))
+    assert shown["red"] and strict.head == seen
+    assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown["reason"]
+
+
+def test_a_mirror_that_fails_covers_nothing() -> None:
+    """Red already, it may lag by a thousand versions: how many of them are lost, a person decides."""
+    run, held = lagging(AWAY)
+    shown = lose_disk(run, (held,), (held,))
+    assert shown["red"] and shown["steps"] == 5
+
+
+def test_only_who_serves_is_believed_of_its_mirror() -> None:
+    """A process with an old disk says that its mirror holds no more: the mirror had held the head."""
+    run, held = lagging()
+    told(run, run.head)
+    seen = run.head
+    for _ in range(2):
+        assert lose_disk(run, (held,), (held,))["red"]
+        told(run, held)
+    assert run.head == seen
 
 
 def two_slaves(mirrors: dict[str, ev.MirrorReport]) -> tuple[Callable[[str, Any, tuple[VersionId, ...]], Any], Any]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dips.protocol.audit_budget import IDLE_ROW_S, IDLE_ROWS, AuditBudget
 from dips.protocol.bounded_text import MOST_TEXT
 from dips.protocol.effects import Reply, Tuned
-from dips.protocol.events import OperatorAsked, OperatorReported, OperatorRequest, QuarantineAsked, TuningAsked
+from dips.protocol.events import (
+    OperatorAsked,
+    OperatorReported,
+    OperatorRequest,
+    QuarantineAsked,
+    ReadmissionAsked,
+    TuningAsked,
+)
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions, TunedOption
 from dips.protocol.records import OperatorActed
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -56,18 +63,18 @@ def test_an_operators_quarantine_leaves_the_statistics_alone() -> None:
     run.train("a")
     assert [round_of(run, "a") for _ in range(4)] == ["accepted"] * 4
     before = run.machine._run.penalty.penalty_row("a")
-    ask(run, QuarantineAsked(0, "a", False, "a look"))
+    ask(run, QuarantineAsked(0, "a", "a look"))
     assert [round_of(run, "a") for _ in range(4)] == ["gated"] * 4
     assert run.view["clusters"]["a"]["quarantined"] and run.view["clusters"]["a"]["quarantine"] == "a look"
     assert run.machine._run.penalty.penalty_row("a") == before
-    ask(run, QuarantineAsked(0, "a", True, ""))
+    ask(run, ReadmissionAsked(0, "a"))
     assert round_of(run, "a") == "accepted"
 
 
 def test_a_row_stands_before_its_answer_and_is_bounded() -> None:
     run = ScriptedRun()
     run.train("a")
-    ask(run, QuarantineAsked(0, "a", False, "\x1b[2J\u202e" + "x" * 10_000))
+    ask(run, QuarantineAsked(0, "a", "\x1b[2J\u202e" + "x" * 10_000))
     kinds = [type(effect) for effect in run.effects]
     (row,) = run.all_of(OperatorActed)
     assert run.view["clusters"]["a"]["quarantine"].isprintable()

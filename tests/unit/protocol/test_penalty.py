@@ -398,7 +398,7 @@ def test_nan_in_a_row_quarantines_until_readmitted(others: dict[str, float]) -> 
     assert story.penalty.penalty_row("a").quarantined
     for _ in range(2 * OPTIONS.gate_patience):
         said = story.round(a=1.0, **others)["a"]
-        assert not said.accepted and "dips readmit" in said.reason
+        assert not said.accepted and "dips cluster readmit" in said.reason
     story.penalty.readmit_cluster("a")
     assert story.round(a=1.0, **others)["a"].accepted
 

@@ -10,11 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import receiver, sender
 from dips.slave.admission import Admission
-from dips.slave.moves import Move, Say
+from dips.slave.moves import Move, PushOver, Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
 from dips.transport.pool import Transit
@@ -42,7 +43,8 @@ class OpenDoor:
         self.admission = Admission("demo", "s", self.receiver, self.sender)
         self.admission.start(3)
         numbers = {0: np.zeros(N + 7, np.float32)}
-        self.receiver.open_push(PushId("x", 1, 1), tuple(range(RANKS)), numbers, 1e9, 0.0)
+        for cluster in ("x", "y"):
+            self.receiver.open_push(PushId(cluster, 1, 1), tuple(range(RANKS)), numbers, 1e9, 0.0)
         self.sender.open_pull(PullId("x", 1, 2), V1, numbers, 0.0)
 
     def hello(self, name: StreamName, pieces: tuple[Range, ...], lane: int = 0, peer: bytes = b"p") -> list[Move]:
@@ -87,17 +89,48 @@ def test_what_is_not_of_the_layout_is_not_kept(name: StreamName, pieces: tuple[R
     assert [m.kind for m in door.hello(name, (Range(0, 0, 0, N),)) if isinstance(m, Say)] == [Kind.WELCOME]
 
 
+SMALL = tuple(Range(0, 0, i, 1) for i in range(6))
+YOUNGER = replace(PUSH, cluster="y")
+
+
 def test_ranges_of_all_pushes_have_a_budget() -> None:
-    """Beyond it a HELLO is told to come again; a push that is over gives its part back."""
-    door, small = OpenDoor(), tuple(Range(0, 0, i, 1) for i in range(6))
+    """Who finds no room beside an older push is told to come again; a push that is over gives its part back."""
+    door = OpenDoor()
     with mock.patch.object(receiver, "MOST_RANGES", 10):
-        door.hello(PUSH, small)
-        second = replace(PUSH, rank=1)
-        assert refusal(door.hello(second, small)) == "unknown"
-        door.hello(second, small[:4])
+        door.hello(PUSH, SMALL)
+        assert refusal(door.hello(YOUNGER, SMALL)) == "unknown"
+        door.hello(YOUNGER, SMALL[:4])
         assert door.receiver._ranges == 10
         door.receiver.drop_push(PushId("x", 1, 1))
+        assert door.receiver._ranges == 4
+
+
+def test_a_push_that_never_finds_room_ends_its_job() -> None:
+    """It alone names more than is ever kept: all its ranks are told what makes fewer, and it leaves nothing."""
+    door = OpenDoor()
+    with mock.patch.object(receiver, "MOST_RANGES", 10):
+        door.hello(PUSH, SMALL)
+        told = door.hello(replace(PUSH, rank=1), SMALL)
+        says = [streams.decode_error(m.body) for m in told if isinstance(m, Say)]
+        assert [say.code for say in says] == ["too_many", "too_many"]
+        assert "2 of 8 streams name 12 pieces of parameters, expected at most 10 of all ranks" in says[0].message
+        assert [m.push for m in told if isinstance(m, PushOver)] == [PushId("x", 1, 1)]
+        assert refusal(door.hello(replace(PUSH, rank=2), SMALL[:1])) == "too_many"
         assert door.receiver._ranges == 0
+    assert streams.CODES["too_many"] is ConfigError
+
+
+def test_of_two_pushes_that_fit_alone_the_older_comes_to_its_end() -> None:
+    """Both gather and neither finds room: the younger gives its ranges back, or both would wait for each other."""
+    door = OpenDoor()
+    with mock.patch.object(receiver, "MOST_RANGES", 10):
+        for name in (PUSH, YOUNGER):
+            door.hello(name, SMALL[:5])
+        assert refusal(door.hello(replace(YOUNGER, rank=1), SMALL[:5])) == "unknown"
+        told = door.hello(replace(PUSH, rank=1), SMALL[:5])
+        assert [m.kind for m in told if isinstance(m, Say)] == [Kind.ERROR, Kind.WELCOME]
+        assert [m.push for m in told if isinstance(m, PushOver)] == [PushId("y", 1, 1)]
+        assert door.receiver._ranges == 10
 
 
 def test_streams_of_all_pulls_have_a_budget() -> None:

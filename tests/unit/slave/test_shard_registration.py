@@ -61,6 +61,15 @@ def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVers
     assert slave.shard.reason == ""
 
 
+def test_a_version_that_is_served_is_not_aborted_by_a_registration() -> None:
+    """A Commit came between Register and its answer: the slave says what it serves, registers again and goes on."""
+    slave = ShardRig().ready()
+    slave.order(Commit(slave.prepare(P1, 1), ()))
+    assert isinstance(followed := slave.shard.follow_order(AbortVersion(V1)), Unfollowed)
+    assert "v1@r1 is committed and served here" in followed.reason
+    assert slave.shard.versions.served_version == V1
+
+
 def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     """A new process has nothing before its order; then it holds the bytes that were persisted (guards 3 and 7)."""
     old = ShardRig().ready()

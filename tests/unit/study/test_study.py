@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import convergence_bad, convergence_rows
 from dips.cli import cli
-from dips.commands.templates import read_template
+from dips.commands.new import read_template
 from dips.errors import ConfigError
 from dips.study import runner, store
 from dips.study.report import (

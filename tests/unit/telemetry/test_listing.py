@@ -67,7 +67,7 @@ STATUS_WORDS = (  # also where some columns have no room
         "in a wider terminal, or with --json:",
     ),
     *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "tokyo", "gone"),
-    "quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out",
+    "quarantined by the gate until `dips cluster readmit`; silent for 30.0 s, its lease ran out",
     *("parameter-server-frankfurt-0", "awaited", "not registered since this master started", "2/4"),
 )
 

@@ -123,8 +123,10 @@ def test_history_in_80_columns() -> None:
 
 def test_a_finished_run_shows_its_last_loss() -> None:
     text = drawn(render_status({**STATUS, "finished": "v41@r43", "last_loss": 2.3456}))
-    assert "finished at v41@r43, last loss 2.346" in " ".join(text.split())
-    assert "last loss –" in " ".join(drawn(render_status({**STATUS, "finished": "v41@r43", "last_loss": None})).split())
+    assert "finished at v41@r43, last loss 2.346" in text.splitlines(), "a line of its own, not wrapped at 80 columns"
+    assert "finished at v41@r43, last loss –" in drawn(
+        render_status({**STATUS, "finished": "v41@r43", "last_loss": None})
+    )
 
 
 def round_(number: int, **more: Any) -> dict[str, Any]:

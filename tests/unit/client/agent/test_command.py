@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from dips.client.agent import command, restarts
+from dips.client.agent.actions import Actions, RecordMark
 from dips.client.agent.command import CommandRunner
 from dips.client.agent.signals import AgentSignals
 from dips.client.agent.trainer import TrainerProcess
 from dips.config import ClusterFile, Shared
+from tests.unit.client.agent.play import Play
 
 SAVES = """
 import pathlib, signal, sys, time
@@ -51,3 +54,25 @@ def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
     """Minutes: who ends the agent sooner says so itself."""
     made = ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", insecure=True)
     assert made.end_grace_s >= 120
+
+
+def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch that crashes is one remark. What a process that SIGKILL ended wrote before is not its cause."""
+    monkeypatch.setattr(command, "kill_leftovers", list)  # it would end the other children of pytest
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
+    told = list[str]()
+
+    class Log:
+        def warning(self, event: str, **fields: object) -> None:
+            told.append(f"{event} {fields}")
+
+        error = warning
+
+    def perform(actions: Actions) -> None:
+        told.extend(f"{a.kind} {a.fields}" for a in actions if isinstance(a, RecordMark))
+
+    runner = CommandRunner(Play(max_restarts=1).core, perform, AgentSignals(), Log(), 1.0)
+    assert asyncio.run(runner.run(["sh", "-c", "echo row 7 is read >&2; kill -9 $$"], {})) == 137
+    crashes = [line for line in told if "killed by SIGKILL" in line]
+    assert len(crashes) == 2 and "crashing, 1 of 1" in crashes[0] and "crashed too often: 2 times" in crashes[1], told
+    assert not any("row 7" in line for line in told), told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -25,12 +27,14 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.errors import Denied, StaleIncarnation
+from dips.identity.names import PeerRole
 from dips.ids import PushId
 from dips.protocol.effects import Acknowledged, Joined
 from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
-from dips.transport.tls import LOOK_S
+from dips.transport.tls import LOOK_S, TlsSource
+from tests.enrolled import Enrolled
 from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant
 
 
@@ -283,3 +287,27 @@ def test_an_incarnation_that_lives_after_all_goes_on(play: Play) -> None:
     answer = play.send(want)
     assert isinstance(answer, TrainOn) and answer.reason == "the master took up this incarnation again"
     assert play.s.account.carried.tokens == 10, "what was trained goes with the next push"
+
+
+def test_a_renewed_certificate_that_is_not_used_is_told(tmp_path: Path) -> None:
+    """An expired one that was put over a valid one: the valid one stays in use, and `dips status` says why."""
+    enrolled, looks = Enrolled(tmp_path), count(step=2 * LOOK_S)
+    files = enrolled.enroll("west", PeerRole.CLUSTER)
+    source = TlsSource(files, "west", PeerRole.CLUSTER, enrolled.run, clock=lambda: next(looks))
+    play = Play()
+    play.begin()
+
+    def note() -> str:
+        play.do(play.core.on_certificate(source.find_problem()))
+        heartbeat = build_heartbeat(play.s)
+        assert heartbeat is not None
+        return heartbeat.note
+
+    valid = files.cert.read_bytes(), files.key.read_bytes()
+    assert note() == ""
+    enrolled.enroll("west", PeerRole.CLUSTER, days=0)
+    assert note().startswith(f"certificate: the new files are not used: tls.cert: {files.cert} expired at")
+    assert source.read_current().cert == valid[0]
+    files.cert.write_bytes(valid[0])
+    files.key.write_bytes(valid[1])
+    assert note() == ""

@@ -24,9 +24,9 @@ def test_a_command_that_crashes_is_launched_again_so_often() -> None:
     """After a pause, with the next number, `max_restarts` times; then the agent ends with its exit code."""
     core = Play(max_restarts=2).core
     first = core.plan_first_launch()
-    assert first == LaunchCommand(1, 0.0, 2)
+    assert first == LaunchCommand(1, 0.0)
     second = core.plan_next_launch(first, code=1, last_line="a")
-    assert second == LaunchCommand(2, RESTART_PAUSE_S, 1)
+    assert second == LaunchCommand(2, RESTART_PAUSE_S)
     assert isinstance(second, LaunchCommand)
     third = core.plan_next_launch(second, code=1, last_line="b")
     assert isinstance(third, LaunchCommand) and third.launch == 3

@@ -10,7 +10,7 @@ import pytest
 from dips.client.rank.background_transfer import ThreadedTransfer, TransferThread
 from dips.client.rank.transfer import TransferCancelled
 from dips.client.rank.transfer_types import TransferStats
-from dips.errors import UnavailableSlave
+from dips.errors import ConfigError, UnavailableSlave
 
 SEQ = 5
 
@@ -90,6 +90,16 @@ def test_an_unforeseen_error_is_raised_after_the_ranks_have_agreed() -> None:
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
+        begin(TwoRanks(), TransferThread(fails)).wait(10)
+
+
+def test_what_no_next_transfer_mends_ends_the_job() -> None:
+    """A push of more ranges than a slave keeps would be refused each time, and its cluster train for itself alone."""
+
+    def fails(_: threading.Event) -> TransferStats:
+        raise ConfigError("ps1 keeps fewer ranges")
+
+    with pytest.raises(ConfigError, match="ps1 keeps fewer ranges"):
         begin(TwoRanks(), TransferThread(fails)).wait(10)
 
 

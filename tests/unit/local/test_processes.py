@@ -1,4 +1,4 @@
-"""The demo's processes: killed as ordered, and none is left."""
+"""Processes of a run on this machine: killed as ordered, and none is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dips.client.agent.trainer import list_descendants
-from dips.demo.processes import DemoProcesses, ProcessEnded
+from dips.local.processes import LocalProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 CHILD_AND_SELF = """
@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
 
 def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
     """When the block is left, by an error too, every process has ended."""
-    running = DemoProcesses()
+    running = LocalProcesses()
     processes = [running.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
     with pytest.raises(RuntimeError, match="in the middle"), running:
         raise RuntimeError("in the middle")
@@ -51,7 +51,7 @@ def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
 def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None:
     """kill_children takes what a process started, and leaves it to notice."""
     before = set(list_descendants(os.getpid()))  # of other tests: Python's own tracker of shared memory, say
-    with DemoProcesses() as running:
+    with LocalProcesses() as running:
         process = running.start("a", PARENT, tmp_path / "a")
         until_told(tmp_path / "a", "here")
         killed = process.kill_children()
@@ -64,7 +64,7 @@ def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None
 
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     """check names who ended, how, and what it said last; one that may end well may."""
-    with DemoProcesses() as running:
+    with LocalProcesses() as running:
         running.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
         running.check_alive()
         bad = running.start(
@@ -80,7 +80,7 @@ def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
     """A process that does not end in time is named, with its log."""
-    with DemoProcesses() as running:
+    with LocalProcesses() as running:
         process = running.start("a", SLEEP, tmp_path / "a")
         until_told(tmp_path / "a", "here")
         with pytest.raises(ProcessEnded, match=r"a did not end within 0 s.*\n.*here"):

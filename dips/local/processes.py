@@ -1,6 +1,6 @@
-"""The processes of a demo: started with a log file each, killed hard when the story says so, and all ended at the end.
+"""Processes of a run on this machine, for `dips up` and `dips demo`: each with a log file, all ended at the end.
 
-Every process dies with this one, in whatever way it goes: `dips.client.agent.launch` asks the kernel for that.
+Every process ends with this one, even if this one is killed: `dips.client.agent.launch` asks the kernel for that.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from dips.client.agent.trainer import list_descendants
 from dips.errors import DipsError
+from dips.telemetry.logs import FORMAT
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
 TAIL_LINES = 15
@@ -25,22 +27,43 @@ class ProcessEnded(DipsError):
     """A process ended that should go on."""
 
 
-class DemoProcess:
+class LocalProcess:
     """One started process, and its log."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> None:
-        """Start `command`, with one thread for its kernels; its output goes to the end of `log`."""
+    def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False, show: bool = False) -> None:
+        """Start `command`, with one thread for its kernels; its output is appended to `log`.
+
+        may_end  it may end before us, with exit code 0
+        show     its output goes to our standard output, too
+        """
         self.name, self.may_end, self._log = name, may_end, log
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "NO_COLOR": "1",
+            FORMAT: "console",
+        }
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE if show else output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the demo, which ends them in order
+                start_new_session=True,  # Ctrl-C is for us: we end them in order
             )
+        self._copying = threading.Thread(target=self._copy_output, daemon=True) if show else None
+        if self._copying:
+            self._copying.start()
+
+    def _copy_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._log.open("ab", buffering=0) as log:
+            for line in self._process.stdout:
+                log.write(line)
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
 
     @property
     def pid(self) -> int:
@@ -81,6 +104,8 @@ class DemoProcess:
             below = list_descendants(self.pid)
             self.kill()
             _kill_pids(below)
+        if self._copying:
+            self._copying.join(1.0)  # not longer: what it started may hold the pipe
 
     def log_tail(self) -> str:
         """The end of its log, for an error that a person reads."""
@@ -88,15 +113,17 @@ class DemoProcess:
         return "\n  ".join([f"the end of {self._log}:", *lines])
 
 
-class DemoProcesses:
-    """All processes of the demo; leaving the `with` block ends them, agents first and the master last."""
+class LocalProcesses:
+    """All processes of a run; leaving the `with` block ends them, agents first and the master last."""
 
     def __init__(self) -> None:
-        self.processes: dict[str, DemoProcess] = {}
+        self.processes: dict[str, LocalProcess] = {}
 
-    def start(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> DemoProcess:
-        """Start a process, or start it again under its name; `may_end`: it has an end of its own."""
-        self.processes[name] = DemoProcess(name, command, log, may_end)
+    def start(
+        self, name: str, command: Sequence[str], log: Path, may_end: bool = False, show: bool = False
+    ) -> LocalProcess:
+        """Start a process, or start it again under its name; for `may_end` and `show` see LocalProcess."""
+        self.processes[name] = LocalProcess(name, command, log, may_end, show)
         return self.processes[name]
 
     def check_alive(self) -> None:
@@ -114,7 +141,7 @@ class DemoProcesses:
         for process in reversed(self.processes.values()):
             process.end_by(deadline)
 
-    def __enter__(self) -> DemoProcesses:
+    def __enter__(self) -> LocalProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,97 @@
+"""`dips logs`: what the processes of a run on this machine have logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.commands.new import RUN
+from dips.config import load_run
+from dips.errors import ConfigError
+from dips.local.run import LOGS
+from dips.printable import make_lines_printable
+
+LOOK_EVERY_S = 0.3
+BLOCK = 1 << 16  # bytes read at once from the end of a file
+
+
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(help="master, a slave's or a cluster's name; none: all.")] = None,
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file.")] = Path(RUN),
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each, the newest so many.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+) -> None:
+    """Print the newest lines of the logs that `dips up` writes, and of the slaves that the master started.
+
+    Daemons that are started otherwise log to standard error: journalctl, kubectl logs or the job's output has it.
+
+    Exit code 78 if there is no such log.
+
+    \b
+    Example:
+      dips logs
+      dips logs slave-0 -n 100 --follow
+    """
+    found = _choose(_find_logs(config), names or [])
+    width = max(map(len, found))
+    read = {name: _print_tail(name, path, lines, width) for name, path in found.items()}
+    try:
+        while follow:
+            read = {name: _print_from(name, path, read[name], width) for name, path in found.items()}
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _find_logs(config: Path) -> dict[str, Path]:
+    """Return the log of each process by name; raise ConfigError if there is none."""
+    run_file = load_run(config)
+    places = [config.with_name(LOGS), run_file.master.directory / "slaves"]
+    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("*.log"))}
+    if not found:
+        raise ConfigError(
+            f"expected logs in {places[0]}, where `dips up` writes them, or in {places[1]}, where the master writes "
+            "those of slaves that it starts; other daemons log to standard error"
+        )
+    return found
+
+
+def _choose(found: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ConfigError(f"no log of {', '.join(missing)}; there are those of {', '.join(found)}")
+    return {name: found[name] for name in names} or dict(found)
+
+
+def _print_tail(name: str, path: Path, lines: int, width: int) -> int:
+    """Print the last lines; return the offset after what was printed."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin, text = size, b""
+        while begin > 0 and text.count(b"\n") <= lines:
+            begin = max(0, begin - BLOCK)
+            file.seek(begin)
+            text = file.read(size - begin)
+    _print_lines(name, text.splitlines()[-lines:] if lines else [], width)
+    return size
+
+
+def _print_from(name: str, path: Path, offset: int, width: int) -> int:
+    """Print the complete lines after `offset`; return the offset after them."""
+    if path.stat().st_size < offset:  # truncated, or begun anew
+        offset = 0
+    with path.open("rb") as file:
+        file.seek(offset)
+        text = file.read(BLOCK)
+    whole = text[: text.rfind(b"\n") + 1] or (text if len(text) == BLOCK else b"")
+    _print_lines(name, whole.splitlines(), width)
+    return offset + len(whole)
+
+
+def _print_lines(name: str, lines: Iterable[bytes], width: int) -> None:
+    for line in lines:
+        print(f"{name:<{width}} | {make_lines_printable(line.decode(errors='replace'))}", flush=True)

@@ -1,0 +1,65 @@
+"""`dips new`: the files of a run, and a model and a training script to begin with."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.errors import ConfigError
+
+RUN, SHARED, CLUSTER = "dips.yaml", "shared.yaml", "cluster.yaml"
+EXAMPLE = ("model.py", "train.py")
+NAME, LISTEN = "my-run", "127.0.0.1:7800"  # in the templates
+TOKENS = 1_500_000  # of the example: a minute or two on two cores
+
+
+def new(
+    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there. Its name is the run's.")],
+    bare: Annotated[bool, typer.Option("--bare", help="Only the three configuration files, with every key.")] = False,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the master will answer.")] = LISTEN,
+) -> None:
+    """Write the files of a new run: configuration, a small model and its training script.
+
+    dips.yaml (master and slaves), shared.yaml (what all must agree on) and cluster.yaml (one training cluster) hold
+    every key with its default. model.py and train.py are a small language model that learns Python source text; replace
+    them by yours. Nothing that exists is overwritten.
+
+    \b
+    Example:
+      dips new my-run && cd my-run && dips up -- python train.py
+      dips new . --bare
+    """
+    name = re.sub("[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:63].rstrip("-") or NAME
+    content = {file: read_template(file).replace(LISTEN, listen) for file in (RUN, SHARED, CLUSTER)}
+    content[SHARED] = content[SHARED].replace(f"run: {NAME}  ", f"run: {name}  ")
+    if not bare:
+        content |= {file: read_template(file) for file in EXAMPLE}
+        content[SHARED] = content[SHARED].replace("tokens: 0  ", f"tokens: {TOKENS}  ")
+    _write_all(directory, content)
+    if bare:
+        print(f"edit `run` in {SHARED} and `cluster` in {CLUSTER}; the other keys show their defaults")
+        print(f"next: dips init --config {directory / RUN} --factory MODULE:FUNCTION --seed 1")
+    else:
+        print(f"next: cd {directory} && dips up -- python train.py")
+
+
+def read_template(name: str) -> str:
+    """Return the text of a file that a new run begins with, as it lies in the wheel (`dips/templates/`)."""
+    return files("dips").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _write_all(directory: Path, content: dict[str, str]) -> None:
+    there = [str(directory / name) for name in content if (directory / name).exists()]
+    if there:
+        raise ConfigError(f"expected none of the files to exist, got {' and '.join(there)}; name another directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in content.items():
+            (directory / name).write_text(text, encoding="utf-8")
+            print(f"wrote {directory / name}")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error

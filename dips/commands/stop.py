@@ -1,0 +1,57 @@
+"""`dips stop`: let a run end with its next version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import typer
+
+from dips.commands import operator
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.commands.status import ask_status
+from dips.ids import VersionId
+from dips.protocol.effects import Extended, Refused
+from dips.protocol.events import ExtensionAsked, TargetChange
+from dips.transport.endpoints import Endpoint
+
+TRIES = 5  # a version may be made between the look and the word
+
+
+def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS = None) -> None:
+    """End the run with its next version: clusters push once more, pull the last model, and their training ends.
+
+    Nothing is lost, and nobody is interrupted in an inner step. The ledger keeps it, as any change of `stop.versions`;
+    `dips set stop.versions=0` takes it back, also after the end. Daemons go on answering until they are stopped.
+
+    Exit codes: 0 done, or the run had ended before; 1 refused; 69 no master answers; 77 you are no operator.
+
+    \b
+    Example:
+      dips stop --config dips.yaml
+    """
+    peer = find_master(config, master, credentials)
+    last, answer = asyncio.run(_ask_to_stop(peer))
+    if answer is None:
+        print(f"the run has ended at {last}")
+        return
+    if isinstance(answer, Refused):
+        print(f"nothing done: {answer.reason}")
+        raise typer.Exit(1)
+    print(f"the run ends with version {last.version}, its next; `dips status --watch` shows when")
+
+
+async def _ask_to_stop(master: Endpoint) -> tuple[VersionId, Extended | Refused | None]:
+    """Return the last version and the master's answer; None: it had ended before."""
+    answer: Any = None
+    for _ in range(TRIES):
+        status = await ask_status(master)
+        head = VersionId.parse(status["head"])
+        if status["finished"]:
+            return head, None
+        head = VersionId(head.version + 1, head.round)
+        change = TargetChange("versions", float(head.version))
+        answer = await operator.ask_master(master, "Extend", ExtensionAsked(0, (change,)))
+        if not isinstance(answer, Refused):
+            break
+    return head, answer

@@ -1,0 +1,146 @@
+"""`dips up`: a whole run on this machine, from one command."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.commands.new import CLUSTER, RUN
+from dips.commands.options import OPERATOR, operator_peer
+from dips.config import ClusterFile, RunFile, load_cluster, load_run
+from dips.errors import ConfigError
+from dips.local import run as local
+from dips.local.processes import LocalProcess, LocalProcesses
+from dips.master.genesis import ledger_path
+from dips.telemetry import status as picture
+from dips.transport.endpoints import Endpoint
+
+MODEL_FILE = "model.py"
+DEFAULT_FACTORY = "model:build"
+LOOK_EVERY_S = 0.5
+TELL_EVERY_S = 10.0  # a line of status
+
+
+def up(
+    command: Annotated[list[str], typer.Argument(help="The training command, after `--`.", metavar="-- COMMAND...")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file.")] = Path(RUN),
+    cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: cluster.yaml beside it.")] = None,
+    factory: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help=f"Makes the first model; default: {DEFAULT_FACTORY}."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Take the first model from a safetensors file, fp32.")] = None,
+    seed: Annotated[int, typer.Option(help="torch.manual_seed before the factory is called.")] = 0,
+) -> None:
+    """Start master, slaves and one training cluster on this machine, and end them all when the training ends.
+
+    It needs dips.yaml, shared.yaml and cluster.yaml, as `dips new` writes them. A run that is not made yet is made
+    first (`dips init`); one that is there goes on from its last version. Output of the training command appears here,
+    with a line of status now and then; each process writes logs/NAME.log beside the run file (`dips logs`).
+
+    More clusters may join from other terminals: dips-client --config OTHER.yaml -- COMMAND. Ctrl-C ends everything in
+    order, and loses nothing that was committed; the same command goes on. On several machines start the daemons by
+    themselves (docs/guides/several-machines.md).
+
+    Exit code: that of the training command; 130 after Ctrl-C; 78 if a file is wrong or a port is in use.
+
+    \b
+    Example:
+      dips up -- python train.py          (in a directory that `dips new` made)
+      dips up --factory mymodel:build -- torchrun --standalone --nproc-per-node 2 train.py
+    """
+    run_file, cluster_path = _load_run(config), cluster or config.with_name(CLUSTER)
+    cluster_file = load_cluster(cluster_path)
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    if not ledger_path(run_file).exists():
+        _make_run(config, factory, model, seed)
+    config.with_name(local.LOGS).mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    try:
+        code = _train(config, run_file, cluster_path, cluster_file, command)
+    except KeyboardInterrupt:
+        print("stopped; every process has ended. The same command goes on from the last version")
+        code = 128 + signal.SIGINT
+    raise typer.Exit(code)
+
+
+def _load_run(config: Path) -> RunFile:
+    if not config.exists():
+        raise ConfigError(f"expected the run file {config}: `dips new DIRECTORY` writes one, --config names another")
+    return load_run(config)
+
+
+def _make_run(config: Path, factory: str | None, model: Path | None, seed: int) -> None:
+    if factory is None and model is None:
+        if not config.with_name(MODEL_FILE).exists():
+            raise ConfigError(
+                f"this run has no first model yet: expected --factory MODULE:FUNCTION, --model FILE, or {MODEL_FILE} "
+                f"with a function build() beside {config}"
+            )
+        factory = DEFAULT_FACTORY
+    source = [
+        *(["--factory", factory, "--seed", str(seed)] if factory else []),
+        *(["--model", str(model)] if model else []),
+    ]
+    print(local.run_word("init", "--config", str(config), *source).partition("\n")[0])
+
+
+def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: ClusterFile, command: list[str]) -> int:
+    """Run all processes until the cluster's agent has ended; return its exit code."""
+    master = operator_peer(run_file, OPERATOR)
+    with LocalProcesses() as running:
+        local.start_master(running, config)
+        for section in run_file.slaves:
+            if section.supervisor != "exec":  # the master starts those
+                local.start_slave(running, config, section.name)
+        agent = local.start_cluster(
+            running, cluster_path, cluster_file.cluster, command,
+            local.log_file(config, cluster_file.cluster), show=True,
+        )  # fmt: skip
+        print(f"started {', '.join(running.processes)}; master at {run_file.master.listen}, logs in "
+              f"{config.with_name(local.LOGS)}")  # fmt: skip
+        try:
+            _watch_agent(running, agent, master)
+        except (KeyboardInterrupt, SystemExit):
+            agent.ask_to_end()  # before the daemons: it takes leave of the master
+            agent.end_by(time.monotonic() + cluster_file.end_grace_s)
+            raise
+        _tell_status(master)
+    print(f"next: dips history --config {config}; dips export --config {config} --output model.safetensors")
+    return agent.exit_code() or 0
+
+
+def _watch_agent(running: LocalProcesses, agent: LocalProcess, master: Endpoint) -> None:
+    """Return when the agent has ended; print the status now and then."""
+    told = time.monotonic()
+    while agent.exit_code() is None:
+        _check_daemons(running, agent)
+        if time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            _tell_status(master)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _tell_status(master: Endpoint) -> None:
+    if (status := local.read_status(master)) is not None:
+        print(f"status: {picture.one_line(status)}", flush=True)
+
+
+def _check_daemons(running: LocalProcesses, agent: LocalProcess) -> None:
+    """End with the exit code of a daemon that has ended, and the end of its log."""
+    for process in running.processes.values():
+        code = process.exit_code()
+        if process is not agent and code is not None:
+            print(f"error: {process.name} ended with exit code {code}; {process.log_tail()}", file=sys.stderr)
+            raise typer.Exit(code or 1)
+
+
+def _end_on_sigterm(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,62 @@
+"""The daemons of a run on this machine, and the `dips` commands that make it: started as an operator would."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dips.commands.status import ask_status
+from dips.errors import Unavailable
+from dips.local.processes import LocalProcess, LocalProcesses, ProcessEnded
+from dips.transport.endpoints import Endpoint
+
+LOGS = "logs"  # beside the run file: NAME.log of each process
+STATUS_S = 2.0  # for the master to answer
+
+
+def log_file(run_file: Path, name: str) -> Path:
+    return run_file.parent / LOGS / f"{name}.log"
+
+
+def start_master(running: LocalProcesses, run_file: Path) -> LocalProcess:
+    """Start the master, for the first time or again."""
+    command = module_command("dips.master.app", "--config", str(run_file))
+    return running.start("master", command, log_file(run_file, "master"))
+
+
+def start_slave(running: LocalProcesses, run_file: Path, name: str) -> LocalProcess:
+    """Start a slave, for the first time or again."""
+    command = module_command("dips.slave.app", "--config", str(run_file), "--name", name)
+    return running.start(name, command, log_file(run_file, name))
+
+
+def start_cluster(
+    running: LocalProcesses, cluster_file: Path, name: str, command: Sequence[str], log: Path, show: bool = False
+) -> LocalProcess:
+    """Start a cluster's agent, which starts the training command; `show`: with their output on ours."""
+    agent = module_command("dips.client.app", "--config", str(cluster_file), "--", *command)
+    return running.start(name, agent, log, may_end=True, show=show)
+
+
+def module_command(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def run_word(*arguments: str) -> str:
+    """Run a `dips` command to its end and return what it printed; raise ProcessEnded with that if it fails."""
+    done = subprocess.run(module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def read_status(master: Endpoint) -> dict[str, Any] | None:
+    """Return the master's status; None if it does not answer."""
+    try:
+        return asyncio.run(ask_status(master, deadline_s=STATUS_S))
+    except Unavailable:
+        return None
