@@ -34,7 +34,8 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "master": "tests/unit/master tests/unit/test_recover.py tests/transcripts tests/integration/test_control.py "
     "tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
     "tests/simulation/test_seeds.py",
-    "slave": "tests/unit/slave tests/integration/test_flow.py tests/simulation/test_seeds.py",
+    "slave": "tests/unit/slave tests/unit/test_watching.py tests/integration/test_flow.py "
+    "tests/simulation/test_seeds.py",
     "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
     "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
     "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_curve.py "
