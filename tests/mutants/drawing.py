@@ -31,8 +31,8 @@ TURNED: dict[type[ast.AST], str] = {
 WORDS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 WIDE = {  # room: what else drives its lines, where the tests of its own name find nothing
     "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
-    "master": "tests/unit/master tests/unit/test_recover.py tests/transcripts tests/integration/test_control.py "
-    "tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
+    "master": "tests/unit/master tests/unit/page tests/unit/test_recover.py tests/transcripts "
+    "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
     "tests/simulation/test_seeds.py",
     "slave": "tests/unit/slave tests/unit/test_watching.py tests/integration/test_flow.py "
     "tests/simulation/test_seeds.py",

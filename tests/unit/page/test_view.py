@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dips.ids import PullId
+from dips.master.page import MasterPage
 from dips.page import peers, view
 from dips.page.memory import LastOutcome, PageMemory, RoundMemory
 from dips.page.rates import SeenTransfer, SeenTransfers, SlaveRates
 from dips.page.spans import Span, SpanKind
 from dips.page.text import MOST_CHARS, clean_text
+from dips.protocol.events import PullRequested
 
 HEARTBEAT_S = 2.0
 MOST_BYTES = 256 << 10  # of any document
@@ -183,3 +187,19 @@ def test_a_run_in_which_nobody_trains_is_not_said_to_go_on() -> None:
     assert state(status(clusters={"west": hangs}))["health"]["title"] == "No cluster trains; one thing needs a look"
     both = state(status(clusters={"west": hangs, "east": cluster()}))
     assert both["health"]["title"] == "Training goes on; one thing needs a look"
+
+
+def test_what_no_event_ended_ends_when_its_cluster_does_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull past its deadline: once the cluster trains, its bar grows no longer."""
+    told = status(clusters={"west": cluster(state="pulling")})
+    monkeypatch.setattr("dips.master.page.build_status", lambda *_: told)
+    page, runtime = MasterPage(HEARTBEAT_S), SimpleNamespace(build_view=dict, heartbeats={})
+    page.watch_steps(lambda event, now: [])(PullRequested(1, PullId("west", 1, 1), 2), 0.0)
+
+    def shown() -> list[Any]:
+        (lane,) = [lane for lane in page.read_state(runtime)["timeline"]["lanes"] if lane["name"] == "west"]  # type: ignore[arg-type]
+        return [(kind, end is None) for kind, _, end, *_ in lane["spans"]]
+
+    assert shown() == [("pull", True)]
+    told["clusters"]["west"] = cluster()
+    assert shown() == [("pull", False)]
