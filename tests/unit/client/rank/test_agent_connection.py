@@ -203,6 +203,9 @@ def test_the_steps_of_a_script_that_pauses_are_sent_without_a_further_one(agent:
     while sum(said.tokens for said in agent.received if isinstance(said, Stepped)) < 30:
         assert time.monotonic() < end, agent.received
         time.sleep(0.01)
+    while client._holding.is_set():  # its thread sleeps again: nothing is held
+        assert time.monotonic() < end
+        time.sleep(0.01)
     client.disconnect()
 
 
