@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 
-from benchmarks.cast import Cast
+from benchmarks.cast import RANDOM, TURNS, Cast, random_order
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
-from dips.protocol.enums import AskOrder
+from dips.codecs import Codec
 from dips.protocol.order import Worker, make_lines, places_for_slave
 from dips.transport.pipeline import available_cores
 
@@ -52,7 +52,7 @@ class Ends:
     def __init__(self, cast: Cast, slaves: Sequence[LineProgram], ranks: Mapping[str, Sequence[LineProgram]]) -> None:
         self.cast, self._slaves, self._ranks, self._number = cast, slaves, ranks, 0
 
-    def push(self, rule: AskOrder, second_after_s: float | None = None) -> Took:
+    def push(self, rule: str, second_after_s: float | None = None) -> Took:
         """Push once, asked and asking by `rule`; a second cluster begins so many seconds after the first."""
         self._number += 1
         names = list(self._ranks)[: 1 if second_after_s is None else 2]
@@ -74,10 +74,11 @@ class Ends:
                 used, staging = used + processor_s, staging + sum(own)
         return Took(seconds, used, staging)
 
-    def _begin(self, name: str, rule: AskOrder) -> None:
+    def _begin(self, name: str, rule: str) -> None:
         push, cast = (name, self._number), self.cast
         for index, slave in enumerate(self._slaves):
-            places = places_for_slave(rule, index, cast.slaves, 0, cast.ranks, f"{push}")
+            planned = places_for_slave(index, cast.slaves, 0, cast.ranks)
+            places = planned if rule == TURNS else random_order(cast.ranks, f"{push}/{index}")
             slave.ask_program("open", push, places, [rank.first for rank in self._ranks[name]])
         for rank in self._ranks[name]:
             rank.send_request("push", self._number, [slave.first for slave in self._slaves], rule)
@@ -151,11 +152,11 @@ def limit(took: Took, cast: Cast, mbit: float) -> str:
 
 def pipeline(bench: Bench) -> None:
     """One rank, one slave; int8 gives the processor more to do for a byte. Held where the two times can be equal."""
-    for codec, mib in (("fp32", 512), ("int8", 384)):
+    for codec, mib in ((Codec.FP32, 512), (Codec.INT8, 384)):
         cast = Cast(slaves=1, ranks=1, layers=16, numel=(mib // (4 if bench.quick else 1)) << 18, codec=codec)
         bench.say(f"pipeline, {codec}: the processor's stages")
         with network(hosts_of(cast, None)) as hosts, ends(cast, hosts, IN_TURN) as serial:
-            free = middle(in_turns({"free": lambda: serial.push(AskOrder.TURNS)}, bench.runs)["free"])
+            free = middle(in_turns({"free": lambda: serial.push(TURNS)}, bench.runs)["free"])
         equal = cast.wire_bytes * 8e-6 / PAYLOAD / free.staging_s
         mbit = round(min(equal, MOST_MBIT))
         bench.say(f"pipeline, {codec}, over {mbit} Mbit/s")
@@ -164,9 +165,7 @@ def pipeline(bench: Bench) -> None:
             ends(cast, hosts, IN_TURN) as serial,
             ends(cast, hosts, PRODUCT) as product,
         ):
-            took = in_turns(
-                {"off": lambda: serial.push(AskOrder.TURNS), "on": lambda: product.push(AskOrder.TURNS)}, bench.runs
-            )
+            took = in_turns({"off": lambda: serial.push(TURNS), "on": lambda: product.push(TURNS)}, bench.runs)
         on, off = middle(took["on"]), middle(took["off"])
         bench.row(
             f"pipeline, {codec}", on.seconds, "s",
@@ -186,9 +185,7 @@ def several_lanes(bench: Bench) -> None:
             ends(cast, hosts, PRODUCT, lanes=1, secret=secret) as one,
             ends(cast, hosts, PRODUCT, lanes=2, secret=secret) as two,
         ):
-            took = in_turns(
-                {"one": lambda: one.push(AskOrder.TURNS), "two": lambda: two.push(AskOrder.TURNS)}, bench.runs
-            )
+            took = in_turns({"one": lambda: one.push(TURNS), "two": lambda: two.push(TURNS)}, bench.runs)
         one_lane, lanes = middle(took["one"]), middle(took["two"])
         bench.row(
             f"2 lanes, {secret}, 10 Gbit/s", lanes.seconds, "s",
@@ -201,19 +198,19 @@ def several_lanes(bench: Bench) -> None:
 def order(bench: Bench) -> None:
     """Four workers, two slaves, each behind 100 Mbit/s. Means over so many random orders, since one may be lucky."""
     cast = Cast(slaves=2, ranks=4, layers=8, numel=(8 if bench.quick else 16) << 18)
-    runs = {AskOrder.TURNS: bench.runs, AskOrder.RANDOM: 6 if bench.quick else 20}
-    bench.say(f"order: 4 workers, 2 slaves, {WORKERS_MBIT:g} Mbit/s each, {runs[AskOrder.RANDOM]} random orders")
-    took: dict[tuple[str, AskOrder], list[Took]] = {}
+    runs = {TURNS: bench.runs, RANDOM: 6 if bench.quick else 20}
+    bench.say(f"order: 4 workers, 2 slaves, {WORKERS_MBIT:g} Mbit/s each, {runs[RANDOM]} random orders")
+    took: dict[tuple[str, str], list[Took]] = {}
     with network(hosts_of(cast, WORKERS_MBIT)) as hosts:
         for kind, module, concurrent_streams in SERVING:
             with ends(cast, hosts, module, concurrent_streams=concurrent_streams) as made:
-                for rule in (AskOrder.TURNS, AskOrder.RANDOM):
+                for rule in (TURNS, RANDOM):
                     took[kind, rule] = in_turns({rule: partial(made.push, rule)}, runs[rule])[rule]
     seconds = {key: mean(t.seconds for t in each) for key, each in took.items()}
     for kind, _, _ in SERVING:
         bench.row(
-            f"planned order, {kind}", seconds[kind, AskOrder.TURNS], "s",
-            against="random", of=seconds[kind, AskOrder.RANDOM], less=True, least=ORDER if kind == SINGLE else None,
+            f"planned order, {kind}", seconds[kind, TURNS], "s",
+            against="random", of=seconds[kind, RANDOM], less=True, least=ORDER if kind == SINGLE else None,
         )  # fmt: skip
     bench.note(
         "an order shortens a push where slaves serve one at a time; those that ask several at once keep their lines "
@@ -229,7 +226,7 @@ def second_cluster(bench: Bench) -> None:
     alone_s = cast.wire_bytes / cast.slaves / (WORKERS_MBIT * 1e6 / 8)
     bench.say("a second cluster comes when the first is half through")
     with network(hosts_of(cast, WORKERS_MBIT, 2)) as hosts, ends(cast, hosts, PRODUCT, clusters=2) as both:
-        took = middle(in_turns({"both": lambda: both.push(AskOrder.TURNS, alone_s / 2)}, bench.runs)["both"])
+        took = middle(in_turns({"both": lambda: both.push(TURNS, alone_s / 2)}, bench.runs)["both"])
     bench.row(
         "second cluster half-way, both done", took.seconds, "s",
         against="both slaves' lines full to the end", of=2 * alone_s, least=JOIN, less=True,
@@ -239,19 +236,17 @@ def second_cluster(bench: Bench) -> None:
 
 def together(bench: Bench) -> None:
     """Four workers, two slaves, where processor and wire take the same time, all parts against none."""
-    cast = Cast(slaves=2, ranks=4, layers=16, numel=(128 if bench.quick else 384) << 18, codec="int8")
+    cast = Cast(slaves=2, ranks=4, layers=16, numel=(128 if bench.quick else 384) << 18, codec=Codec.INT8)
     bench.say("all together: the processor's stages")
     with network(hosts_of(cast, None)) as hosts, ends(cast, hosts, IN_TURN) as serial:
-        free = middle(in_turns({"free": lambda: serial.push(AskOrder.TURNS)}, bench.runs)["free"])
+        free = middle(in_turns({"free": lambda: serial.push(TURNS)}, bench.runs)["free"])
     mbit = round(min(cast.wire_bytes * 8e-6 / PAYLOAD / free.staging_s, MOST_MBIT))
     with (
         network(hosts_of(cast, mbit)) as hosts,
         ends(cast, hosts, IN_TURN) as none,
         ends(cast, hosts, PRODUCT) as all_parts,
     ):
-        took = in_turns(
-            {"on": lambda: all_parts.push(AskOrder.TURNS), "off": lambda: none.push(AskOrder.RANDOM)}, bench.runs + 3
-        )
+        took = in_turns({"on": lambda: all_parts.push(TURNS), "off": lambda: none.push(RANDOM)}, bench.runs + 3)
     on, off = (mean(t.seconds for t in took[name]) for name in ("on", "off"))
     bench.row("all together, int8", on, "s", against="none of it", of=off, less=True)
     bench.note(f"all together: {limit(middle(took['on']), cast, mbit)}; none: {limit(middle(took['off']), cast, mbit)}")

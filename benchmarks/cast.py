@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Self
 
 import numpy as np
 
+from dips.codecs import Codec
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Layer, Manifest, Parameter
 from dips.transport.shares import Piece
-from dips.wire import codecs
-from dips.wire.chunks import Range, split_chunks
+from dips.wire.chunks import Range, encode_ranges, split_chunks
 
 RUN, SINC, CHUNK_BYTES, WAIT_S = "ablation", 1, 1 << 20, 120.0
 
@@ -24,11 +25,12 @@ class Cast:
     ranks: int  # of one cluster
     layers: int
     numel: int
-    codec: str = "fp32"
+    codec: Codec = Codec.FP32
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+        told = json.loads(text)
+        return cls(**{**told, "codec": Codec[told["codec"].upper()]})
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -65,6 +67,14 @@ class Cast:
 
     def chunks(self, layer: int, share: Range) -> list[Range]:
         """How a share of a layer travels."""
-        codec = codecs.codec_named(self.codec)
-        whole = codec.encoded_ranges([Range(layer, 0, share.offset, share.length)])
+        codec = self.codec
+        whole = encode_ranges(codec.dtype, [Range(layer, 0, share.offset, share.length)])
         return list(split_chunks(whole, codec.chunk_bytes(CHUNK_BYTES)))
+
+
+TURNS, RANDOM = "turns", "random"  # orders of asking: as it is, and any, to compare it with
+
+
+def random_order(count: int, salt: str) -> tuple[int, ...]:
+    """Return 0 … count − 1 shuffled, the same for the same salt."""
+    return tuple(sorted(range(count), key=lambda i: (blake2b(f"{salt}/{i}".encode()).digest(), i)))

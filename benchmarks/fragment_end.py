@@ -50,7 +50,7 @@ def slave(ip: str) -> None:
     layers = tuple(range(len(model.layers)))
     flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",), 1 << 20, 256 << 20, 4, STALL_S)
     flow.set_layers(model, layers)
-    flow.start(SINC, events)
+    flow.start(SINC, events.on_event)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
     print_answer(flow.lane_addresses()[0])

@@ -22,6 +22,7 @@ from dips.ids import GENESIS, PullId, PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
+from dips.slave.moves import FlowEvent, PushOver, Released, Staged
 from dips.transport import curve
 
 RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1
@@ -40,16 +41,11 @@ class LinkEvents:
     def __init__(self) -> None:
         self._over = threading.Event()
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        self._over.set()
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        self._over.set()
-
-    def on_source_moved(self, pull: PullId) -> None: ...
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        print(f"refused: {reason}", file=sys.stderr, flush=True)
+    def on_event(self, event: FlowEvent) -> None:
+        if isinstance(event, PushOver):
+            print(f"refused: {event.reason}", file=sys.stderr, flush=True)
+        elif isinstance(event, Staged | Released):
+            self._over.set()
 
     def wait(self) -> None:
         if not self._over.wait(WAIT_S):
@@ -64,7 +60,7 @@ def slave(ip: str, lanes: int, mib: int, *keys: str) -> None:
         RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0, key=curve.new_keys() if keys else None
     )
     flow.set_layers(model, tuple(range(LAYERS)))
-    flow.start(SINC, events)
+    flow.start(SINC, events.on_event)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
     print_answer(f"{','.join(flow.lane_addresses())} {flow.public_key}".strip())

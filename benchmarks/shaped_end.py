@@ -4,7 +4,8 @@ python -m benchmarks.shaped_end slave CAST NUMBER IP CONCURRENT_STREAMS LANES SE
     ["open", push, places]   a slot for it, its ranks asked by their places;  ["places", push, places]: asked anew
     ["end", push]            once it is staged: its processor time since "open"
 python -m benchmarks.shaped_end rank CAST CLUSTER RANK
-    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]
+    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]; the rule is the
+    slaves' alone: a rank answers whoever asks
 
 CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
 """
@@ -22,10 +23,10 @@ from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
 from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
-from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.enums import AskOrder, PushCodec
 from dips.slave.flow import ZmqFlow
+from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.transport import curve
 
 TRANSIT_BYTES, STALL_S = 256 << 20, 30.0
@@ -38,19 +39,13 @@ class ShapedEvents:
         self._changed = threading.Condition()
         self._staged: set[PushId] = set()
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        with self._changed:
-            self._staged.add(push)
-            self._changed.notify_all()
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        print(f"refused: {reason}", file=sys.stderr, flush=True)
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """No pulls here."""
-
-    def on_source_moved(self, pull: PullId) -> None:
-        """No pulls here."""
+    def on_event(self, event: FlowEvent) -> None:
+        if isinstance(event, PushOver):
+            print(f"refused: {event.reason}", file=sys.stderr, flush=True)
+        elif isinstance(event, Staged):
+            with self._changed:
+                self._staged.add(event.push)
+                self._changed.notify_all()
 
     def wait(self, push: PushId) -> None:
         with self._changed:
@@ -66,7 +61,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
     )
     flow.set_layers(cast.manifest, layers)
     events = ShapedEvents()
-    flow.start(SINC, events)
+    flow.start(SINC, events.on_event)
     free: list[dict[int, np.ndarray[Any, np.dtype[np.float32]]]] = []
     slots = dict[PushId, dict[int, np.ndarray[Any, np.dtype[np.float32]]]]()
     begun = dict[PushId, float]()
@@ -95,12 +90,11 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
     pieces = cast.pieces(number, 1e-3)
     keys = curve.new_keys()
     print_answer(keys.public)
-    for _, seq, slaves, rule in read_requests():
+    for _, seq, slaves, _ in read_requests():
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
-        salt = VersionId(seq, seq)  # of a random order: another one each time
-        grant = Grant(salt, there, WAIT_S, PushCodec(cast.codec), GENESIS, AskOrder(rule))
+        grant = Grant(VersionId(seq, seq), there, WAIT_S, cast.codec, GENESIS)
         begun, used = time.perf_counter(), processor_s()
         transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number, keys), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])

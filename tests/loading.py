@@ -8,8 +8,7 @@ from dips.ids import VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import LoadVersion
 from dips.slave.ports import Arrays
-from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.shard import Followed, Shard, Unfollowed
 
 
 def load_version(versions: Versions, version: VersionId, fill: Callable[[Arrays, Arrays], object]) -> None:

@@ -3,7 +3,8 @@
     python tests/structure.py [FOLDER ...]      # default: dips
 
 A comparison, not a limit: the last lines give the same figures of h11 and torchft, which we learned from. Generated
-code does not count, nor do names with two leading underscores.
+code does not count, nor do names with two leading underscores. Then the keys of the run file and of the cluster file,
+each where it may stand; those of `shared` count once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ from __future__ import annotations
 import ast
 import statistics
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+
+from pydantic import BaseModel
+
+from dips.config import ClusterFile, RunFile
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +66,24 @@ def _spread(values: list[int]) -> tuple[int, int, int]:
     return int(statistics.median(ordered)), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]
 
 
+def config_keys(section: object, above: str = "") -> Iterator[str]:
+    """Every key that has a value of its own, as `master.timing.window_s`."""
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        below = {name: field.annotation for name, field in section.model_fields.items()}
+    elif isinstance(section, type) and is_dataclass(section):
+        hints = typing.get_type_hints(section)
+        below = {field.name: hints[field.name] for field in fields(section)}
+    elif typing.get_origin(section) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        found = {key for part in typing.get_args(section) for key in config_keys(part, above)} - {above}
+        yield from sorted(found) or [above]
+        return
+    else:
+        yield above
+        return
+    for name, annotation in below.items():
+        yield from config_keys(annotation, f"{above}.{name}" if above else name)
+
+
 def row(name: str, figures: Figures) -> str:
     files, functions = (" / ".join(map(str, spread)) for spread in (figures.files, figures.functions))
     return f"{name:<12}{files:>20}{functions:>20}{figures.one_word:>14.0%}"
@@ -71,6 +96,9 @@ def main() -> None:
     print(row(", ".join(f.name for f in folders), measure(python_files(folders))))
     for name, figures in PEERS.items():
         print(row(name, figures))
+    run, cluster = list(config_keys(RunFile)), list(config_keys(ClusterFile))
+    own = [key for key in cluster if not key.startswith("shared.")]
+    print(f"keys: {len(run) + len(own)}, {len(run)} of the run file and {len(own)} of the cluster file")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from dips.http import HttpSubject
 from dips.identity.names import PeerRole
 from dips.pidlock import PidLock
 from dips.private_files import keep_files_private, make_private_directory
+from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport.endpoints import master_peer
@@ -129,7 +130,6 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         config.retry_s,
         config.overlap == "full",
         config.max_restarts,
-        restart_window_s=config.restart_window_s,
         take_over=take_over,
         on_divergence=config.on_divergence,
         fragments=config.fragments,
@@ -159,7 +159,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
 
 def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
     """One for each rank of other hosts; with a relay one to the rank and one to the slave for each lane."""
-    ranks = config.max_transfer_ranks
+    ranks = TRANSFER_RANKS
     remote = ranks if over_network(config) is not None else 0
     relayed = 2 * ranks * AUTO_LANES if config.relay else 0
     peers = f"{ranks} ranks{f', relayed to {AUTO_LANES} lanes' if relayed else ''}"

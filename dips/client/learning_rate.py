@@ -6,7 +6,7 @@
     optimizer.step(); outer.step(local_tokens=n, loss=loss); scheduler.step()
 
 A cluster that joins a run under way has an empty optimizer: AdamW's first steps would have the full learning rate in
-noisy directions. Its rate therefore rises over `rejoin_warmup_steps` inner steps (`outer.lr_scale`).
+noisy directions. Its rate therefore rises over REJOIN_WARMUP_STEPS inner steps (`outer.lr_scale`).
 """
 
 from __future__ import annotations

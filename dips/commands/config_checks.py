@@ -18,12 +18,10 @@ from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.tls_files import load_tls, require_identity
-from dips.protocol.enums import AnchorRule
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SOON = timedelta(days=14)  # before a certificate ends it is worth a note
 OPERATOR = "operator"
-LEAST_ORDER_HEARTBEATS = 2  # an order that may be silent for less is failed by one lost packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +81,6 @@ def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
         yield ConfigFinding(
             f"{path}: clusters", NOTE, "with `insecure: true` nobody proves its name, so the list keeps nobody out"
         )
-    timing = run.master.timing
-    if timing.order_s < LEAST_ORDER_HEARTBEATS * timing.heartbeat_s:
-        yield ConfigFinding(
-            f"{path}: master.timing.order_s",
-            NOTE,
-            f"{timing.order_s:g} s of silence fail an order, and heartbeats come every {timing.heartbeat_s:g} s",
-            "take at least two heartbeats",
-        )
-    bare = [slave.name for slave in run.slaves if not slave.pinned]
-    if run.shared.outer.anchor is AnchorRule.BASE and bare:
-        yield ConfigFinding(
-            f"{path}: shared.outer.anchor",
-            NOTE,
-            f"with `pinned: 0` {', '.join(bare)} holds no base, so no push is measured against its own",
-            "pinned: 1 or more on every slave, or anchor: current",
-        )
     yield from _check_ledger(path, run)
 
 
@@ -108,7 +90,7 @@ def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
     listening = [("master.listen", run.master.listen), ("master.http", run.master.http)]
     for s in run.slaves:
         listening += [(f"slaves.{s.name}.{key}", getattr(s, key)) for key in ("listen", "http")]
-        listening += [(f"slaves.{s.name}.lanes", lane) for lane in s.lanes]
+        listening += [(f"slaves.{s.name}.lanes", lane) for lane in (s.lanes if isinstance(s.lanes, tuple) else ())]
     for key, address in listening:
         if address is not None and host_port(address)[1]:
             users[host_port(address)].append(key)
@@ -246,6 +228,7 @@ def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunF
     if run.clusters is not None and cluster.cluster not in run.clusters:
         seen = f"{cluster.cluster} is not in the run file's list"
         yield ConfigFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")
-    if cluster.heartbeat_s > run.master.timing.lease_s / 2:
-        seen = f"a heartbeat each {cluster.heartbeat_s:g} s, and a lease of {run.master.timing.lease_s:g} s"
+    lease_s = run.master.timing.make_options().lease_s
+    if cluster.heartbeat_s > lease_s / 2:
+        seen = f"a heartbeat each {cluster.heartbeat_s:g} s, and a lease of {lease_s:g} s"
         yield ConfigFinding(f"{beside}: heartbeat_s", FAIL, seen, "take the run file's heartbeat_s")

@@ -24,7 +24,8 @@ def demo(
         bool, typer.Option("--secure", help="Make an authority and certificates first; everything talks TLS.")
     ] = False,
     preset: Annotated[
-        Path | None, typer.Option(help="A `shared` section, configs/dips.yaml say: its rules in place of the demo's.")
+        Path | None,
+        typer.Option(help="A `shared` section, as in configs/shared: its rules in place of the demo's."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
@@ -52,7 +53,7 @@ def demo(
       dips demo --seconds 60 --no-kill
       dips demo --secure              (with certificates)
       dips demo --mirror              (two machines are lost; about six minutes)
-      dips demo --preset configs/paper.yaml
+      dips demo --preset configs/shared/paper.yaml
       dips demo --recover             (one machine is lost, and nothing has mirrored it)
     """
     if (mirror and recover) or (no_kill and (mirror or recover)):

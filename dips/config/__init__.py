@@ -6,7 +6,7 @@ as the path of a third file: what all must agree on, compared by digest at Join.
 """
 
 from dips.config.addresses import host_port, is_loopback
-from dips.config.cluster import TRANSFER_RANKS, ClusterFile, load_cluster
+from dips.config.cluster import ClusterFile, load_cluster
 from dips.config.master import JournalSection, MasterSection, OnVersionSection, TrackSection
 from dips.config.run import RunFile, load_run
 from dips.config.shared import Shared
@@ -15,7 +15,6 @@ from dips.config.tls import TlsSection
 
 __all__ = [
     "AUTO_LANES",
-    "TRANSFER_RANKS",
     "ClusterFile",
     "JournalSection",
     "MasterSection",

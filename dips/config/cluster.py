@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
@@ -16,10 +16,8 @@ from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
-from dips.protocol.rank_keys import MOST_KEYS
 
 MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
-TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 DEFAULT_STEPS = 64  # H, §5.1
 
 
@@ -60,7 +58,6 @@ class ClusterFile(HttpKeys):
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
     on_divergence: DivergencePolicy = DivergencePolicy.RESET
-    rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
@@ -70,22 +67,15 @@ class ClusterFile(HttpKeys):
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
-    restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Others may grant less:
     # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
     end_grace_s: Annotated[float, Field(gt=0)] = 300.0
-    # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
-    # that no slave has more connections than this times its lanes from one cluster.
-    max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
-    # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
-    # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
-    install: Literal["whole", "streaming", "lazy"] = "whole"
+    install: Literal["whole", "lazy"] = "whole"
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
     relay: str | None = None
@@ -94,16 +84,14 @@ class ClusterFile(HttpKeys):
     insecure: bool = False  # plain text instead; only on loopback
 
     @property
+    def poll_s(self) -> float:
+        """No collective of the training job waits longer for anybody outside the cluster."""
+        return self.heartbeat_s
+
+    @property
     def tls_files(self) -> TlsFiles | None:
         """The agent's certificate; None: plain text."""
         return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
-
-    @field_validator("install", mode="before")
-    @classmethod
-    def _refuse_former_name(cls, value: Any) -> Any:
-        if value == "forward":
-            raise ValueError("`install: forward` was renamed: write `install: lazy`")
-        return value
 
 
 def load_cluster(path: Path) -> ClusterFile:
@@ -112,18 +100,6 @@ def load_cluster(path: Path) -> ClusterFile:
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
     check_transport(path, config.insecure, config.tls, control)
-    if config.tls is not None and config.max_transfer_ranks > MOST_KEYS:
-        raise ConfigError(
-            f"{path}: max_transfer_ranks: {config.max_transfer_ranks} ranks are more than the {MOST_KEYS} whose keys "
-            "travel to encrypted lanes"
-        )
-    for key in ("codec", "pull_codec") if config.install == "streaming" else ():
-        if (word := getattr(config.shared, key)) != "fp32":
-            raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")
-    if config.install == "streaming" and config.overlap == "full":
-        raise ConfigError(
-            f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"
-        )
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
         raise ConfigError(
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "

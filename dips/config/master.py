@@ -8,15 +8,18 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from dips.config.http import HttpKeys
-from dips.config.section import MIB, Section
-from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, RequeuePolicy
+from dips.config.section import Section
+from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy, WindowRule
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
+
+ORDER_HEARTBEATS = 5  # of silence, for orders that move no model: as many as a lease has
+LEAST_TRANSFER_HEARTBEATS = 15  # of silence, however few bytes: a stream that breaks needs time to come back
 
 
 class JournalSection(Section):
-    """The master's journal, evidence for `dips-master replay`: at most segments × segment_bytes, and a state each."""
+    """The master's journal, evidence for `dips-master replay`: so many segments of journal.SEGMENT_BYTES, and a state
+    each."""
 
-    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * MIB  # 600,000 events: days of ten clusters
     segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
 
 
@@ -50,12 +53,38 @@ class TrackSection(Section):
         return self
 
 
+class TimingSection(Section):
+    """How long the master waits; seconds. Silence that is told by heartbeats is counted in them."""
+
+    window_s: float | None = None  # longer where clusters of equal pace miss each other; None: as TimingOptions has it
+    window: WindowRule = WindowRule.FIXED  # adaptive where clusters push as they please
+    heartbeat_s: float = 2.0  # longer for thousands of clusters, shorter to notice a death sooner
+    hang_s: float = 120.0  # longer if an inner step takes minutes
+    compute_s: float = 300.0  # longer if a slave's disk can stand still for minutes
+    transfer_s: float = 3600.0  # longer if a link moves nothing for an hour
+    min_push_bps: float = 0.0  # to keep out clusters whose link would hold slots for too long
+
+    @model_validator(mode="after")
+    def _require_bounds(self) -> TimingSection:
+        self.make_options()
+        return self
+
+    def make_options(self) -> TimingOptions:
+        """All deadlines: those that are counted in heartbeats, too."""
+        return TimingOptions(
+            **self.model_dump(),
+            order_s=ORDER_HEARTBEATS * self.heartbeat_s,
+            least_transfer_s=LEAST_TRANSFER_HEARTBEATS * self.heartbeat_s,
+            busy_retry_s=self.heartbeat_s,
+        )
+
+
 class MasterSection(HttpKeys):
     """The one that decides."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, journal, logs, timeline
-    timing: TimingOptions = TimingOptions()
+    timing: TimingSection = TimingSection()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
@@ -66,9 +95,7 @@ class MasterSection(HttpKeys):
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
-    mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
     requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
-    order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
 
     @model_validator(mode="after")
     def _require_kept(self) -> MasterSection:

@@ -22,6 +22,7 @@ def load_file(path: Path, model: type[Model]) -> Model:
     shared = raw.get("shared")
     if isinstance(shared, str):
         raw["shared"] = read_yaml(path.parent / shared)
+    _refuse_section(path, raw, model)
     try:
         return model.model_validate(_resolve_paths(raw, path.parent))
     except ConfigError as error:  # from __post_init__ of an options class
@@ -30,6 +31,18 @@ def load_file(path: Path, model: type[Model]) -> Model:
         raise ConfigError(f"{path}: {TOO_DEEP}") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain_invalid(error)}") from error
+
+
+def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None:
+    """Raise ConfigError if the file is a `shared` section in the place of a file that names one."""
+    field = model.model_fields.get("shared")
+    section: Any = None if field is None else field.annotation  # what `shared` is in every file
+    if section is None or not raw or not raw.keys() <= section.model_fields.keys():
+        return
+    raise ConfigError(
+        f"{path}: this is a `shared` section: name it in a run file and in each cluster file, as in `shared: "
+        f"{path.name}`; `dips init --template` writes all three"
+    )
 
 
 def is_cluster_file(path: Path) -> bool:
@@ -92,31 +105,12 @@ def _resolve_paths(raw: Any, base: Path) -> Any:
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 
-# Keys of files from before the renames → what they are called now; `install: forward` is refused where it is read.
-RENAMED_KEYS = {
-    "beat_s": "heartbeat_s",
-    "lease_beats": "lease_heartbeats",
-    "askers": "concurrent_streams",
-    "speakers": "max_transfer_ranks",
-    "performer": "supervisor",
-    "rule": "gates",
-    "metrics": "http",
-}
-
-
-# Keys that are gone → what to do now.
-REMOVED_KEYS = {"curve_key": "removed, delete it: with a section `tls` slaves make the keys of their lanes themselves"}
-
-
 def explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            word = str(problem["loc"][-1])
-            renamed = f"renamed, write {RENAMED_KEYS[word]}" if word in RENAMED_KEYS else ""
-            hint = renamed or REMOVED_KEYS.get(word, "unknown key (misspelt, or of another version?)")
-            lines.append(f"{key}: {hint}")
+            lines.append(f"{key}: unknown key (misspelt, or of another version?)")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing, and it has no default")
         else:

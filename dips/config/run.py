@@ -35,7 +35,7 @@ class RunFile(Section):
         """Gather what tunes the Coordinator."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
+            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(), m.keep_snapshots, s.codec,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip
@@ -63,12 +63,11 @@ def load_run(path: Path) -> RunFile:
     control = [("master.listen", config.master.listen)]
     control += [("master.http", config.master.http)] if config.master.http else []
     for s in config.slaves:
-        if s.lanes and s.lane_count:
-            raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
         control += [
             (f"slaves.{s.name}.{key}", address) for key, address in (("master", s.master), ("listen", s.listen))
         ]
-        lanes = [("lanes", lane) for lane in s.lanes] or [("listen", s.listen)]
+        named = s.lanes if isinstance(s.lanes, tuple) else ()
+        lanes = [("lanes", lane) for lane in named] or [("listen", s.listen)]
         lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
         control += [(f"slaves.{s.name}.http", s.http)] if s.http else []

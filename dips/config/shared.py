@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dips.config.section import MIB, Section
-from dips.protocol.enums import LayerUnit, PullCodec, PushCodec
+from dips.codecs import Codec
+from dips.config.section import MIB, PullCodec, Section
+from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
 
-LATER_KEYS: Mapping[str, Any] = {  # what each says of a run that began before it; no default of today
-    "outer": {
-        "merge": "mean",
-        "step": "nesterov",
-        "delay": 0,
-        "weights": "tokens",
-        "staleness_alpha": 0.0,
-        "anchor": "current",
-        "clip": {"per_layer": False},
-    },
-    "penalty": {"score": "linear", "joiner_cap": 5.0},
-    "layers": "block",
-}
-EARLIER_RULES: Mapping[tuple[str, ...], str] = {("dips",): "dips", (): "none"}  # of `gates`, when it was `rule`
 MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
+
+
+class PenaltySection(Section):
+    """Which pushes count (docs/guides/gates.md). What else the penalty goes by are defaults of PenaltyOptions."""
+
+    gates: tuple[str, ...] = tuple(PenaltyOptions().gates)  # in this order; also the names of entry points
+    beta: float = PenaltyOptions().beta  # gated above β times the threshold: higher gates less
+    hard_cap: float = PenaltyOptions().hard_cap  # higher if norms are to grow tenfold for good
+    joiner_cap: float = PenaltyOptions().joiner_cap  # higher if a new cluster is gated and is healthy
+    warmup_rounds: int = PenaltyOptions().warmup_rounds  # fewer in a run of few rounds
+    gate_patience: int = PenaltyOptions().gate_patience  # lower if clusters are not trusted
+
+    @model_validator(mode="after")
+    def _require_bounds(self) -> Self:
+        self.make_options()
+        return self
+
+    def make_options(self) -> PenaltyOptions:
+        """The penalty's options with these."""
+        return PenaltyOptions(**self.model_dump())
 
 
 class Shared(Section):
@@ -36,12 +42,12 @@ class Shared(Section):
 
     run: str
     outer: OuterOptions = OuterOptions()
-    penalty: PenaltyOptions = PenaltyOptions()
+    penalty: PenaltySection = PenaltySection()
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
-    codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
-    pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
+    codec: Codec = Codec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
+    pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
     layers: LayerUnit = LayerUnit.BLOCK  # what rules that weigh each layer alone weigh: `merge: rda`, for one
     share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
 
@@ -53,7 +59,7 @@ class Shared(Section):
 
     @model_validator(mode="after")
     def _require_momentum(self) -> Self:
-        if self.pull_codec is not PullCodec.FP32 and not self.outer.has_momentum:
+        if self.pull_codec.lossy and not self.outer.has_momentum:
             raise ValueError(
                 "a lossy pull_codec needs outer.momentum above 0, and a step other than sgd: by momentum comes back "
                 "what rounding leaves over"
@@ -71,23 +77,6 @@ class Shared(Section):
 
     @property
     def digest(self) -> str:
-        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree.
-
-        Keys that came later are left out as long as they say what was so before them: older runs go on.
-        """
-        agreed = _without_later(self.agreed, LATER_KEYS)
-        if (rule := EARLIER_RULES.get(tuple(agreed["penalty"]["gates"]))) is not None:
-            del agreed["penalty"]["gates"]
-            agreed["penalty"]["rule"] = rule
-        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
+        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
+        text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _without_later(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict[str, Any]()
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(later.get(key), dict):
-            kept[key] = _without_later(value, later[key])
-        elif key not in later or value != later[key]:
-            kept[key] = value
-    return kept

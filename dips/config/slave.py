@@ -9,7 +9,6 @@ from pydantic import Field
 
 from dips.config.addresses import host_port
 from dips.config.http import HttpKeys
-from dips.config.section import MIB
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
@@ -22,8 +21,8 @@ class SlaveSection(HttpKeys):
     name: str
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
-    lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
-    lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
+    # Data lanes: host:port of each, or how many free ports on the host of `listen`; 0: by cores.
+    lanes: tuple[str, ...] | Annotated[int, Field(ge=0, le=MOST_LANES)] = 0
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked as long as it runs
     initial_model: Path | None = None  # safetensors of `dips init`, read for v0@r0; null: `dips seed` brings it
@@ -31,8 +30,6 @@ class SlaveSection(HttpKeys):
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # what it may take; null: what its machine has
-    transit_bytes: Annotated[int, Field(ge=4 * MIB)] = 256 * MIB  # asked for and not yet staged, over all streams
-    concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a rank that owes or refuses bytes for so long has stalled
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
     supervisor: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
@@ -51,8 +48,8 @@ class SlaveSection(HttpKeys):
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """The address of each lane on a host with so many cores."""
-        if self.lanes:
+        if isinstance(self.lanes, tuple):
             return self.lanes
         host = self.listen.rpartition(":")[0]
-        count = self.lane_count or min(max(cores // CORES_PER_LANE, 1), AUTO_LANES)
+        count = self.lanes or min(max(cores // CORES_PER_LANE, 1), AUTO_LANES)
         return (f"{host}:0",) * count

@@ -24,7 +24,7 @@ import xxhash
 from dips.data.order import I64
 from dips.errors import ConfigError, Corrupt
 
-FORMAT = 2  # 1 did not say how large the vocabulary is
+FORMAT = 1
 MANIFEST, DOCUMENTS, RANGES = "dataset.json", "documents.npy", "ranges.npy"
 _BLOCK = 8 << 20  # bytes hashed at once
 
@@ -100,7 +100,7 @@ def open_index(directory: Path, verify: bool = False) -> Index:
     except (ValueError, KeyError, TypeError) as error:
         raise Corrupt(f"{path}: not a manifest of a data set: {error!r}") from error
     if form != FORMAT:
-        raise ConfigError(f"{path}: expected format {FORMAT}, got {form!r}: of another release")
+        raise ConfigError(f"{path}: expected format {FORMAT}, got {form!r}; build it anew: `dips data build`")
     if digest_of(manifest) != manifest.get("digest"):
         raise Corrupt(f"{path}: its digest is not that of its contents: it was edited")
     files = tuple(_parse_listed(directory, f) for source in manifest["sources"] for f in source["files"])

@@ -40,12 +40,10 @@ EVALUATE_EVERY = 10  # versions: half a minute
 EVALUATE_S = 120.0  # at most, on cores that train meanwhile
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
-    "heartbeat_s": 1.0,  # the picture moves once a second
+    "heartbeat_s": 1.0,  # the picture moves once a second; five of silence end a lease and an order
     "hang_s": 30.0,
-    "order_s": 5.0,
     "compute_s": 20.0,
     "transfer_s": 30.0,
-    "busy_retry_s": 0.5,
 }
 
 
@@ -155,7 +153,6 @@ def write_configs(
             "directory": name,
             "initial_model": "master/initial/model.safetensors",
             "threads": 1,  # the cores belong to the trainers
-            "transit_bytes": 32 << 20,
         }
         for name in SLAVES
     ]

@@ -26,16 +26,17 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, NamedTuple
 
 import dips.protocol
-from dips.config import JournalSection
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.protocol import codec
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
+from dips.protocol.view import JournalView
 from dips.telemetry.logs import Log
 
-FORMAT = 3  # 2 knew nothing of a first model on its way
+FORMAT = 1
+SEGMENT_BYTES = 64 << 20  # 600,000 events: days of ten clusters and a round a minute
 RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
@@ -65,11 +66,13 @@ class JournalStep(NamedTuple):
 class Journal:
     """Called by the event loop only; the thread inside owns the files."""
 
-    def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
+    def __init__(
+        self, directory: Path, run: str, term: int, segments: int, log: Log, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         self._queue: SimpleQueue[_Head | JournalStep | None] = SimpleQueue()
         self._log = log
         self._stopped_at: float | None = None
-        self._writer = _JournalWriter(directory, run, term, options, log)
+        self._writer = _JournalWriter(directory, run, term, segments, log, segment_bytes)
         self._begun = False
         # a daemon thread: a hung disk must not keep the process alive
         self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
@@ -117,13 +120,10 @@ class Journal:
             return
         self._queue.put(JournalStep(now, event, effects))
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status(self) -> JournalView:
         """For the status: whether it is writing, how much it wrote, and how much is waiting."""
-        return {
-            "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
-            "bytes": self._writer.bytes_written,
-            "waiting": self._queue.qsize(),
-        }
+        writing = self._begun and self._stopped_at is None and not self._writer.failed
+        return JournalView(writing, self._writer.bytes_written, self._queue.qsize())
 
     def close(self) -> None:
         """Write what waits, for at most CLOSE_S."""
@@ -158,8 +158,9 @@ class Journal:
 class _JournalWriter:
     """The files; used by the journal's thread, but for the two flags."""
 
-    def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
-        self._directory, self._run, self._term, self._options, self._log = directory, run, term, options, log
+    def __init__(self, directory: Path, run: str, term: int, segments: int, log: Log, segment_bytes: int) -> None:
+        self._directory, self._run, self._term, self._log = directory, run, term, log
+        self._segments, self._segment_bytes = segments, segment_bytes
         self._file: IO[bytes] | None = None
         self._size = self._segment = 0
         self.bytes_written = 0
@@ -202,7 +203,7 @@ class _JournalWriter:
         }
         self._append_lines(codec.spell_json(about).encode() + b"\n")
         self._size = 0  # a state as large as a segment must not begin the next one at once
-        for old in list_segments(self._directory)[: -self._options.segments]:
+        for old in list_segments(self._directory)[: -self._segments]:
             old.unlink(missing_ok=True)
 
     def _append_lines(self, lines: bytes | bytearray) -> None:
@@ -211,7 +212,7 @@ class _JournalWriter:
             rest = rest[self._file.write(rest) :]
         self._size += len(lines)
         self.bytes_written += len(lines)
-        if self._size >= self._options.segment_bytes:
+        if self._size >= self._segment_bytes:
             self.full = True
 
     def _on_failure(self, error: Exception) -> None:

@@ -16,11 +16,10 @@ from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import make_directory, sync_path
 from dips.ids import VersionId
 from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
-from dips.master.ledger_chain import ChainedRows, require_no_chain, verify_chain, verify_pages
+from dips.master.ledger_chain import ChainedRows, verify_chain, verify_pages
 from dips.master.ledger_errors import refuse_failing
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
-    RoundHistory,
     find_unprocessed,
     read_history,
     read_results_after,
@@ -29,10 +28,10 @@ from dips.master.ledger_history import (
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
-from dips.master.ledger_upgrade import copy_to_memory, is_upgradable, upgrade_ledger
 from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
+from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
 BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails
@@ -229,17 +228,16 @@ def _connect_file(path: Path | str, mode: str) -> sqlite3.Connection:
 
 
 def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
-    """The ledger in today's format, verified; what may only be read is brought there in memory."""
+    """The ledger, verified."""
     db = _connect_file(path, "ro" if readonly else "rw")
     try:
-        schema = _check_is_ours(db, path)
+        _check_is_ours(db, path)
         if verified:
             verify_pages(db, str(path))
-        if verified and schema == SCHEMA_VERSION:
             verify_chain(db, str(path))
         if not readonly:
             _write_durably(db)
-        return db if schema == SCHEMA_VERSION else _brought_up(db, path, schema, readonly)
+        return db
     except BaseException:
         db.close()
         raise
@@ -256,8 +254,8 @@ def _write_durably(db: sqlite3.Connection) -> None:
         raise
 
 
-def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> int:
-    """Return its format."""
+def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
+    """Raise Corrupt for a foreign file, ConfigError for a ledger of another format."""
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -266,23 +264,11 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> int:
         raise Corrupt(f"{path}: this is not a ledger of Di-PS: {error}") from error
     if application != APPLICATION_ID:
         raise Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
-    if not is_upgradable(schema):
-        writer = "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS"
+    if schema != SCHEMA_VERSION:
         raise ConfigError(
-            f"{path}: ledger format {schema} was written by {writer}, "
-            f"this one reads {SCHEMA_VERSION}; go on with that version, or begin a new run from its `dips export`"
+            f"{path}: expected ledger format {SCHEMA_VERSION}, got {schema}; go on with the Di-PS that wrote it, or "
+            "begin a new run from its `dips export`"
         )
-    return int(schema)
-
-
-def _brought_up(db: sqlite3.Connection, path: Path | str, schema: int, readonly: bool) -> sqlite3.Connection:
-    """Of a former format: brought to today's, with every row in its chain."""
-    require_no_chain(db, str(path), schema)
-    made = copy_to_memory(db) if readonly else db
-    with _in_transaction(made) as rows:
-        upgrade_ledger(made)
-        rows.chain_all()
-    return made
 
 
 def _run_all(db: sqlite3.Connection, statements: str) -> None:

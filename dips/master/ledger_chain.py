@@ -139,12 +139,6 @@ class _Claims:
             self.keys, self.digests = array("q", (k for k, _ in newest)), array("Q", (d for _, d in newest))
 
 
-def require_no_chain(db: sqlite3.Connection, where: str, format_: int) -> None:
-    """Raise CorruptLedger if a ledger says that it is of a format that had no chain, and has one."""
-    if db.execute(f"SELECT 1 FROM {SCHEMA} WHERE name = ?", (CHAIN,)).fetchone():
-        raise CorruptLedger(f"{where}: its head says format {format_}, its tables are of a later one; {ADVICE}")
-
-
 def verify_pages(db: sqlite3.Connection, where: str) -> None:
     """Raise CorruptLedger unless SQLite finds the file's pages and indexes sound."""
     _verify(_check_pages, db, where)

@@ -1,6 +1,6 @@
 """Keeps the ledger's mirror: every transaction lies there before anything that it says is told, or the mirror is red.
 
-The master waits for the mirror as it waits for its own disk, up to `mirror_s`. A mirror that takes longer, is full or
+The master waits for the mirror as it waits for its own disk, up to MIRROR_S. A mirror that takes longer, is full or
 gone is not waited for from then on: rounds go on, `dips status` says how far it lags, and when it works again it is
 waited for again as soon as it has caught up. So a ledger that is restored while its mirror kept up knows everything
 that was ever told; one whose mirror lagged may not, and restore.py provides for that.
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from random import Random
-from typing import Any
 
 from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
@@ -24,6 +23,7 @@ from dips.master import mirror_files
 from dips.master.ledger_rebuild import MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol.records import Record
+from dips.protocol.view import LedgerMirrorView
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -99,17 +99,12 @@ class LedgerMirror:
         if self._fenced:
             raise StaleTerm(self._reason)
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> LedgerMirrorView:
         """How far it lags, for status and metrics."""
         with self._changed:
             lags = self._unqueued + len(self._queue) if self._behind else 0
             behind_s = max(0.0, self._clock() - self._behind_since) if self._behind else 0.0
-            return {
-                "red": self._behind,
-                "behind_transactions": lags,
-                "behind_s": behind_s,
-                "reason": self._reason if self._behind else "",
-            }
+            return LedgerMirrorView(self._behind, lags, behind_s, self._reason if self._behind else "")
 
     # ---- under the lock ----------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def _version_committed(rows: ChainedRows, r: VersionCommitted, wall: float) -> N
     rows.insert_row("round_ends", (number, "applied", "", r.at, wall))
     for place, f in enumerate(r.folds):
         name = (number, place, f.push.cluster, f.push.inc, f.push.seq, f.base.version, f.base.round)
-        told = (f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges), f.anchored)
+        told = (f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, spell_ints(f.ranges))
         rows.insert_row("folds", (*name, *told))
         _write_factors(rows, number, place, f.layer_weights)
     for slave, digest in r.digests:
@@ -90,7 +90,7 @@ def _version_committed(rows: ChainedRows, r: VersionCommitted, wall: float) -> N
     _write_outcomes(rows, number, r.outcomes)
     _write_penalty(rows, number, r.penalty)
     h = r.history
-    lists = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.layer_norms, h.digests))
+    lists = tuple(json.dumps(numbers) for numbers in (h.scores, h.delta_norms, h.digests))
     rows.replace_row("score_history", (1, *lists))
 
 
@@ -264,10 +264,10 @@ def read_factors(db: sqlite3.Connection, first: int, last: int) -> dict[tuple[in
 
 def read_fold(row: Any, layer_weights: Factors = ()) -> FoldRow:
     _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, *told = row
-    weight, norm, score, loss, ranges, anchored = told
+    weight, norm, score, loss, ranges = told
     reals = (read_real(weight), read_real(norm), read_real(score))
     push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
-    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges), layer_weights, bool(anchored))
+    return FoldRow(push, base, tokens, inner_steps, *reals, loss, read_ints(ranges), layer_weights)
 
 
 def read_outcome(row: Any) -> OutcomeRow:

@@ -239,11 +239,11 @@ def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
 
 
 def _score_history(db: sqlite3.Connection) -> ScoreHistory:
-    row = db.execute("SELECT scores, delta_norms, layer_norms, digests FROM score_history").fetchone()
+    row = db.execute("SELECT scores, delta_norms, digests FROM score_history").fetchone()
     if row is None:
         return ScoreHistory((), ())
-    scores, norms, layer_norms, digests = map(json.loads, row)
-    return ScoreHistory(tuple(scores), tuple(norms), tuple(map(tuple, layer_norms)), tuple(digests))
+    scores, norms, digests = map(json.loads, row)
+    return ScoreHistory(tuple(scores), tuple(norms), tuple(digests))
 
 
 def _settled_ranges(db: sqlite3.Connection) -> Intervals:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
 
 from dips.telemetry.histogram import Histogram
 
@@ -29,12 +28,8 @@ class RoundMeters:
     def __init__(self) -> None:
         self.phases = {begins: Histogram() for _, begins in PHASES.values() if begins}
         self.push = Histogram()
-        self.unanchored = 0  # pushes measured against another θ than `outer.anchor` wants
         self._phase, self._since = "", 0.0
         self._granted: OrderedDict[str, float] = OrderedDict()
-
-    def read_meters(self) -> dict[str, Any]:
-        return {"phases": self.phases, "push": self.push, "unanchored": self.unanchored}
 
     def on_note(self, kind: str, fields: Mapping[str, str], now: float) -> None:
         """Hear of every note, in order."""
@@ -43,8 +38,6 @@ class RoundMeters:
             if self._phase in ends:
                 self.phases[self._phase].observe_value(now - self._since)
             self._phase, self._since = begins, now
-        elif kind == "push_unanchored":
-            self.unanchored += 1
         elif kind == "push_granted":
             self._granted[fields["push"]] = now
             if len(self._granted) > MOST_PUSHES:

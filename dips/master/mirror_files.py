@@ -21,7 +21,7 @@ from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol import codec
 
-FORMAT = 2  # 1 had rows of Nesterov's step only
+FORMAT = 1
 FOLDER = "ledger"
 MOST_LOG_BYTES = 256 << 20  # a transaction of a run with thousands of clusters has some MB
 MOST_BASE_BYTES = 64 << 30
@@ -111,7 +111,10 @@ def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | 
     if not whole:
         return None
     if written_by != FORMAT:
-        raise Corrupt(f"{where}: expected format {FORMAT}, got {written_by!r}")
+        raise Corrupt(
+            f"{where}: expected a mirror of format {FORMAT}, got {written_by!r}; restore it with the Di-PS that "
+            "wrote it, or begin a new run from its `dips export`"
+        )
     if of != run:
         raise Corrupt(f"{where}: expected the ledger of run {run!r}, got one of {of!r}")
     return content

@@ -65,7 +65,11 @@ def _replay_one(path: Path, watch: Watch) -> Replayed:
     lines = _read_lines(path)
     head, torn = next(lines, (None, False))
     if not isinstance(head, dict) or head.get("journal") != journal.FORMAT:
-        raise Corrupt(f"{path}: expected the head of a journal of format {journal.FORMAT} in the first line")
+        written_by = head.get("journal") if isinstance(head, dict) else None
+        raise Corrupt(
+            f"{path}: expected the head of a journal of format {journal.FORMAT} in the first line, got {written_by!r}; "
+            "replay it with the Di-PS that wrote it"
+        )
     if changed := codec.class_differences(head["shapes"]):
         raise Corrupt(f"{path} was written by another Di-PS, whose state this one cannot read: {'; '.join(changed)}")
     machine = Coordinator.from_state(codec.decode_value(head["state"]))

@@ -10,7 +10,7 @@ gave is NULL, too.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 10  # in user_version; raised by every change: ledger_upgrade.py brings older ones here
+SCHEMA_VERSION = 1  # in user_version; raised by every change: a ledger of another number is refused
 
 SCHEMA = """
 CREATE TABLE run (
@@ -60,7 +60,6 @@ CREATE TABLE folds (
     base_version INTEGER NOT NULL, base_round INTEGER NOT NULL,
     tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
     weight REAL, norm REAL, score REAL, loss REAL, ranges TEXT NOT NULL,
-    anchored INTEGER NOT NULL DEFAULT 0,  -- 1: folded as its difference to its base, not to the version's parent
     PRIMARY KEY (round, place),
     UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (docs/architecture.md#invariant-4)
 ) STRICT;
@@ -87,7 +86,7 @@ CREATE TABLE penalty (
 CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
 CREATE TABLE score_history (
     only INTEGER PRIMARY KEY CHECK (only = 1), scores TEXT NOT NULL, delta_norms TEXT NOT NULL,
-    layer_norms TEXT NOT NULL DEFAULT '[]', digests TEXT NOT NULL DEFAULT '[]'
+    digests TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 
 CREATE TABLE leases (

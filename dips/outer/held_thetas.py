@@ -1,9 +1,7 @@
 """The θ that a slave serves, the older ones in memory, and who reads each.
 
 An older θ stays while pulls read it. Those beyond the pinned ones take the place of θ′: `move_readers` moves their
-readers to a file of the same bytes, one after another, and the last of them frees the bank. With `keeps_older` the
-newest older ones stay without readers, too, in pinned banks that no reader has: a late push is measured against the
-one that its cluster had pulled.
+readers to a file of the same bytes, one after another, and the last of them frees the bank.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ class Theta:
 class HeldThetas:
     """Which θ are here. Who changes `head` gives its readers what they read: see `leave_head`."""
 
-    def __init__(self, give_back: Callable[[Bank], None], pinned: int, keeps_older: bool) -> None:
-        self._give_back, self._pinned, self._keeps_older = give_back, pinned, keeps_older
+    def __init__(self, give_back: Callable[[Bank], None], pinned: int) -> None:
+        self._give_back, self._pinned = give_back, pinned
         self.head: Theta | None = None  # that is served
         self.older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
@@ -47,16 +45,12 @@ class HeldThetas:
     @property
     def older_versions(self) -> tuple[VersionId, ...]:
         """Older versions whose readers hold a bank and are not being moved, oldest first."""
-        return tuple(theta.version for theta in self.older if theta.pulls and not theta.moving)
+        return tuple(theta.version for theta in self.older if not theta.moving)
 
     @property
     def excess_versions(self) -> int:
         """How many of those are more than the pool has pinned banks for."""
         return max(0, len(self.older_versions) - self._pinned)
-
-    def is_older(self, version: VersionId) -> bool:
-        """Whether it is an older version in memory, which stays there until the open round's Apply."""
-        return any(theta.version == version and not theta.moving for theta in self.older)
 
     def find(self, version: VersionId) -> Theta:
         """Return θ of this version; raise StaleVersion if it is not held, or its readers are being moved."""
@@ -70,7 +64,7 @@ class HeldThetas:
 
     def find_read(self, version: VersionId) -> Theta | None:
         """The older θ of this version that pulls read, where they are."""
-        return next((t for t in self.older if t.version == version and t.pulls and not t.moving), None)
+        return next((t for t in self.older if t.version == version and not t.moving), None)
 
     def describe(self) -> str:
         return ", ".join(str(theta.version) for theta in self._all()) or "nothing"
@@ -115,29 +109,20 @@ class HeldThetas:
     # ---- what comes and goes -------------------------------------------------------------------------
 
     def leave_head(self) -> None:
-        """Let go of the served θ: to its readers, if it has any, or to pushes that will be measured against it."""
+        """Let go of the served θ: to its readers, if it has any."""
         if self.head is None:
             return
-        if self.head.pulls or self._keeps_older:
+        if self.head.pulls:
             self.head.bank.holder = f"older θ {self.head.version}"
             self.older.append(self.head)
         else:
             self._give_back(self.head.bank)
         self.head = None
 
-    def free_kept(self, room: int) -> None:
-        """Free what is older and has no readers, the oldest first, until no more than `room` older ones are held."""
-        for theta in [t for t in self.older if not t.pulls]:
-            if len(self.older) > room:
-                self._free(theta)
-
     def _free_unread(self) -> None:
-        for theta in [t for t in self.older if not t.pulls and (t.moving or not self._keeps_older)]:
-            self._free(theta)
-
-    def _free(self, theta: Theta) -> None:
-        self.older.remove(theta)
-        self._give_back(theta.bank)
+        for theta in [t for t in self.older if not t.pulls]:
+            self.older.remove(theta)
+            self._give_back(theta.bank)
 
     def _refuse_second(self, pull: PullId) -> None:
         if pull in self.pins:

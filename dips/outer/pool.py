@@ -66,7 +66,7 @@ class MemorySum:
         """Raise ConfigError, with the sum, if the machine has less than `available` bytes for it."""
         if self.total_bytes > available:
             raise ConfigError(
-                f"slots, pinned, transit_bytes: this slave needs {self.describe_sum()}, and it may have"
+                f"slots, pinned: this slave needs {self.describe_sum()}, and it may have"
                 f" {_format_size(available)}: give it fewer layers, fewer slots or more memory"
             )
 

@@ -8,13 +8,14 @@ pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
 ones takes the place of θ′ until its readers have moved (held_thetas.py); until then `prepare_version` is Busy
-(docs/rationale.md#19). What is kept without readers is freed before anybody is told to wait.
+(docs/rationale.md#19).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -47,12 +48,9 @@ class PushMeasures:
 class Versions:
     """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
-    def __init__(
-        self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32", *, keeps_older: bool = False
-    ) -> None:
+    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: Codec = Codec.FP32) -> None:
         """
         pull_codec   the run's: of the updates that clusters pull, and so of what every θ′ is made of
-        keeps_older  older versions stay without readers, too, as long as nobody else wants the pinned banks
         """
         self._kernel_pool = kernel_pool
         self._updates = Updates(pull_codec, pinned)
@@ -60,7 +58,7 @@ class Versions:
         self._averaged = AveragedLayers()
         self.slots = slots
         self._pinned = pinned
-        self.held = HeldThetas(self._give_back, pinned, keeps_older)
+        self.held = HeldThetas(self._give_back, pinned)
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
         self._layers: dict[int, int] | None = None
         self._momentum: Bank | None = None
@@ -178,21 +176,18 @@ class Versions:
 
     # ---- the outer step --------------------------------------------------------------------------------
 
-    def measure_push(self, push: PushId, anchor: VersionId | None = None) -> PushMeasures:
-        """Measure a push against `anchor`, or the version that is served, and beside what is folded so far."""
-        acc, theta = self._acc.arrays if self._acc else None, self._arrays_of(anchor)
+    def measure_push(self, push: PushId) -> PushMeasures:
+        """Measure a push against the version that is served, and beside what is folded so far."""
+        acc, theta = self._acc.arrays if self._acc else None, self._current_theta().bank.arrays
         return self._leave_out_buffers(theta, self._kernel_pool.measure(theta, self._slot_of(push).arrays, acc))
 
-    def fold_push(
-        self, push: PushId, weight: float, layer_weights: Factors = (), anchor: VersionId | None = None
-    ) -> tuple[float, ...]:
+    def fold_push(self, push: PushId, weight: float, layer_weights: Factors = ()) -> tuple[float, ...]:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc² of each layer.
 
         weight         its tokens over those of the round's first, by which buffers are averaged
         layer_weights  of what is stepped, if they are not that: of each layer, or one number of all
-        anchor         the older version that it was measured against; None: that which is served
         """
-        theta, bank = self._arrays_of(anchor), self._slot_of(push)
+        theta, bank = self._current_theta().bank.arrays, self._slot_of(push)
         weights = self._averaged.weigh_layers(theta, weight, layer_weights)
         if self._next is not None:
             raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
@@ -218,7 +213,6 @@ class Versions:
         head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
-        self.held.free_kept(self._pinned)
         if len(self.held.older) > self._pinned:  # else a push would find no bank for the slot that it was promised
             raise Busy(
                 f"θ′ {version}: its bank is held by {', '.join(theta.bank.holder or '' for theta in self.held.older)}"
@@ -227,7 +221,7 @@ class Versions:
         try:
             steps = self._averaged.step_layers(head.bank.arrays, step)
             measures = self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
-            if self._updates.codec != "fp32":
+            if self._updates.codec.updates:
                 self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
                 measures = self._kernel_pool.measure(head.bank.arrays, theta_next.arrays)
         except BaseException:
@@ -249,7 +243,6 @@ class Versions:
         self.held.leave_head()
         self._serve_version(version, made.theta, made.momentum)
         self._next = None
-        self.held.free_kept(self._pinned)
 
     def abort_round(self, written: VersionId | None = None) -> None:
         """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are.
@@ -310,7 +303,6 @@ class Versions:
             self._pool.give_back(loaded.theta)
             self.held.older.remove(read)
             self.held.head, read.bank.holder = read, f"θ {read.version}"
-        self.held.free_kept(0)  # of another lineage, perhaps
 
     # ---- readers --------------------------------------------------------------------------------
 
@@ -350,14 +342,6 @@ class Versions:
         if push not in self._open:
             raise StalePush(f"push {push} has no slot; open: {', '.join(map(str, self._open)) or 'none'}")
         return self._open[push]
-
-    def _arrays_of(self, anchor: VersionId | None) -> Arrays:
-        """θ that a push is subtracted from; of an older one but for buffers, whose mean is about what is served."""
-        served = self._current_theta().bank.arrays
-        if anchor is None:
-            return served
-        older, averaged = self.held.find(anchor).bank.arrays, self._averaged.layers
-        return {layer: served[layer] if layer in averaged else older[layer] for layer in served}
 
     def _current_theta(self) -> Theta:
         if self.held.head is None:

@@ -2,14 +2,13 @@
 
 What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
 turn and nothing else, since slaves skip ranks that have nothing left. One push alone keeps the order of its OpenPush.
-With `order: random` each rank and slave keeps a random order of its own: what the plan is compared with.
 """
 
 from __future__ import annotations
 
 from dips.protocol.effects import Reorder
 from dips.protocol.entities import Cluster, Push
-from dips.protocol.enums import AskOrder, FanoutKind
+from dips.protocol.enums import FanoutKind
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.order import MOST_PAIRS, Worker, make_lines
 from dips.protocol.run_state import RunState
@@ -21,7 +20,7 @@ def reorder_pushes(run: RunState) -> None:
     """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
     moving = [(run.clusters[p.id.cluster], p) for p in run.transfers.uncommitted_pushes() if p.opened]
     pairs = sum(push.ranks for _, push in moving) * len(run.slaves)
-    if len(moving) < 2 or run.options.order is AskOrder.RANDOM or pairs > MOST_PAIRS:
+    if len(moving) < 2 or pairs > MOST_PAIRS:
         return  # of more pairs, each keeps its place in the rotation that came with its OpenPush
     slaves = list(run.slaves.values())
     nbytes = [BYTES_PER_PARAMETER * sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]

@@ -6,16 +6,11 @@ from dips.errors import ConfigError
 from dips.protocol.effects import Failed
 from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
 
-# What a peer calls by an older name, and the name here: an operator finds the old one in that peer's log and files.
-RENAMED = "Beat is Heartbeat, beat_s is heartbeat_s, askers is concurrent_streams, speakers is max_transfer_ranks"
-RENAMED_IN = 2  # protocol number
-
 
 def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
     """Return the answer for a peer of another protocol number; None if it speaks ours."""
     if event.protocol == PROTOCOL:
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
-    since = f" ({RENAMED})" if event.protocol < RENAMED_IN else ""
-    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}{since}"
+    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}"
     return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")

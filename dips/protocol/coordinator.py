@@ -76,11 +76,14 @@ from dips.protocol.events import (
     TransferAwaited,
     TuningAsked,
 )
+from dips.protocol.gates import find_gate
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options
 from dips.protocol.records import LedgerState
+from dips.protocol.rules.merges import find_merge
+from dips.protocol.rules.steps import find_step
 from dips.protocol.run_state import RunState
 
 Continuation = Callable[[RunState, Fanout], None]
@@ -203,6 +206,7 @@ class Coordinator:
     """All decisions of a master, from one ledger state on. `now` is the master's monotonic clock, in seconds."""
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
+        _load_plugins(options)
         self._run = RunState(state, manifest, options, now)
         self._due: float | None = None  # the next deadline, once somebody has asked for it; every step moves it
         self._live: LiveTransfers | None = None  # one object for all slaves, as long as nothing changes
@@ -297,6 +301,14 @@ class Coordinator:
         """Why no outer step can be taken now, whatever clusters do; empty: one can."""
         return view.explain_unready(self._run)
 
-    def build_view(self, now: float) -> dict[str, Any]:
-        """The status as plain data: every state with its reason."""
+    def build_view(self, now: float) -> view.RunView:
+        """The run for people, as far as it is known here: every state with its cause."""
         return view.build_view(self._run, now)
+
+
+def _load_plugins(options: Options) -> None:
+    """Raise ConfigError now, not in the first round, if a user's rule or gate cannot be loaded."""
+    find_merge(options.outer.merge)
+    find_step(options.outer.step)
+    for gate in options.penalty.gates:
+        find_gate(gate)

@@ -5,12 +5,13 @@ Effects of one step leave in their order. Nothing behind a Record leaves before 
 
 from __future__ import annotations
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
-from dips.protocol.enums import AskOrder, OutcomeKind, PushCodec
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
 
@@ -24,9 +25,8 @@ class OpenPush:
     push: PushId
     ranks: int  # that speak
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # what its chunks carry
+    codec: Codec = Codec.FP32  # what its chunks carry
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
-    order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
     first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
     keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
     seed: bool = False  # it brings v0@r0: legal for a slave that holds no version
@@ -60,7 +60,6 @@ class Measure:
     round: int
     push: PushId
     version: VersionId
-    anchor: VersionId | None = None  # measured against this one, if it is held; None: against `version`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,6 @@ class Fold:
     push: PushId
     weight: float  # T_j / T_first; 1.0 for the first, whose buffer becomes acc
     layer_weights: Factors = ()  # of the slave's layers, buffers excepted, if not that; one number: of all of them
-    anchor: VersionId | None = None  # as measured; None: the version that is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +276,8 @@ class Grant:
     version: VersionId  # pull: what is pinned; push: the head now (information only)
     slaves: tuple[SlaveAddress, ...]
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
+    codec: Codec = Codec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
     base: VersionId | None = None  # push in a lossy codec: what its differences are to
-    order: AskOrder = AskOrder.TURNS  # in which each rank asks the slaves: order.slaves_in_order, salted with `version`
     first: int = 0  # rank r is worker first + r: so many ranks of other transfers walk before its own
 
 

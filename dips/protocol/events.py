@@ -16,7 +16,7 @@ from dips.protocol.options import TunedOption
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 10
+PROTOCOL = 1
 LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -433,7 +433,6 @@ class Measured:
     finite: bool
     layer_dot: tuple[float, ...] = ()  # Σd·acc, acc being what is folded so far; empty or 0: nothing is
     digest: int = 0  # of θ_j, below 2⁵³; those of all slaves add up modulo that to the push's
-    anchored: bool = False  # against the order's anchor; False: it is not held here, or none was named
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,14 @@ Pure functions of the statistics; what moves them is in penalty_rows.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp, log, sqrt
+from math import sqrt
 
 from dips.dataclass import dataclass
-from dips.protocol.enums import ScoreScale
 from dips.protocol.last_norms import LastNorms
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import PenaltyRow, ScoreHistory
 from dips.protocol.spread import spread_factor
 
-LEAST_NORM = 1e-30  # of which a logarithm is taken
 LEAST_SIGMA = 1e-30
 OWN_REFERENCE = 2  # accepted pushes that a cluster's hard cap is made of; before, it is the others' if there are any
 MOST_TIMES_STEPS = 16.0  # the usual inner steps: what counts of a claim against the hard cap, a factor of 4 in G
@@ -44,22 +42,11 @@ def is_joiner(row: PenaltyRow, options: PenaltyOptions) -> bool:
     return row.accepted < options.warmup_rounds and row.warm_left > 0
 
 
-def scale_norm(norm: float, options: PenaltyOptions) -> float:
-    """What the statistics are of. A norm is 0 only where no inner step was taken."""
-    return log(max(norm, LEAST_NORM)) if options.score is ScoreScale.LOG else norm
-
-
-def mean_norm(row: PenaltyRow, options: PenaltyOptions) -> float:
-    """The mean of its norms; of logarithms the geometric one."""
-    return exp(row.mu) if options.score is ScoreScale.LOG else row.mu
-
-
 def corrected_sigma(row: PenaltyRow, options: PenaltyOptions) -> float:
     """σ without its bias, as wide as it is uncertain, and not too small. One norm has no spread: its size stands for
     that."""
     share = options.sigma_floor if row.n > 1 else 1.0
-    floor = share * (1.0 if options.score is ScoreScale.LOG else row.mu)
-    return max(row.sigma * spread_factor(row.n, options.alpha), floor, LEAST_SIGMA)
+    return max(row.sigma * spread_factor(row.n, options.alpha), share * row.mu, LEAST_SIGMA)
 
 
 def gate_threshold(history: ScoreHistory, options: PenaltyOptions) -> float:

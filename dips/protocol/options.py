@@ -10,18 +10,16 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
+from dips.protocol import plugins
 from dips.protocol.enums import (
-    AnchorRule,
-    AskOrder,
     DurabilityMode,
     GateName,
     MergeRule,
     PersistFailurePolicy,
-    PushCodec,
     RequeuePolicy,
-    ScoreScale,
     StepRule,
     WeightRule,
     WindowRule,
@@ -29,8 +27,6 @@ from dips.protocol.enums import (
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
 AUTO = "auto"  # the word for an outer learning rate that follows the number of clusters
-MOST_DELAY = 1_000_000  # contributions
-MOST_WINDOWS = 1_000.0  # times window_s: a round must end
 MOST_ROLLBACK = 2  # outer steps: a crash costs one, or two where a disk failed in the same moment; more needs a person
 RANGES_HELD = 64  # data ranges of one cluster, not settled: a range has many inner steps, a window takes a few ranges
 LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
@@ -72,6 +68,12 @@ def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: st
     object.__setattr__(options, field_name, words(got))  # frozen
 
 
+def _coerce_known(options: object, field_name: str, words: type[StrEnum]) -> None:
+    """Turn a word into its member; the name of an entry point stays as it is."""
+    if (got := getattr(options, field_name)) in list(words):
+        object.__setattr__(options, field_name, words(got))  # frozen
+
+
 @dataclass(frozen=True)
 class Clip:
     """Clip of the merged pseudo-gradient; at most one of the two numbers, none means no clip."""
@@ -79,38 +81,35 @@ class Clip:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     norm: float | None = None  # φ of the paper, absolute
     relative: float | None = None  # times the running median of accepted ‖δ‖
-    per_layer: bool = False  # each layer by its own norm (EDiT: with φ = 10)
+    per_layer: bool = False  # each layer by its own norm, at most `norm` (EDiT: 10)
 
     def __post_init__(self) -> None:
         _require_holds(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
+        of_norm = not self.per_layer or self.norm is not None
+        _require_holds(of_norm, "clip.per_layer", "a norm beside it", self)
         _require_within(self, "clip", {"norm": LENGTHS, "relative": MULTIPLES}, frozenset())
 
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/dips.yaml."""
+    """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/shared/default.yaml."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     lr: float | str = 0.7  # or "auto": by the number of live clusters
     momentum: float = 0.8
     clip: Clip = field(default_factory=Clip)  # none; the paper's is φ = 1, the whole model's norm
-    merge: MergeRule = MergeRule.MEAN
-    step: StepRule = StepRule.SHARE
-    delay: int = 0  # contributions from one use of momentum to the next (delayed_nesterov); 0: as many as live clusters
+    merge: MergeRule | str = MergeRule.MEAN  # or an entry point of the group dips.rules
+    step: StepRule | str = StepRule.SHARE  # likewise
     weights: WeightRule = WeightRule.TOKENS
-    staleness_alpha: float = 0.0  # weights times e^(−α·staleness)
-    anchor: AnchorRule = AnchorRule.CURRENT  # the θ of a pseudo-gradient θ − θ_j
 
     def __post_init__(self) -> None:
-        words = {"merge": MergeRule, "step": StepRule, "weights": WeightRule, "anchor": AnchorRule}
-        for key, of_key in words.items():
-            _coerce_word(self, key, of_key, f"outer.{key}")
+        _coerce_word(self, "weights", WeightRule, "outer.weights")
+        for key, ours in {"merge": MergeRule, "step": StepRule}.items():
+            plugins.require_names(f"outer.{key}", [getattr(self, key)], ours, plugins.RULES)
+            _coerce_known(self, key, ours)
         _require_holds(self.lr == AUTO or not isinstance(self.lr, str), "outer.lr", "a number or auto", self.lr)
-        bounds = {"lr": RATES, "momentum": SHARES, "staleness_alpha": MULTIPLES}
-        _require_within(self, "outer", bounds, frozenset({"momentum", "staleness_alpha"}))
-        gathers = self.step is not StepRule.DELAYED_NESTEROV or self.momentum > 0
-        _require_holds(gathers, "outer.momentum", "a number above 0, beside delayed_nesterov", self.momentum)
-        _require_holds(0 <= self.delay <= MOST_DELAY, "outer.delay", f"0 to {MOST_DELAY}", self.delay)
+        bounds = {"lr": RATES, "momentum": SHARES}
+        _require_within(self, "outer", bounds, frozenset({"momentum"}))
 
     @property
     def has_momentum(self) -> bool:
@@ -123,8 +122,8 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    gates: tuple[GateName, ...] = (GateName.DIPS, GateName.REPLAY)  # what may keep a push out, besides not being finite
-    score: ScoreScale = ScoreScale.LINEAR
+    # What may keep a push out, besides not being finite; a name that is none of ours is an entry point.
+    gates: tuple[GateName | str, ...] = (GateName.DIPS, GateName.REPLAY)
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
     e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
@@ -136,11 +135,11 @@ class PenaltyOptions:
     gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        known = ", ".join(GateName)
-        _require_holds(set(self.gates) <= set(GateName), "penalty.gates", f"a list of {known}", self.gates)
+        plugins.require_names("penalty.gates", self.gates, GateName, plugins.GATES)
         _require_holds(len(set(self.gates)) == len(self.gates), "penalty.gates", "each gate once", self.gates)
-        object.__setattr__(self, "gates", tuple(map(GateName, self.gates)))  # frozen
-        _coerce_word(self, "score", ScoreScale, "penalty.score")
+        ours = frozenset(GateName)
+        gates = tuple(GateName(name) if name in ours else name for name in self.gates)
+        object.__setattr__(self, "gates", gates)  # frozen
         for key in ("hard_cap", "joiner_cap"):
             _require_holds(getattr(self, key) > 1, f"penalty.{key}", "a number above 1", getattr(self, key))
         _require_within(self, "penalty", _PENALTY_BOUNDS, frozenset({"sigma_floor"}))
@@ -218,7 +217,6 @@ class TimingOptions:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     window_s: float | None = None  # None: 5 % of the median time between a cluster's pushes, at least 1 s
     window: WindowRule = WindowRule.FIXED  # others last longer than window_s, for pushes about to come
-    window_most: float = 4.0  # times window_s, at most
     heartbeat_s: float = 2.0
     lease_heartbeats: int = 5  # silence of so many heartbeats is death
     hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
@@ -231,8 +229,6 @@ class TimingOptions:
 
     def __post_init__(self) -> None:
         _coerce_word(self, "window", WindowRule, "timing.window")
-        longest = f"a number from 1 to {MOST_WINDOWS:g}"
-        _require_holds(1 <= self.window_most <= MOST_WINDOWS, "timing.window_most", longest, self.window_most)
         _require_within(self, "timing", _TIMING_BOUNDS, frozenset({"window_s", "min_push_bps"}))
 
     @property
@@ -247,11 +243,10 @@ _TIMING_BOUNDS = {
     "min_push_bps": BITS_PER_S,
 }
 _WORDS: dict[str, type[StrEnum]] = {
-    "codec": PushCodec,
+    "codec": Codec,
     "durability": DurabilityMode,
     "on_persist_failure": PersistFailurePolicy,
     "requeue": RequeuePolicy,
-    "order": AskOrder,
 }
 
 
@@ -265,8 +260,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
-    codec: PushCodec = PushCodec.FP32  # of pushes whose base is the head; all others travel as fp32
-    order: AskOrder = AskOrder.TURNS  # see order.py
+    codec: Codec = Codec.FP32  # of pushes whose base is the head; all others travel as fp32
     durability: DurabilityMode = DurabilityMode.COMMIT
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
     requeue: RequeuePolicy = RequeuePolicy.NONE

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
 
 from dips.dataclass import dataclass
-from dips.protocol.enums import AskOrder
 
 Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
 
@@ -30,20 +28,12 @@ def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
     return tuple((worker + turn) % slaves for turn in range(slaves))
 
 
-def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
-    """`slaves_for_worker`, or any order: `salt` names the transfer."""
-    return shuffle_numbers(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
-
-
-def places_for_slave(rule: AskOrder, slave: int, slaves: int, first: int, workers: int, salt: str) -> tuple[int, ...]:
-    """The place of each of so many workers, from `first` on, in the line before `slave`: its turn, or any order.
+def places_for_slave(slave: int, slaves: int, first: int, workers: int) -> tuple[int, ...]:
+    """The turn of each of so many workers, from `first` on, in the line before `slave`.
 
     Places of several transfers compare: the smallest is asked first, whosever it is.
     """
-    if rule is not AskOrder.RANDOM:
-        return tuple((slave - worker) % slaves for worker in range(first, first + workers))
-    place_of = {worker: place for place, worker in enumerate(shuffle_numbers(workers, f"{salt}/{slave}"))}
-    return tuple(place_of[worker] for worker in range(workers))
+    return tuple((slave - worker) % slaves for worker in range(first, first + workers))
 
 
 def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
@@ -54,11 +44,6 @@ def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
             break
         first = max(first, begin + count)
     return first
-
-
-def shuffle_numbers(count: int, salt: str) -> tuple[int, ...]:
-    """0 … count − 1 in an order that looks random, the same for the same salt on every machine: for comparison."""
-    return tuple(sorted(range(count), key=lambda i: (blake2b(f"{salt}/{i}".encode()).digest(), i)))
 
 
 @dataclass(frozen=True, slots=True)

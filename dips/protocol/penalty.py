@@ -15,7 +15,7 @@ from functools import cached_property
 from dips.dataclass import replace
 from dips.protocol.differences import find_differences
 from dips.protocol.enums import Difference, GateName
-from dips.protocol.gates import GATES, OF_NORMS
+from dips.protocol.gates import OF_NORMS, find_gate
 from dips.protocol.gates.direction import is_suspect, own_usual
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.last_norms import LastNorms
@@ -90,7 +90,7 @@ class Penalty:
             return Verdict(False, g, 0.0, BROKEN, push, tracked=False)
         opinions = list[Opinion]()
         for gate in gates:
-            opinion = GATES[gate](push, past)
+            opinion = find_gate(gate)(push, past)
             if opinion.finding is Finding.GATED:
                 return Verdict(False, g, opinion.score, opinion.sentence, push, tracked=not push.exempt, gate=gate)
             opinions.append(opinion)

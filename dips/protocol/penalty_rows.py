@@ -13,7 +13,7 @@ from dips.protocol.enums import GateName
 from dips.protocol.gates.direction import is_against, lacks_witnesses
 from dips.protocol.gates.layers import layer_norms
 from dips.protocol.gates.losses import MOST_USUAL, bound_loss, excess_loss, has_risen, taught_losses
-from dips.protocol.norm_scores import OWN_REFERENCE, Past, corrected_sigma, has_score, is_joiner, scale_norm
+from dips.protocol.norm_scores import OWN_REFERENCE, Past, corrected_sigma, has_score, is_joiner
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import LayerStatistics, PenaltyRow
 from dips.protocol.verdicts import Settled, Verdict
@@ -52,9 +52,9 @@ def move_accepted(verdict: Verdict, past: Past, limit: float) -> PenaltyRow:
     g, options, push = verdict.norm, past.options, verdict.evidence
     alpha, n = options.alpha, row.n + 1
     known = past.warm_norms.median_without(row) if is_joiner(row, options) else None
-    x = scale_norm(g, options)
+    x = g
     if has_score(row) and GateName.DIPS_PAPER not in options.gates:
-        x = min(x, row.mu + limit * corrected_sigma(row, options))
+        x = min(g, row.mu + limit * corrected_sigma(row, options))
     mu, sigma = _move_average(x, row.mu, row.sigma, n, alpha)
     return replace(
         row,

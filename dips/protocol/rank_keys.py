@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 
 KEY_CHARS = 40  # of 32 bytes
-MOST_KEYS = 16_384  # of one transfer: 672 kB; `max_transfer_ranks` is 256 by default
+TRANSFER_RANKS = 256  # of a cluster that move bytes; in a larger job the others hand theirs to one on their host
+MOST_KEYS = 16_384  # of one transfer, that are read: 672 kB
 MOST_FLIP_KEYS = 131_072  # of all pulls that one Commit opens: 5.5 MB of a message that may have 16; the rest ask
 
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

@@ -43,7 +43,6 @@ class FoldRow:
     loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
     layer_weights: Factors = ()  # of each layer, as folded, if not `weight`; one number: of all of them
-    anchored: bool = False  # folded as its difference to `base`; False: to the version's parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,6 @@ class ScoreHistory:
 
     scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
-    layer_norms: tuple[tuple[float, ...], ...] = ()  # ‖δ‖ of each layer, for a relative clip per layer; else nothing
     digests: tuple[int, ...] = ()  # of the last accepted pushes and their versions, while the gate `replay` is on
 
 

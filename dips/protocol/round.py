@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
-from dips.protocol import anchors, durability, held_pushes, pushes, settlement, stepping, window
+from dips.protocol import durability, held_pushes, pushes, settlement, stepping, window
 from dips.protocol.effects import Apply, DropPush, Measure, Persist
 from dips.protocol.entities import Fanout, Push, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
@@ -65,7 +65,7 @@ def _measure_unless_held(run: RunState, r: Round, push: Push) -> None:
 
 def _measure_push(run: RunState, r: Round, push: Push) -> None:
     r.current = push
-    order = Measure(r.number, push.id, run.head, anchors.choose_anchor(run, push))
+    order = Measure(r.number, push.id, run.head)
     run.order_all(FanoutKind.MEASURE, push.id, order, run.options.timing.compute_s)
 
 
@@ -74,9 +74,6 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
-    if not anchors.settle_anchor(run, push, fanout):
-        _measure_push(run, r, push)
-        return
     evidence = _gather_evidence(run, r, push, fanout)
     push.verdict = judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
     if push.tokens <= 0:
@@ -122,7 +119,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         against=held_pushes.count_against(r),
         clusters=len(live),
         trusted=run.penalty.count_trusted(push.id.cluster, live),
-        moved=run.moved_since(push.base) if push.anchor is None else 0.0,
+        moved=run.moved_since(push.base),
         digest=_sum_digests(answers),
         loss=push.loss,
     )
@@ -153,8 +150,8 @@ def _close_window(run: RunState, r: Round) -> None:
     if not made.finite:
         settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {made.norm}")
         return
-    r.delta_norm, r.layer_norms, r.clipped = made.norm, made.layer_norms, made.clipped
-    r.reason = f"applying {len(r.folded)} contributions"
+    r.delta_norm, r.clipped = made.norm, made.clipped
+    r.reason = f"{len(r.folded)} contributions"
     run.closed_at = run.now
     version = VersionId(run.head.version + 1, r.number)
     reserve = durability.reserves_disk(run)
@@ -175,7 +172,7 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     assert r is not None and isinstance(version, VersionId)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
     r.theta_digest, r.step_norm = _read_step(run, fanout)
-    r.reason = f"persisting {version}"
+    r.reason = str(version)
     if not durability.row_waits_for_disks(run):
         settlement.commit_version(run, r, (), durable=False)
         return

@@ -97,7 +97,7 @@ def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None
     run.seeds += 1
     push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
     run.seed = Seed(push, event.seeder, run.now + timing.lease_s, lacking, unstaged=dict.fromkeys(lacking))
-    order = OpenPush(push, SEED_RANKS, timing.lease_s, order=run.options.order, keys=event.keys, seed=True)
+    order = OpenPush(push, SEED_RANKS, timing.lease_s, keys=event.keys, seed=True)
     run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(lacking, order), timing.order_s)
     run.emit_note("seed_opened", push=push, slaves=",".join(lacking))
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from dips.dataclass import replace
 from dips.ids import VersionId
-from dips.protocol import anchors, durability, flip, held_pushes, pushes
+from dips.protocol import durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
-from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
+from dips.protocol.enums import ClusterCause, FanoutKind, OutcomeKind, RoundResult
 from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
 from dips.protocol.options import Targets
 from dips.protocol.records import (
@@ -30,7 +30,6 @@ from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import Settled
 
 DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
-LAYER_NORMS_KEPT = 10  # likewise of each layer: what each row holds must not be long
 ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
 
 
@@ -69,16 +68,8 @@ def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], Sc
     live = [c.name for c in run.clusters.values() if c.live]
     rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
     if r.folded:
-        history = _with_norms(run, r, history)
+        history = replace(history, delta_norms=(*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])
     return rows, history
-
-
-def _with_norms(run: RunState, r: Round, history: ScoreHistory) -> ScoreHistory:
-    """The norms of this step beside those before it; those of layers only where a clip looks at them."""
-    clip, norms = run.options.outer.clip, (*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:]
-    by_layer = clip.per_layer and clip.relative is not None
-    layer_norms = (*history.layer_norms, r.layer_norms)[-LAYER_NORMS_KEPT:] if by_layer else ()
-    return replace(history, delta_norms=norms, layer_norms=layer_norms)
 
 
 def _version_row(
@@ -93,7 +84,7 @@ def _version_row(
     folds = tuple(
         FoldRow(
             p.id, p.base, p.counted, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
-            p.layer_weights, p.anchor is not None,
+            p.layer_weights,
         )
         for p in r.folded
         if p.verdict is not None
@@ -123,7 +114,7 @@ def end_unchanged(run: RunState, r: Round) -> None:
     for push in r.gated:
         cluster = _settle_push(run, push, OutcomeKind.GATED, None)
         if cluster is not None:
-            run.set_cluster_state(cluster, ClusterState.TRAINING, "gated")
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.GATED, "gated")
     finish_if_due(run)
 
 
@@ -170,7 +161,8 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
     for push in over:
         cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
         if cluster is not None:
-            run.set_cluster_state(cluster, ClusterState.TRAINING, f"its round was skipped: {reason}")
+            why = f"its round was skipped: {reason}"
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.SKIPPED, why)
 
 
 # ---- one push -------------------------------------------------------------------------------------------------------
@@ -184,8 +176,6 @@ def _kind_of(push: Push) -> OutcomeKind:
 def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = "") -> OutcomeRow:
     verdict = push.verdict
     measured = verdict.reason if verdict else ""
-    if verdict and (anchored := anchors.explain_anchor(push)):
-        measured = f"{measured}; {anchored}"
     if 0 < push.counted < push.tokens:
         measured = f"{measured}; of its {push.tokens} tokens {push.counted} count: more than is usual here"
     why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
@@ -214,12 +204,13 @@ def _settle_push(
     elif not (same_incarnation and cluster.live):
         cluster.tokens["lost"] += push.tokens
     cluster.counts[kind] += 1
+    cluster.last_outcome = _outcome_row(push, kind, version, reason)
     if not (same_incarnation and cluster.live):
         run.ranges.release_lease(push.id.cluster, push.id.inc)
         return None
     if cluster.push is push:
         cluster.push = None
-    cluster.outcome = _outcome_row(push, kind, version, reason)
+    cluster.outcome = cluster.last_outcome
     cluster.outcome_version = version if kind is OutcomeKind.ACCEPTED else None
     return cluster if cluster.state is ClusterState.COMMITTED else None
 

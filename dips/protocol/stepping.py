@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from statistics import median
 
-from dips.dataclass import replace
 from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
 from dips.protocol.effects import Fold
 from dips.protocol.entities import Push, Round
 from dips.protocol.rules.clips import Clipped, clip_layers, clip_whole
-from dips.protocol.rules.merges import MEAN, MERGES, LayerShare, Merge, scale_layer, weigh_last
+from dips.protocol.rules.merges import MEAN, LayerShare, Merge, find_merge, scale_layer, weigh_last
 from dips.protocol.rules.rates import rate_of_clusters
-from dips.protocol.rules.steps import STEPS, StepRound, measure_share
-from dips.protocol.rules.weights import WEIGHTS, measure_freshness
+from dips.protocol.rules.steps import StepRound, find_step, measure_share
+from dips.protocol.rules.weights import WEIGHTS
 from dips.protocol.run_state import RunState
 
 # ---- a push ---------------------------------------------------------------------------------------------------------
@@ -30,8 +29,7 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
     push.counted = push.tokens if most is None else min(push.tokens, most)
     if push.counted < push.tokens:
         run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
-    push.freshness = measure_freshness(o.staleness_alpha, run.head.version - push.base.version)
-    push.merge_weight = WEIGHTS[o.weights](push.counted, push.inner_steps) * push.freshness
+    push.merge_weight = WEIGHTS[o.weights](push.counted)
     push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
     r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
     layers = _layers_that_differ(run, r)
@@ -42,17 +40,17 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
 def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
     """The order of a slave that holds these layers."""
     weights = push.layer_weights
-    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else (), push.anchor)
+    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
 
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
     """The layers whose weights and scales may differ; the first stands for all that are not here."""
-    by_layer = MERGES[run.options.outer.merge].by_layer or r.flagged
+    by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
 
 def _merge_of(run: RunState, layer: int) -> Merge:
-    merge = MERGES[run.options.outer.merge]
+    merge = find_merge(run.options.outer.merge)
     return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
 
 
@@ -64,7 +62,7 @@ def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | N
 def _share_in(push: Push, layer: int) -> LayerShare | None:
     if push.verdict is not None and layer in push.verdict.flagged:
         return None
-    return LayerShare(push.merge_weight, push.freshness, sqrt(push.layer_sq[layer]), push.inner_steps)
+    return LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
 
 
 # ---- a round --------------------------------------------------------------------------------------------------------
@@ -77,9 +75,8 @@ def make_step(run: RunState, r: Round) -> Clipped:
     live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
     clusters = len(live.keys() | {push.id.cluster for push in r.folded})
     lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
-    rule, of_round = STEPS[o.step], _describe_round(run, r, live)
-    returned = returned_share(lr, rule(replace(of_round, is_nth=True)))  # by those steps on which momentum acts
-    r.step = OuterStep(cut.scales, lr, *rule(of_round), returned)
+    numbers = find_step(o.step)(_describe_round(run, r, live))
+    r.step = OuterStep(cut.scales, lr, *numbers, returned_share(lr, numbers))
     return cut
 
 
@@ -93,26 +90,16 @@ def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
 
 
 def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
-    clip, history = run.options.outer.clip, run.penalty.history
-    if not clip.per_layer:
-        return clip_whole(scales, r.acc_sq, _limit(clip.norm, clip.relative, history.delta_norms))
-    of_layer = list(zip(*history.layer_norms, strict=True)) or [()] * len(r.acc_sq)
-    return clip_layers(scales, r.acc_sq, [_limit(clip.norm, clip.relative, norms) for norms in of_layer])
-
-
-def _limit(norm: float | None, relative: float | None, history: Sequence[float]) -> float | None:
-    """None: no limit, as before the first norm that a relative one could be of."""
-    if relative is not None:
-        return relative * median(history) if history else None
-    return norm
+    clip, norms = run.options.outer.clip, run.penalty.history.delta_norms
+    if clip.per_layer:
+        return clip_layers(scales, r.acc_sq, clip.norm)
+    relative = clip.relative * median(norms) if clip.relative is not None and norms else None
+    return clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
 
 
 def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
-    """What the step rule may look at: the round's share of a cycle, and whether its N-th contribution is in it."""
+    """The round's momentum and its share of a cycle: what the step rule may look at."""
     tokens = dict[str, int]()
     for push in r.folded:
         tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted
-    o, before = run.options.outer, sum(cluster.counts["accepted"] for cluster in run.clusters.values())
-    every = o.delay or max(1, len(live))
-    is_nth = (before + len(r.folded)) // every > before // every
-    return StepRound(o.momentum, measure_share(tokens, live), is_nth)
+    return StepRound(run.options.outer.momentum, measure_share(tokens, live))

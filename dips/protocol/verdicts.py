@@ -87,7 +87,7 @@ class Verdict:
     tracked: bool = True  # False: it must leave the statistics alone
     scored: bool = False
     flagged: frozenset[int] = frozenset()  # layers in which an accepted push does not count
-    gate: GateName | None = None  # that gated it; None: none did, or it was no matter of opinion
+    gate: GateName | str | None = None  # that gated it; None: none did, or it was no matter of opinion
     flags: tuple[str, ...] = ()  # what speaks against it, though it is accepted
     held: bool = False  # gated by an operator's word, which moves no statistics and tries nobody's patience
 

@@ -1,14 +1,14 @@
 """The window in which a round takes commits: how long it is, which pushes it waits for, when it ends
 (docs/rationale.md#24).
 
-A window ends when its time is over, or before that when no push is expected any more. By `timing.window` its time may
-grow, up to `window_most` times its length: `sliding`, with each push that comes or is granted; `adaptive`, until those
-clusters are in that are due soon, as long as all in it wait no longer in the mean than a fixed one lets the first wait.
+A window ends when its time is over, or before that when no push is expected any more. With `timing.window: adaptive`
+its time may grow, up to MOST_LENGTHS times its length, until those clusters are in that are due soon, as long as all in
+it wait no longer in the mean than a fixed one lets the first wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from statistics import median
 
 from dips.protocol.entities import Cluster, Push, Round
@@ -21,6 +21,7 @@ WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
 IDLE_SHARE = 0.2  # of a push that is open without moving: inner steps and fragments end where they end
 LEAST_WINDOW_S = 1.0
 LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
+MOST_LENGTHS = 4.0  # of a window, that an adaptive one may last: a round must end
 SPREAD_SHARE = 0.5  # of a window: waited for that much longer than a cluster is due by its last pushes
 
 
@@ -61,25 +62,14 @@ def extend_open_window(run: RunState) -> None:
 
 
 def extend_window(run: RunState, r: Round) -> None:
-    """Let the window last as long as its rule wants by now; never less than before, or more than `window_most`."""
-    timing = run.options.timing
-    find_end = EXTENSIONS.get(timing.window)
-    if find_end is not None:
-        r.closes = max(r.closes, min(find_end(run, r), r.opened + timing.window_most * r.window_s))
-
-
-def _slide(run: RunState, r: Round) -> float:
-    """A whole length after the newest arrival, or until what is under way is due."""
-    ends = [push.committed_at + r.window_s for push in r.pushes]
-    for push in run.transfers.uncommitted_pushes():
-        if run.clusters[push.id.cluster].moving:
-            ends.append(push.due or push.opened_at + r.window_s)
-    return max(ends, default=r.closes)
+    """Let an adaptive window last as long as it should by now; never less than before, or more than MOST_LENGTHS."""
+    if run.options.timing.window is WindowRule.ADAPTIVE:
+        r.closes = max(r.closes, min(_adapt(run, r), r.opened + MOST_LENGTHS * r.window_s))
 
 
 def _adapt(run: RunState, r: Round) -> float:
     """Until the last due cluster is in for which all in the window wait `window_s` or less in the mean."""
-    latest = r.opened + run.options.timing.window_most * r.window_s
+    latest = r.opened + MOST_LENGTHS * r.window_s
     arrivals = [push.committed_at for push in r.pushes]
     total, count, end = sum(arrivals), len(arrivals), r.closes
     for due in sorted(due for due in _predict_arrivals(run) if run.now < due <= latest):
@@ -97,18 +87,17 @@ def _predict_arrivals(run: RunState) -> Iterator[float]:
     yield from run.next_pushes.at.values()
 
 
-EXTENSIONS: Mapping[WindowRule, Callable[[RunState, Round], float]] = {
-    WindowRule.SLIDING: _slide,
-    WindowRule.ADAPTIVE: _adapt,
-}
-
-
 def explain_round(run: RunState, r: Round) -> str:
     """What it does, and what it waits for, for people."""
+    return f"{r.state}: {describe_round(run, r)}"
+
+
+def describe_round(run: RunState, r: Round) -> str:
+    """What its state does not say."""
     if r.state is not RoundState.COLLECTING:
         return r.reason
     late = f", not before {run.head} is on every disk" if run.durability.late is not None else ""
-    return f"collecting: {r.count} committed, closes in {max(0.0, r.closes - run.now):.1f} s{late}"
+    return f"{r.count} committed, closes in {max(0.0, r.closes - run.now):.1f} s{late}"
 
 
 def is_over(run: RunState, r: Round) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
+from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
@@ -18,12 +19,11 @@ from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission
 from dips.slave.keyring import Keyring
-from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
-from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.moves import FlowEvent, FrameRefused, Move, Released, Say, Wake
+from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.pool import FLOOR_BYTES, Transit
-from dips.wire import codecs
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
@@ -74,7 +74,7 @@ class SimFlow:
         self.sender.set_layers(layout)
         self._keyring = Keyring()
         self._admission = Admission(run, slave, self.receiver, self.sender, self._keyring)
-        self._events: FlowEvents | None = None
+        self._on_event: Callable[[FlowEvent], None] | None = None
         self._ends: dict[bytes, RankEnd] = {}
         self._ticked_at = 0.0
         self._timer: Timer | None = None
@@ -82,8 +82,8 @@ class SimFlow:
 
     # ---- what the shard orders -------------------------------------------------------------------------------------
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
-        self._events = events
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
+        self._on_event = on_event
         self._admission.start(sinc)
 
     def open_push(
@@ -92,11 +92,11 @@ class SimFlow:
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str,
+        codec: Codec,
         keys: tuple[str, ...] = (),
     ) -> None:
         self._keyring.open_transfer(push, keys, len(places))
-        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
+        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codec)
         self._plan_tick()
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -246,19 +246,14 @@ class SimFlow:
                 end = self._ends.get(move.peer)
                 if end is not None:
                     end.on_message(move.peer, move.kind, move.body)
-            elif isinstance(move, Staged):
-                self._listener().on_push_staged(move.push, move.nbytes)
-            elif isinstance(move, PushOver):
-                self._listener().on_push_refused(move.push, move.reason)
             elif isinstance(move, FrameRefused):
                 self._frame_refused(move.reason)
-            elif isinstance(move, Released):
-                self._keyring.close_transfer(move.pull)
-                self._listener().on_pull_released(move.pull, move.reason)
-            elif isinstance(move, SourceMoved):
-                self._listener().on_source_moved(move.pull)
+            else:
+                if isinstance(move, Released):
+                    self._keyring.close_transfer(move.pull)
+                self._report_event(move)
 
-    def _listener(self) -> FlowEvents:
+    def _report_event(self, event: FlowEvent) -> None:
         self._touched()
-        assert self._events is not None, "start() comes before any stream"
-        return self._events
+        assert self._on_event is not None, "start() comes before any stream"
+        self._on_event(event)

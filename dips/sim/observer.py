@@ -2,7 +2,7 @@
 
 Each part of the world declares the hooks that it calls (agent.py, master.py, network.py, slave.py); here they come
 together with those of the world itself. An observer may read everything; what changes the world (a plan of failures)
-does so through `World.later`.
+does so through `World.call_later`.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ from random import Random
 from typing import Any, Protocol
 
 from dips.errors import DipsError
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Registered
-from dips.protocol.enums import AnchorRule
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
@@ -36,27 +35,27 @@ from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
     AnswerOrder,
-    BeginDiskOrder,
     CallMaster,
-    EndLoad,
     EndSlave,
-    ExecuteOrder,
-    FollowRegistration,
     KeepInMirror,
+    Meters,
     ReadSnapshot,
     RestoreFromMirror,
+    ShardMethod,
     ShardWork,
+    SlaveIdentity,
+    SlaveTiming,
     WorkOnDisk,
     WriteLog,
 )
 from dips.slave.core import SlaveCore
+from dips.slave.moves import FlowEvent
 from dips.slave.shard import Shard
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.wire.chunks import LayerLayout
 
 DiskAction = WorkOnDisk | ReadSnapshot
-_OF_ORDERS = (ExecuteOrder, BeginDiskOrder)  # of ShardWork; spelled once: `A | B` would make a type at each event
-_OF_REGISTRATION = (FollowRegistration, EndLoad)
+_OF_ORDERS = (ShardMethod.EXECUTE, ShardMethod.BEGIN_ON_DISK)
+_OF_REGISTRATION = (ShardMethod.FOLLOW, ShardMethod.END_LOAD)
 
 BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
@@ -117,7 +116,7 @@ class SlaveHost(Protocol):
 
 
 class SlaveProcess:
-    """One incarnation of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
+    """One incarnation of a slave."""
 
     def __init__(self, machine: SlaveHost, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
@@ -136,9 +135,8 @@ class SlaveProcess:
         )
         self.versions = Versions(
             KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec,
-            keeps_older=self.world.options.outer.anchor is AnchorRule.BASE,
         )  # fmt: skip
-        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
+        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self.on_flow_event, self._prepare)
         self.core = SlaveCore(
             SlaveIdentity(
                 settings.run,
@@ -151,10 +149,9 @@ class SlaveProcess:
                 machine.disk.nonce,
             ),
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
-            lambda: Standing.of_shard(self.shard),
+            self.shard.take_standing,
             self.flow.list_transfers,
             self._meters,
-            self._prepare,
             machine.rng,
         )
         self.alive = True
@@ -202,30 +199,17 @@ class SlaveProcess:
         if self.alive and self._booted:
             self._tickets += 1
             self._orders[self._tickets] = answer
-            self._do_actions(self.core.take_order(self._tickets, order, self.world.heap.now))
+            self._do_actions(self.core.orders.take_order(self._tickets, order, self.world.heap.now))
 
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """The data flow has all of a push."""
-        self.shard.transfers.on_push_staged(push, nbytes)
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """The data flow has all of a push, gives one up, or no longer reads for a pull."""
+        self.shard.transfers.on_flow_event(event)
         self._send_reports()
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """The data flow gives a push up."""
-        self.shard.transfers.on_push_refused(push, reason)
-        self._send_reports()
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Nobody reads for a pull any more."""
-        self.shard.transfers.on_pull_released(pull, reason)
-
-    def on_source_moved(self, pull: PullId) -> None:
-        """Nobody reads a pull's former source any more."""
-        self.shard.transfers.on_source_moved(pull)
 
     def _send_reports(self) -> None:
         reports = self.shard.take_reports()
         if reports:
-            self._do_actions(self.core.add_reports(reports))
+            self._do_actions(self.core.reports.add_reports(reports))
 
     def _boot(self) -> None:
         self._booted = True
@@ -244,13 +228,7 @@ class SlaveProcess:
 
     def _do_actions(self, actions: Actions) -> None:
         for action in actions:
-            carry_out = _SHELL.get(type(action))
-            if carry_out is not None:
-                carry_out(self, action)
-            else:
-                self._work.append(action)  # type: ignore[arg-type]  # the table has the rest
-                if len(self._work) == 1:
-                    self._begin_work()
+            _SHELL[type(action)](self, action)
         self._plan_tick()
 
     def _call_master(self, action: CallMaster) -> None:
@@ -300,10 +278,18 @@ class SlaveProcess:
 
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
+    def _queue_work(self, work: ShardWork) -> None:
+        self._work.append(work)
+        if len(self._work) == 1:
+            self._begin_work()
+
+    def _has_answered(self, work: ShardWork) -> bool:
+        return self.shard.fences.has_answered(work.order.number)
+
     def _begin_work(self) -> None:
         work = self._work[0]
         work_s = shard_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
-        if self.world.scenario.work_s and isinstance(work, ExecuteOrder) and self.shard.has_answered(work.order.number):
+        if self.world.scenario.work_s and work.method is ShardMethod.EXECUTE and self._has_answered(work):
             work_s = 0.0  # an answer is repeated, and not the work
         self._began["shard"] = self.world.heap.now
         if work_s:
@@ -315,15 +301,15 @@ class SlaveProcess:
         work = self._work[0]
         self.machine.mark_touched()
         self._end_of("shard")
-        if isinstance(work, _OF_ORDERS):
-            if self.shard.has_answered(work.order.number):
+        if work.method in _OF_ORDERS:
+            if self._has_answered(work):
                 self.world.monitor.rare_event_occurred("answer_lost")
             self.world.monitor.before_order(self, work.order)
-            result = attempt_work(work.run_on, self.shard)
+            result = attempt_work(self.shard.perform_work, work)
             self.world.monitor.after_order(self, work.order)
         else:
-            result = attempt_work(work.run_on, self.shard)
-        if isinstance(work, _OF_REGISTRATION):
+            result = attempt_work(self.shard.perform_work, work)
+        if work.method in _OF_REGISTRATION:
             # What a deceived master takes for the head need not be it.
             self._undeceived = not self.world.master_is_deceived
         self._do_actions(self.core.on_done(work, result, self.world.heap.now))
@@ -379,8 +365,8 @@ class SlaveProcess:
         return self.world.heap.call_later(delay_s, what, due)
 
 
-# What the shell does at once; everything else is work on the shard.
 _SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
+    ShardWork: SlaveProcess._queue_work,
     CallMaster: SlaveProcess._call_master,
     AnswerOrder: SlaveProcess._answer_order,
     WorkOnDisk: SlaveProcess._begin_on_disk,

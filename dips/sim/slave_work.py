@@ -9,7 +9,7 @@ from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.protocol.effects import Apply, Commit, Fold, KeepSeed, Measure, Persist, Retire
 from dips.sim.disk import SimDisk
-from dips.slave.actions import BeginDiskOrder, ExecuteOrder, ReadSnapshot, ShardWork, WorkOnDisk
+from dips.slave.actions import ReadSnapshot, ShardMethod, ShardWork, WorkOnDisk
 
 WORK_S: dict[type, float] = {
     Measure: 0.03,
@@ -35,7 +35,7 @@ def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
 
 def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
     """Draw how long the shard is busy with `work`; snapshots are written, read and deleted beside it."""
-    return order_s(type(work.order.body), disk, rng, least_s) if isinstance(work, ExecuteOrder) else 0.0
+    return order_s(type(work.order.body), disk, rng, least_s) if work.method is ShardMethod.EXECUTE else 0.0
 
 
 def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
@@ -49,8 +49,10 @@ def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, lea
 def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:
     """The version whose snapshot is being written, None if none of `works` writes one."""
     for work in works:
-        if isinstance(work, WorkOnDisk | BeginDiskOrder) and isinstance(work.order.body, Persist):
-            return work.order.body.version
+        match work:
+            case WorkOnDisk() | ShardWork(ShardMethod.BEGIN_ON_DISK):
+                if isinstance(work.order.body, Persist):
+                    return work.order.body.version
     return None
 
 

@@ -1,6 +1,6 @@
 """A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
 
-It does what client/outer_loop.py and client/mover.py do: rank 0 talks to the agent's mind and repeats a question until
+It does what client/rank/outer_steps.py does: rank 0 talks to the agent's core and repeats a question until
 there is an answer, every verdict reaches all ranks, all ranks install a version or none does, what lossy pushes owe is
 kept by the real Feedback. A rank that died is seen by torchrun after a while; until then the others stand still.
 """
@@ -35,6 +35,7 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.data.steps import Part, samples_of
+from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.feed import SimFeed
 from dips.sim.fiber import Fiber, Gate, Story, sleep
@@ -66,8 +67,8 @@ class SimTrainer:
             world.data.layout,
             site.ranks,
             world.scenario.chunk_bytes,
-            lossy=world.options.codec != "fp32",
-            updates=world.scenario.pull_codec != "fp32",
+            lossy=world.options.codec.lossy,
+            updates=world.scenario.pull_codec.lossy,
         )
         self.keys: tuple[str, ...] = ()  # of its ranks
         self.in_hand = WorkInHand()
@@ -283,7 +284,8 @@ class SimTrainer:
         answer = self.agent.handle_message(message)
         if not isinstance(answer, ErrorReply):
             return answer
-        if not answer.error.startswith(("Stale", "Diverged")):
+        error = class_named(answer.error)
+        if error is None or not issubclass(error, Stale | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         self._fiber.kill()  # another attempt took over, or the agent is being ended, for divergence perhaps
         return AskAgain(answer.message)

@@ -32,7 +32,7 @@ from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books
 
-Plan = Callable[["World"], None]  # says with World.later what will fail
+Plan = Callable[["World"], None]  # says with World.call_later what will fail
 STALL_S = 6.0  # a transfer without a new byte for so long is over; longer on a slow link
 EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
 EVERY = 16  # events: so often is looked at what only time can break

@@ -1,135 +1,117 @@
-"""What a slave's core wants done: work on the shard, calls to the master, answers to orders. Values, done by a shell.
+"""The values that pass between a slave's core (core.py) and its shell: what the core is given, and what it wants done.
 
-The daemon (runtime.py) does them with a thread, gRPC and a clock; the simulation (sim/slave.py) in simulated time. What
-must stay true of a shell: work on the shard is done one after another, in the order in which the core asked for it.
+The daemon's shell (runtime.py) does it with a thread, gRPC and a clock; the simulation's (sim/slave.py) in simulated
+time. What must stay true of a shell: work on the shard is done one after another, in the order in which the core asked
+for it, and the end of all work, on the shard or beside it, goes back to `SlaveCore.on_done`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Literal
+from enum import StrEnum
+from typing import Any, Literal
 
 from dips.dataclass import dataclass
-from dips.ids import VersionId
-from dips.protocol.effects import LoadVersion, Order, Registered, SlaveOrder
-from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
-from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed, Read, Unfollowed
-from dips.slave.shard_snapshots import DiskWork
-from dips.slave.standing import SlaveIdentity
+from dips.ids import PushId, VersionId
+from dips.protocol.effects import LoadVersion, Order
+from dips.protocol.events import Answer, MirrorReport, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeat
 
 Ticket = int  # names an order that came, until it is answered
+DiskWork = Callable[[], Answer]  # the part of an order that is done on another thread
+Read = Callable[[], None]  # reads the snapshot that is to be loaded
 
-# ---- work on the shard; `run_on` is called on the thread that owns it, and may raise ---------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DescribeShard:
-    """Say what is held, for a Register."""
-
-    identity: SlaveIdentity
-
-    def run_on(self, shard: Shard) -> SlaveRegistered:
-        who = self.identity
-        return shard.make_registration(0, who.nonce, who.run, who.address, who.lanes, who.key)
+# ---- what the core is given ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class WelcomeShard:
-    """Take the term, the incarnation and the layers; `prepare` may refuse them before memory is allocated."""
+class SlaveIdentity:
+    """Who this process is, and where it is reached."""
 
-    registered: Registered
-    prepare: Callable[[Registered], None]
-
-    def run_on(self, shard: Shard) -> None:
-        self.prepare(self.registered)
-        shard.on_registered(self.registered)
-
-
-@dataclass(frozen=True, slots=True)
-class FollowRegistration:
-    """Do what the answer to a Register orders, or return what reads the snapshot that is to be loaded."""
-
-    order: SlaveOrder
-
-    def run_on(self, shard: Shard) -> Followed | Unfollowed | Read:
-        return shard.follow_order(self.order)
+    run: str
+    slave: str
+    nonce: str  # of the process
+    address: str  # host:port of its control server
+    lanes: tuple[str, ...]  # host:port of each data lane
+    master: str  # host:port
+    key: str = ""  # public, of the data lanes; empty: they are plain
+    former_nonce: str = ""  # of the process that held the directory before
 
 
 @dataclass(frozen=True, slots=True)
-class EndLoad:
-    """A snapshot was read, or could not be."""
+class SlaveTiming:
+    """Intervals of one slave, in seconds."""
 
-    order: LoadVersion
-    error: Exception | None
-
-    def run_on(self, shard: Shard) -> Followed | Unfollowed:
-        return shard.end_load(self.order, self.error)
-
-
-@dataclass(frozen=True, slots=True)
-class HealTransfers:
-    """Drop what the master does not list as live."""
-
-    answer: SlaveHeartbeatAnswer
-
-    def run_on(self, shard: Shard) -> list[str]:
-        return shard.drop_unlisted(self.answer)
+    heartbeat_s: float
+    call_s: float = 10.0  # for a Register or a report to be answered
+    backoff_s: tuple[float, float] = (0.2, 5.0)  # first and longest pause between two tries to reach the master
+    busy_retry_s: float = 0.05  # how soon an order that found the pool full is tried again
 
 
 @dataclass(frozen=True, slots=True)
-class ExecuteOrder:
-    """Carry out an order."""
+class Standing:
+    """What a heartbeat says of the shard."""
 
-    ticket: Ticket
-    order: Order
-
-    def run_on(self, shard: Shard) -> Answer:
-        return shard.execute_order(self.order)
-
-
-@dataclass(frozen=True, slots=True)
-class BeginDiskOrder:
-    """Begin a Persist or a Retire: return what is done on the disk beside the orders that follow."""
-
-    ticket: Ticket
-    order: Order
-
-    def run_on(self, shard: Shard) -> Answer | DiskWork:
-        return shard.begin_disk_order(self.order)
+    sinc: int
+    term: int
+    memory: VersionId | None
+    staged: tuple[PushId, ...]
+    pool_used: int
+    pool_limit: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndDiskOrder:
-    """That has ended, with an answer or an error."""
+class Meters:
+    """What a heartbeat says of the process: bytes since its start, how long its last Apply and Persist took, its
+    mirror and its disk.
+    """
 
-    ticket: Ticket
-    order: Order
-    result: Answer | Exception
+    bytes_in: int = 0
+    bytes_out: int = 0
+    persist_s: float = 0.0
+    apply_s: float = 0.0
+    work_bytes: int = 0  # kernels and disk
+    mirror: MirrorReport | None = None  # None: its directory has no mirror
+    disk_free: int = 0  # where its snapshots lie
+    disk_total: int = 0  # 0: unknown
 
-    def run_on(self, shard: Shard) -> None:
-        shard.end_disk_order(self.order, None if isinstance(self.result, Exception) else self.result)
+
+# ---- work on the shard, and beside it --------------------------------------------------------------------------------
 
 
-ShardWork = (
-    DescribeShard
-    | WelcomeShard
-    | FollowRegistration
-    | EndLoad
-    | HealTransfers
-    | ExecuteOrder
-    | BeginDiskOrder
-    | EndDiskOrder
-)
+class ShardMethod(StrEnum):
+    """The methods of `Shard` (shard.py) that its core asks for, by name."""
 
-# ---- everything else -----------------------------------------------------------------------------------------------
+    DESCRIBE = "make_registration"
+    WELCOME = "on_registered"
+    FOLLOW = "follow_order"
+    END_LOAD = "end_load"
+    DROP_UNLISTED = "drop_unlisted"
+    EXECUTE = "execute_order"
+    BEGIN_ON_DISK = "begin_disk_order"
+    END_ON_DISK = "end_disk_order"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWork:
+    """Call a method of the shard, on the thread that owns it (`Shard.perform_work`)."""
+
+    method: ShardMethod
+    arguments: tuple[Any, ...] = ()
+    ticket: Ticket | None = None  # of the order that it is part of
+
+    @property
+    def order(self) -> Order:
+        """The order, of work that has a ticket."""
+        order = self.arguments[0]
+        assert isinstance(order, Order), f"{self.method} is no part of an order"
+        return order
 
 
 @dataclass(frozen=True, slots=True)
 class WorkOnDisk:
-    """Write or delete snapshots beside the work on the shard, on any thread; its end is reported like that of work."""
+    """Write or delete snapshots for an order, on any thread, beside the work on the shard."""
 
     ticket: Ticket
     order: Order
@@ -147,13 +129,16 @@ class ReadSnapshot:
 @dataclass(frozen=True, slots=True)
 class RestoreFromMirror:
     """Bring back what the mirror holds and is newer than `on_disk`, or asked for by the master (`look_for`), beside all
-    else; a Restored is its end."""
+    else; a Restored is its end.
+    """
 
     on_disk: tuple[VersionId, ...]
     look_for: tuple[VersionId, ...] = ()
 
 
-WorkBeside = WorkOnDisk | ReadSnapshot | RestoreFromMirror
+SlaveWork = ShardWork | WorkOnDisk | ReadSnapshot | RestoreFromMirror
+
+# ---- everything else -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +166,7 @@ class AnswerOrder:
 
 @dataclass(frozen=True, slots=True)
 class WriteLog:
-    """Tell a person."""
+    """Write a line to the log."""
 
     level: Literal["info", "warning", "error"]
     event: str
@@ -195,5 +180,5 @@ class EndSlave:
     error: Exception
 
 
-SlaveAction = ShardWork | WorkBeside | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
+SlaveAction = SlaveWork | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
 Actions = list[SlaveAction]

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from dips import daemon
-from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
+from dips.codecs import Codec
+from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
-from dips.ids import VersionId
 from dips.mirror import MirrorStore
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
@@ -27,21 +27,18 @@ from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
-from dips.protocol.enums import AnchorRule
+from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
+from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
 from dips.slave.last_process import LastProcess
-from dips.slave.machine import available_bytes, memory_of
-from dips.slave.mirror_plan import Restored
-from dips.slave.runtime import SlaveRuntime
-from dips.slave.servicer import OrderServicer
+from dips.slave.machine import TRANSIT_BYTES, available_bytes, memory_of
+from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
-from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
@@ -50,6 +47,7 @@ from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
+CONCURRENT_STREAMS = 4  # kept busy at once on a lane: one alone waits a round trip for each piece
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -98,7 +96,7 @@ class Parts:
     work: WorkMeter
     mirror: SnapshotMirror | None
     log: logs.Log
-    pull_codec: str
+    pull_codec: Codec
     room: DiskRoom
     nonce: str
     last: LastProcess
@@ -150,11 +148,6 @@ class Parts:
             *self.room.read_room(),
         )
 
-    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
-        """Bring back from the mirror what is newer than the disk, on a new machine all, and what is asked for."""
-        assert self.mirror is not None, "a slave without a mirror has nothing to restore from"
-        return self.mirror.restore(on_disk, look_for)
-
 
 async def serve(
     config: RunFile,
@@ -186,11 +179,11 @@ async def serve(
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"
         runtime = _make_runtime(config, parts, address, master_peer(section.master, tls), stack)
-        add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
+        add_OrderServiceServicer_to_server(runtime, server)
         await server.start()
         stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
         subject = HttpSubject(
-            "slave", parts.read_metrics, slave_metrics.collect, runtime.explain_unready,
+            "slave", parts.read_metrics, slave_metrics.collect, runtime.core.explain_unready,
             daemon.list_disks(section.directory, section.mirror),
             lambda: slave_metrics.count_snapshots(section.directory),
         )  # fmt: skip
@@ -236,8 +229,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         name,
         section.data_lanes(available_cores()),
         config.shared.chunk_bytes,
-        section.transit_bytes,
-        section.concurrent_streams,
+        TRANSIT_BYTES,
+        CONCURRENT_STREAMS,
         section.stall_s,
         key=None if config.tls is None else curve.new_keys(),  # in memory only; told by Register
     )
@@ -245,15 +238,15 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     thread = ShardThread(executor, time.monotonic, log)
     versions = Versions(
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
-        keeps_older=config.shared.outer.anchor is AnchorRule.BASE,
     )  # fmt: skip
-    shard = Shard(name, versions, disk, flow, thread)
+    shard = Shard(name, versions, disk, flow, thread.on_flow_event, lambda registered: parts.prepare_memory(registered))
     thread.own_shard(shard)
-    return Parts(
+    parts = Parts(
         section, disk, flow, shard, thread, work, _mirror(config, section, log, work, stack), log,
         config.shared.pull_codec, DiskRoom(section.directory), uuid.uuid4().hex,
         LastProcess(section.directory, section.lock, log),
     )  # fmt: skip
+    return parts
 
 
 def _mirror(
@@ -296,11 +289,10 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
         lambda: parts.thread.standing,
         parts.flow.list_transfers,
         parts.read_meters,
-        parts.prepare_memory,
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror, parts.restore)
+    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -1,42 +1,52 @@
-"""The deciding part of a slave's process around its shard: registration, heartbeats, reports, orders.
+"""The deciding part of a slave's process around its shard: orders from their arrival to their answers, and reports.
 
-Pure: no clock, socket, thread or asyncio. A shell says what happened (`take_order`, `on_done`, `on_reply`,
-`add_reports`), calls `tick` at `next_deadline`, and does what is returned (actions.py). The shells are the daemon's
-(runtime.py) and the simulation's (sim/slave.py). What an order does to layers and versions is decided in shard.py.
+Pure: no clock, socket, thread or asyncio. A shell calls `tick` at `next_deadline`, hands over what comes (an order to
+`orders.take_order`, the shard's reports to `reports.add_reports`, the end of work to `on_done`, the master's reply to
+`on_reply`), and does what each of these returns (actions.py). The shells are the daemon's (runtime.py) and the
+simulation's (sim/slave.py). Registration and heartbeats are in registration.py; what an order does to layers and
+versions, and that a repetition gets the same answer, is decided in shard.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
 from random import Random
 from typing import Any
 
-from dips.protocol.effects import Order, Registered
-from dips.protocol.events import PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, Transfer
+from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable
+from dips.protocol.effects import KeepSeed, Order, Persist, Retire
+from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import MOST_WAITS, OrderWait, SlaveHeartbeat, Transfer
 from dips.slave.actions import (
     Actions,
-    BeginDiskOrder,
+    AnswerOrder,
     CallMaster,
-    DescribeShard,
-    EndDiskOrder,
-    EndLoad,
-    ExecuteOrder,
-    FollowRegistration,
-    HealTransfers,
+    DiskWork,
+    EndSlave,
+    Meters,
     ReadSnapshot,
     RestoreFromMirror,
+    ShardMethod,
     ShardWork,
+    SlaveIdentity,
+    SlaveTiming,
+    SlaveWork,
+    Standing,
     Ticket,
-    WelcomeShard,
-    WorkBeside,
     WorkOnDisk,
+    WriteLog,
 )
+from dips.slave.moves import PushOver
 from dips.slave.open_transfers import Report
-from dips.slave.order_desk import OrderDesk
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
-from dips.slave.reports import ReportQueue
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.transport.backoff import Backoff
+
+ON_DISK = (Persist, Retire, KeepSeed)
+ANSWER_SHARE = 0.8  # of an order's deadline is ours to try; the rest brings the answer home
 
 
 class SlaveCore:
@@ -49,40 +59,16 @@ class SlaveCore:
         standing: Callable[[], Standing],
         transfers: Callable[[], tuple[Transfer, ...]],
         meters: Callable[[], Meters],
-        prepare: Callable[[Registered], None],
         rng: Random,
     ) -> None:
-        """Callables are read when a heartbeat leaves; `prepare` runs on the shard's thread before it is welcomed.
-
-        rng  spreads the pauses between two tries to reach the master
-        """
-        self.registration = Registration(identity, timing, prepare, rng, meters)
+        """Callables are read when a heartbeat leaves; `rng` spreads the pauses between tries to reach the master."""
+        self.registration = Registration(identity, timing, rng, meters)
         self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc, rng)
         self.orders = OrderDesk(timing)
         self.heartbeats = Heartbeats(
             identity, timing, self.registration, standing, transfers, meters, self.orders.list_waits
         )
         self._parts = (self.registration, self.heartbeats, self.reports, self.orders)
-        registration, heartbeats, orders = self.registration, self.heartbeats, self.orders
-        self._done: dict[type, Callable[[Any, Any, float], Actions]] = {
-            DescribeShard: lambda work, result, now: registration.on_described(result, now),
-            RestoreFromMirror: registration.on_restored,
-            WelcomeShard: lambda work, result, now: registration.on_welcomed(result, now),
-            FollowRegistration: lambda work, result, now: registration.on_followed(result, now),
-            ReadSnapshot: lambda work, result, now: registration.on_read(work, result),
-            EndLoad: lambda work, result, now: registration.on_followed(result, now),
-            HealTransfers: lambda work, result, now: heartbeats.on_healed(result),
-            ExecuteOrder: lambda work, result, now: orders.on_executed(work.ticket, result, now),
-            BeginDiskOrder: lambda work, result, now: orders.on_disk_order_begun(work.ticket, result, now),
-            WorkOnDisk: lambda work, result, now: orders.on_disk_worked(work.ticket, result),
-            EndDiskOrder: orders.on_disk_order_ended,
-        }
-        self._replied: dict[type, Callable[[Any, float], Actions]] = {
-            SlaveRegistered: registration.on_registered,
-            SlaveHeartbeat: heartbeats.on_answer,
-            PushStaged: self._on_report_reply,
-            PushRefused: self._on_report_reply,
-        }
 
     @property
     def serving(self) -> bool:
@@ -90,40 +76,212 @@ class SlaveCore:
         return self.registration.phase is RegistrationPhase.SERVING
 
     def explain_unready(self) -> str:
-        """Why it does not serve; empty: it does, at the head."""
+        """Why it serves nothing; empty: its master knows it as READY, at the head."""
         return "" if self.serving else f"it {self.registration.phase.value}"
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinite if nothing is planned."""
-        due = self.heartbeats.next_deadline()
-        for part in (self.registration, self.reports, self.orders):
-            other = part.next_deadline()
-            due = other if other < due else due
-        return due
+        return min([part.next_deadline() for part in self._parts])
 
     def tick(self, now: float) -> Actions:
         """Do what is due; called once at the start, to begin."""
         return [action for part in self._parts for action in part.tick(now)]
 
+    def on_done(self, work: SlaveWork, result: Any, now: float) -> Actions:
+        """Work has ended, with a result or with the exception that it raised."""
+        match work:
+            case ShardWork(method, ticket=ticket):
+                return self._on_shard_done(method, ticket or 0, result, now)
+            case WorkOnDisk(ticket):
+                return self.orders.on_disk_worked(ticket, result)
+            case ReadSnapshot(order):
+                return self.registration.on_read(order, result)
+            case RestoreFromMirror():
+                return self.registration.on_restored(work, result, now)
+
+    def _on_shard_done(self, method: ShardMethod, ticket: Ticket, result: Any, now: float) -> Actions:
+        match method:
+            case ShardMethod.EXECUTE:
+                return self.orders.on_executed(ticket, result, now)
+            case ShardMethod.BEGIN_ON_DISK:
+                return self.orders.on_disk_begun(ticket, result, now)
+            case ShardMethod.END_ON_DISK:
+                return self.orders.on_disk_ended(ticket, result, now)
+            case ShardMethod.DROP_UNLISTED:
+                return self.heartbeats.on_dropped(result)
+            case ShardMethod.DESCRIBE:
+                return self.registration.on_described(result, now)
+            case ShardMethod.WELCOME:
+                return self.registration.on_welcomed(result, now)
+            case ShardMethod.FOLLOW | ShardMethod.END_LOAD:
+                return self.registration.on_followed(result, now)
+
+    def on_reply(self, call: CallMaster, reply: Any, now: float) -> Actions:
+        """The master has answered a call, or the call failed with an exception."""
+        match call.message:
+            case SlaveHeartbeat():
+                return self.heartbeats.on_answer(reply, now)
+            case SlaveRegistered():
+                return self.registration.on_registered(reply, now)
+            case PushStaged() | PushRefused():
+                return self.reports.on_reply(reply if isinstance(reply, Exception) else None, now)
+
+
+# ---- orders ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class OpenOrder:
+    """An order that came and is not answered."""
+
+    order: Order
+    came_at: float
+    until: float  # it is tried again when Busy
+    again_at: float = inf  # when it is tried again; infinite: it is at work, or waits for the disk's turn
+    needs_disk: bool = False  # it is carried out there, or waits for what is
+
+
+class OrderDesk:
+    """All orders that are not answered, by ticket: what waits, and what runs beside what.
+
+    An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
+    deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it;
+    or a snapshot's writer, and that takes as long as it takes: heartbeats say so, since a disk that is silent for
+    minutes in one fsync is no slave that hangs (docs/protocol.md#timing). Snapshots are written and deleted beside
+    other orders, one after another, so that a repeated Persist finds the first one done.
+    """
+
+    def __init__(self, timing: SlaveTiming) -> None:
+        self._timing = timing
+        self._open: dict[Ticket, OpenOrder] = {}
+        self._on_disk: deque[Ticket] = deque()  # the first is being carried out
+
+    def next_deadline(self) -> float:
+        return min([found.again_at for found in self._open.values()]) if self._open else inf
+
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
-        """An order of the master came; it is answered under `ticket`."""
-        return self.orders.take_order(ticket, order, now)
+        """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
+        self._open[ticket] = OpenOrder(order, now, now + ANSWER_SHARE * order.deadline_s)
+        return self._begin_order(ticket)
 
     def drop_order(self, ticket: Ticket) -> None:
-        """Who gave the order has hung up."""
-        self.orders.drop_order(ticket)
+        """Nobody waits for the answer any more: do not try again. What is being carried out goes on."""
+        if ticket in self._open and self._open[ticket].again_at < inf:
+            del self._open[ticket]
 
-    def on_done(self, work: ShardWork | WorkBeside, result: object, now: float) -> Actions:
-        """Work has ended, with a result or with the exception that it raised."""
-        return self._done[type(work)](work, result, now)
+    def tick(self, now: float) -> Actions:
+        """Try the orders again whose time has come, in the order in which they came."""
+        due = [ticket for ticket, found in self._open.items() if found.again_at <= now]
+        return [action for ticket in due for action in self._begin_order(ticket)]
 
-    def on_reply(self, call: CallMaster, reply: object, now: float) -> Actions:
-        """The master has answered a call, or the call failed with an exception."""
-        return self._replied[type(call.message)](reply, now)
+    def list_waits(self, now: float) -> tuple[OrderWait, ...]:
+        """Which orders wait for the disk, for a heartbeat."""
+        waiting = (found for found in self._open.values() if found.needs_disk)
+        return tuple(
+            OrderWait(found.order.number, type(found.order.body).__name__, now - found.came_at)
+            for found in islice(waiting, MOST_WAITS)
+        )
 
-    def add_reports(self, reports: Sequence[Report]) -> Actions:
-        """The shard has something to report."""
-        return self.reports.add_reports(reports)
+    def _begin_order(self, ticket: Ticket) -> Actions:
+        found = self._open[ticket]
+        found.again_at, found.needs_disk = inf, isinstance(found.order.body, ON_DISK)
+        if not found.needs_disk:
+            return [ShardWork(ShardMethod.EXECUTE, (found.order,), ticket)]
+        self._on_disk.append(ticket)
+        return self._begin_on_disk() if len(self._on_disk) == 1 else []
 
-    def _on_report_reply(self, reply: object, now: float) -> Actions:
-        return self.reports.on_reply(reply if isinstance(reply, Exception) else None, now)
+    def on_executed(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
+        """The shard has carried out an order, or refuses it."""
+        found = self._open[ticket]
+        again_at = now + self._timing.busy_retry_s
+        found.needs_disk = isinstance(result, BusyDisk) and bool(self._on_disk)
+        if isinstance(result, Busy) and (again_at <= found.until or found.needs_disk):
+            found.again_at = again_at
+            return []
+        del self._open[ticket]
+        actions: Actions = [AnswerOrder(ticket, result)]
+        if isinstance(result, DipsError):
+            kind, error = type(found.order.body).__name__, type(result).__name__
+            fields = {"kind": kind, "number": found.order.number, "error": error, "why": str(result)}
+            actions.append(WriteLog("warning", "order_refused", fields))
+        return actions
+
+    def _begin_on_disk(self) -> Actions:
+        if not self._on_disk:
+            return []
+        ticket = self._on_disk[0]
+        return [ShardWork(ShardMethod.BEGIN_ON_DISK, (self._open[ticket].order,), ticket)]
+
+    def on_disk_begun(self, ticket: Ticket, result: Answer | DiskWork | Exception, now: float) -> Actions:
+        """The shard has an answer already, or returns what is to be done on the disk."""
+        if callable(result):
+            return [WorkOnDisk(ticket, self._open[ticket].order, result)]
+        return self.on_disk_ended(ticket, result, now)
+
+    def on_disk_worked(self, ticket: Ticket, result: Answer | Exception) -> Actions:
+        """The work on the disk is done, or has failed."""
+        return [ShardWork(ShardMethod.END_ON_DISK, (self._open[ticket].order, result), ticket)]
+
+    def on_disk_ended(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
+        """The shard has taken note of that, and returns the answer or raises the error."""
+        self._on_disk.popleft()
+        return [*self.on_executed(ticket, result, now), *self._begin_on_disk()]
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+class ReportQueue:
+    """What a slave reports of its own accord, push by push: staged, or refused here; until the master acknowledges it.
+
+    Reports are sent one after another, oldest first; every heartbeat names what is staged besides. A master that knows
+    better (Stale) learns the truth with the next Register.
+    """
+
+    def __init__(self, slave: str, timing: SlaveTiming, sinc: Callable[[], int], rng: Random) -> None:
+        self._slave, self._timing, self._sinc = slave, timing, sinc
+        self._waiting: deque[Report] = deque()
+        self._sent: PushStaged | PushRefused | None = None  # and not acknowledged
+        self._again_at = inf  # infinite: the call is under way, or there is none
+        self._backoff = Backoff(*timing.backoff_s, rng)
+
+    def next_deadline(self) -> float:
+        return self._again_at
+
+    def add_reports(self, reports: Iterable[Report]) -> Actions:
+        """Queue what the shard has to report."""
+        self._waiting.extend(reports)
+        return self._send_next() if self._sent is None else []
+
+    def tick(self, now: float) -> Actions:
+        """Send again what was not acknowledged."""
+        if now < self._again_at:
+            return []
+        assert self._sent is not None
+        self._again_at = inf
+        return [CallMaster(self._sent, self._timing.call_s)]
+
+    def on_reply(self, error: Exception | None, now: float) -> Actions:
+        """The master has acknowledged it, or has not."""
+        assert self._sent is not None
+        if isinstance(error, Unavailable | Busy):
+            self._again_at = now + self._backoff.next_pause_s()
+            return []
+        if error is not None and not isinstance(error, Stale):
+            return [EndSlave(error)]
+        fields = {"push": str(self._sent.push), "why": str(error)}
+        actions: Actions = [WriteLog("info", "report_stale", fields)] if error is not None else []
+        return actions + self._send_next()
+
+    def _send_next(self) -> Actions:
+        self._sent = None
+        self._backoff.reset()
+        if not self._waiting:
+            return []
+        report = self._waiting.popleft()
+        self._sent = (
+            PushRefused(self._slave, self._sinc(), report.push, report.reason)
+            if isinstance(report, PushOver)
+            else PushStaged(self._slave, self._sinc(), report.push, report.nbytes)
+        )
+        return [CallMaster(self._sent, self._timing.call_s)]

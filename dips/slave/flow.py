@@ -17,6 +17,7 @@ from typing import Concatenate, ParamSpec
 import structlog
 import zmq
 
+from dips.codecs import Codec
 from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
@@ -26,8 +27,8 @@ from dips.slave.admission import Admission
 from dips.slave.counters import FrameCounters
 from dips.slave.incoming_push import ClaimedChunk
 from dips.slave.keyring import Keyring
-from dips.slave.moves import FrameRefused, Move, PushOver, Released, Say, SourceMoved, Staged, Wake
-from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.moves import FlowEvent, FrameRefused, Move, PushOver, Released, Say, Wake
+from dips.slave.ports import Arrays
 from dips.slave.probes import Probes
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
@@ -37,7 +38,6 @@ from dips.transport.lane_door import most_connections
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
-from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
@@ -67,7 +67,7 @@ def _catch_bad_frames(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable
 
 
 class ZmqFlow:
-    """Implements ports.Flow. Life: made (bound) → use → start, again for each incarnation → close."""
+    """Implements ports.Flow. Made (and bound), started anew for each incarnation, closed."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ZmqFlow:
         self._sender = Sender(chunk_bytes, stall_s, clock)
         self._keyring = None if key is None else Keyring()
         self._admission = Admission(run, slave, self._receiver, self._sender, self._keyring)
-        self._events: FlowEvents | None = None
+        self._on_event: Callable[[FlowEvent], None] | None = None
         self._ticked_at = [0.0] * len(lanes)
         self._counters = FrameCounters()
         self._lanes: list[Lane] = []
@@ -146,9 +146,9 @@ class ZmqFlow:
         self._receiver.set_layers(layout)
         self._sender.set_layers(layout)
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
-        self._events = events
+        self._on_event = on_event
         self._admission.start(sinc)
         if not self._started:
             self._started = True
@@ -167,13 +167,13 @@ class ZmqFlow:
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str = "fp32",
+        codec: Codec = Codec.FP32,
         keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's ranks and ask them, at these places of the line, into `buffers`."""
         if self._keyring is not None:
             self._keyring.open_transfer(push, keys, len(places))
-        self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
+        self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codec)
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""
@@ -198,12 +198,12 @@ class ZmqFlow:
         self._sender.open_pull(pull, version, source, self._clock(), chain)
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`; `on_source_moved` follows when no byte of the old one is in flight."""
+        """Serve the rest from `source`; SourceMoved follows when no byte of the old one is in flight."""
         self._sender.move_pull(pull, source)
         self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `on_pull_released` follows when the last byte in flight is gone."""
+        """Serve no further; Released follows when the last byte in flight is gone."""
         self._forget_keys(pull)
         self._sender.close_pull(pull, "closed")
         self._lanes[0].wake()
@@ -342,23 +342,18 @@ class ZmqFlow:
                     self._lanes[lane].post_frame(Outgoing(peer, *make_message(kind, self._run, stream, body)))
                 case Wake(lane):
                     self._lanes[lane].wake()
-                case Staged(push, nbytes):
-                    self._listener.on_push_staged(push, nbytes)
-                case PushOver(push, reason):
-                    _log.warning("push_refused", slave=self._slave, push=str(push), reason=reason)
-                    self._listener.on_push_refused(push, reason)
                 case FrameRefused(reason):
                     self._counters.add_refused(reason)
-                case Released(pull, reason):
-                    self._forget_keys(pull)
-                    self._listener.on_pull_released(pull, reason)
-                case SourceMoved(pull):
-                    self._listener.on_source_moved(pull)
+                case _:
+                    self._report_event(move)
 
-    @property
-    def _listener(self) -> FlowEvents:
-        assert self._events is not None, "start() comes before any stream"
-        return self._events
+    def _report_event(self, event: FlowEvent) -> None:
+        assert self._on_event is not None, "start() comes before any stream"
+        if isinstance(event, PushOver):
+            _log.warning("push_refused", slave=self._slave, push=str(event.push), reason=event.reason)
+        elif isinstance(event, Released):
+            self._forget_keys(event.pull)
+        self._on_event(event)
 
     def _count_refused(self, bad: BadFrame) -> None:
         self._counters.add_refused(bad.reason)

@@ -1,13 +1,13 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Wake), what they count (FrameRefused) and news for the shard (Staged, PushOver, Released,
-SourceMoved), as values, so that both halves can be tested without a socket, and so that nothing is called while a lock
-is held.
+Orders to the lanes (Say, Wake), what they count (FrameRefused) and events for the shard (`FlowEvent`), as values, so
+that both halves can be tested without a socket, and so that nothing is called while a lock is held.
 """
 
 from __future__ import annotations
 
 from dips.dataclass import dataclass
+from dips.errors import StalePush
 from dips.ids import PullId, PushId
 from dips.wire import streams
 from dips.wire.frame import Kind
@@ -34,13 +34,15 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
+    """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
+
     push: PushId
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class PushOver:
-    """The push is refused; nobody writes into its buffers any more."""
+    """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes into its buffers now."""
 
     push: PushId
     reason: str
@@ -55,7 +57,7 @@ class FrameRefused:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody reads the pull's source any more."""
+    """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
 
     pull: PullId
     reason: str
@@ -63,12 +65,13 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class SourceMoved:
-    """Nobody reads what the pull's source was before it was moved."""
+    """Nobody reads what the pull's source was before its `move_pull`. Not said after Released."""
 
     pull: PullId
 
 
-Move = Say | Wake | Staged | PushOver | FrameRefused | Released | SourceMoved
+FlowEvent = Staged | PushOver | Released | SourceMoved  # what the shard is told (`ports.Flow`)
+Move = Say | Wake | FrameRefused | FlowEvent
 
 
 def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
@@ -76,18 +79,32 @@ def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> 
     return Say(lane, peer, Kind.ERROR, stream, streams.encode_error(code, text))
 
 
-class Closed:
-    """For each cluster the highest (incarnation, seq) that is over: what tells "not yet" from "not any more"."""
+class Tombstones:
+    """For each cluster the highest (incarnation, seq) that is over: what tells "not any more" from "not yet"."""
 
     def __init__(self) -> None:
         self._highest: dict[str, tuple[int, int]] = {}
 
-    def add_transfer(self, cluster: str, inc: int, seq: int) -> None:
-        self._highest[cluster] = max(self._highest.get(cluster, (0, -1)), (inc, seq))
+    def close(self, transfer: PushId | PullId) -> None:
+        """Have this transfer of its cluster, and all before it, be over."""
+        self._highest[transfer.cluster] = max(self._highest_of(transfer.cluster), (transfer.inc, transfer.seq))
 
-    def refuse_hello(self, name: StreamName) -> tuple[str, str]:
+    def is_closed(self, transfer: PushId | PullId) -> bool:
+        """Whether it is over, be it that it never came."""
+        return (transfer.inc, transfer.seq) <= self._highest_of(transfer.cluster)
+
+    def refuse_closed(self, transfer: PushId | PullId) -> None:
+        """Raise StalePush if it is over."""
+        if self.is_closed(transfer):
+            inc, seq = self._highest_of(transfer.cluster)
+            raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
+
+    def explain_not_open(self, name: StreamName) -> tuple[str, str]:
         """Code and message for the HELLO of a push or pull that is not open."""
         text = f"{name.kind} {name.cluster}/{name.inc} {name.seq} at slave {name.slave}"
-        if (name.inc, name.seq) <= self._highest.get(name.cluster, (0, -1)):
+        if self.is_closed(PushId(name.cluster, name.inc, name.seq)):
             return "stale_push", f"{text} is over"
         return "unknown", f"{text} is not open yet: try again"
+
+    def _highest_of(self, cluster: str) -> tuple[int, int]:
+        return self._highest.get(cluster, (-1, -1))

@@ -2,8 +2,8 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
-`on_source_moved`. It does not know rounds.
+pin ends only with the flow's Released, and a bank that a slow reader leaves for a file is free only with its
+SourceMoved. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -11,36 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
+from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged, Tombstones
 from dips.slave.ports import Arrays, Disk, Flow
 
 NO_KEYS = RankKeys(())
+Report = Staged | PushOver  # what the master is told of
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
-Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
-
-
-@dataclass(frozen=True, slots=True)
-class StagedReport:
-    """Report to the master: all of a push is here."""
-
-    push: PushId
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedReport:
-    """Report to the master: a push was refused here."""
-
-    push: PushId
-    reason: str
-
-
-Report = StagedReport | RefusedReport
 
 
 @dataclass(slots=True)
@@ -48,7 +31,7 @@ class Receiving:
     """An open push: its bytes come in, or lie here until they are folded."""
 
     opened: Opened
-    codec: str
+    codec: Codec
     base: VersionId | None  # what the slot held at first, if differences are added to it
     nbytes: int | None = None  # None while it moves, its bytes once it is staged
     measured: int | None = None  # the round in which it was measured against the version that is served
@@ -56,7 +39,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class OpenTransfers:
-    """All open transfers of one slave, pushes in order of opening; implements ports.FlowEvents."""
+    """All open transfers of one slave, pushes in order of opening."""
 
     versions: Versions
     flow: Flow
@@ -65,9 +48,9 @@ class OpenTransfers:
     slaves: int = 1  # of the run
     pushes: dict[PushId, Receiving] = field(default_factory=dict)
     pulls: dict[PullId, Opened] = field(default_factory=dict)
-    closed_pushes: Closed = field(default_factory=dict)
-    closed_pulls: Closed = field(default_factory=dict)
-    reports: list[Report] = field(default_factory=list)
+    closed_pushes: Tombstones = field(default_factory=Tombstones)
+    closed_pulls: Tombstones = field(default_factory=Tombstones)
+    reports: list[Report] = field(default_factory=list)  # that the master was not sent yet
 
     def staged_pushes(self) -> tuple[PushId, ...]:
         """Return the pushes that are full and not measured: every heartbeat names them."""
@@ -88,14 +71,14 @@ class OpenTransfers:
                 raise StalePush(f"{push} is open as {known.codec} on {known.base}, not {order.codec} on {order.base}")
             known.opened = opened
             if known.nbytes is not None:
-                self.reports.append(StagedReport(push, known.nbytes))
+                self.reports.append(Staged(push, known.nbytes))
             return
-        _refuse_closed(self.closed_pushes, push)
+        self.closed_pushes.refuse_closed(push)
         if not 1 <= order.ranks <= MAX_RANKS:
             raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
         try:
-            places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))
+            places = places_for_slave(self.place, self.slaves, order.first, order.ranks)
             self.flow.open_push(push, places, buffers, order.deadline_s, order.codec, order.keys)
         except BaseException:
             self.versions.free_slot(push)
@@ -110,7 +93,7 @@ class OpenTransfers:
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
@@ -123,23 +106,10 @@ class OpenTransfers:
 
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
-        _record_closed(self.closed_pushes, push)
+        self.closed_pushes.close(push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
-
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """All of it is here; a push that was dropped meanwhile is none of ours any more."""
-        known = self.pushes.get(push)
-        if known is not None and known.nbytes is None:
-            known.nbytes = nbytes
-            self.reports.append(StagedReport(push, nbytes))
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """It cannot be completed: free its slot and tell the master."""
-        if push in self.pushes:
-            self.drop_push(push)
-            self.reports.append(RefusedReport(push, reason))
 
     def staged_push(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
@@ -164,7 +134,7 @@ class OpenTransfers:
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
             return
-        _refuse_closed(self.closed_pulls, pull)
+        self.closed_pulls.refuse_closed(pull)
         source = self._pin_version(pull, order.version)
         try:
             chain = self.versions.pin_updates(pull, order.version)
@@ -200,10 +170,6 @@ class OpenTransfers:
             for pull in self.versions.held.move_readers(version):
                 self.flow.move_pull(pull, source)
 
-    def on_source_moved(self, pull: PullId) -> None:
-        """It reads from its file only."""
-        self.versions.held.on_reader_moved(pull)
-
     def open_pulls(self, order: Commit, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated.
 
@@ -213,21 +179,34 @@ class OpenTransfers:
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
         for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
             known = pull in self.pulls or pull in self.versions.held.pins
-            if not known and not _is_closed(self.closed_pulls, pull):
+            if not known and not self.closed_pulls.is_closed(pull):
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""
-        _record_closed(self.closed_pulls, pull)
+        """Serve it no further and set the tombstone; the pin ends with the flow's Released."""
+        self.closed_pulls.close(pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Nobody reads for it any more, libzmq included."""
-        self.pulls.pop(pull, None)
-        self.versions.unpin_version(pull)
-
     # ---- both --------------------------------------------------------------------------------
+
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """What the data flow says of a transfer; of a push that was dropped meanwhile it changes nothing."""
+        match event:
+            case Staged(push, nbytes):
+                known = self.pushes.get(push)
+                if known is not None and known.nbytes is None:
+                    known.nbytes = nbytes
+                    self.reports.append(event)
+            case PushOver(push):
+                if push in self.pushes:
+                    self.drop_push(push)
+                    self.reports.append(event)
+            case Released(pull):
+                self.pulls.pop(pull, None)
+                self.versions.unpin_version(pull)
+            case SourceMoved(pull):
+                self.versions.held.on_reader_moved(pull)
 
     def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
         """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
@@ -246,18 +225,3 @@ class OpenTransfers:
             self.drop_push(push)
         for pull in list(self.pulls):
             self.close_pull(pull)
-
-
-def _is_closed(closed: Closed, transfer: PushId | PullId) -> bool:
-    return (transfer.inc, transfer.seq) <= closed.get(transfer.cluster, (-1, -1))
-
-
-def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    if _is_closed(closed, transfer):
-        inc, seq = closed[transfer.cluster]
-        raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
-
-
-def _record_closed(closed: Closed, transfer: PushId | PullId) -> None:
-    highest = closed.get(transfer.cluster, (-1, -1))
-    closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

@@ -12,35 +12,24 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
+from dips.slave.moves import FlowEvent
 
 F32 = npt.NDArray[np.float32]
 Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat parameters
 
 
-class FlowEvents(Protocol):
-    """What the data flow reports, from its own threads; each returns at once."""
-
-    def on_push_staged(self, push: PushId, nbytes: int) -> None:
-        """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
-
-    def on_push_refused(self, push: PushId, reason: str) -> None:
-        """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes any more."""
-
-    def on_pull_released(self, pull: PullId, reason: str) -> None:
-        """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
-
-    def on_source_moved(self, pull: PullId) -> None:
-        """Nobody reads what the pull's source was before its `move_pull`. Not called after `on_pull_released`."""
-
-
 class Flow(Protocol):
     """The data flow of one slave."""
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
-        """Serve streams of incarnation `sinc`; called again after each Register that changed it."""
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
+        """Serve streams of incarnation `sinc`; called again after each Register that changed it.
+
+        `on_event` is called from the flow's own threads, and returns at once.
+        """
 
     def open_push(
         self,
@@ -48,14 +37,14 @@ class Flow(Protocol):
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str,
+        codec: Codec,
         keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's ranks (there are len(places)) and ask them into `buffers`, by their places.
 
         places  of each rank in the line of all pushes; the smallest is asked first
         deadline_s  from one rank's HELLO to the next one's
-        codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
+        codec  fp32: what comes is written; a lossy one: it is added to the base that lies in `buffers`
         keys  public, of each rank; plain lanes ask for none
         Errors  RemoteProtocolError: the lanes are encrypted, and these are no keys of so many ranks
         """
@@ -81,13 +70,13 @@ class Flow(Protocol):
         """
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`, the same bytes elsewhere; `on_source_moved` once none of the old is in flight.
+        """Serve the rest from `source`, the same bytes elsewhere; SourceMoved once none of the old is in flight.
 
         What was asked before may still leave from the old source. A pull that is closed or unknown: nothing.
         """
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `on_pull_released` follows when the last byte in flight is gone. Unknown: nothing."""
+        """Serve no further; Released follows when the last byte in flight is gone. Unknown: nothing."""
 
     def admit_probe(self, cluster: str, key: str) -> None:
         """Let who shows this key measure the way to the lanes, for a while."""

@@ -11,18 +11,18 @@ from __future__ import annotations
 import threading
 from math import inf
 
+from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
-from dips.slave.moves import Closed, FrameRefused, Move, PushOver, Say, Staged, Wake, error_message
+from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged, Tombstones, Wake, error_message
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit, pool_cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
-from dips.wire import codecs, streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.codecs import Codec
+from dips.wire import bodies, streams
+from dips.wire.chunks import LayerLayout, Range, encode_ranges
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
@@ -43,7 +43,7 @@ class Receiver:
         self._turns: list[Turns[InStream]] = [Turns(concurrent_streams) for _ in range(lanes)]
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
-        self._closed = Closed()
+        self._closed = Tombstones()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
@@ -62,7 +62,7 @@ class Receiver:
         buffers: Arrays,
         deadline_s: float,
         now: float,
-        codec: Codec = codecs.FP32,
+        codec: Codec = Codec.FP32,
     ) -> None:
         """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold.
 
@@ -70,12 +70,12 @@ class Receiver:
                     in an inner step when their push is granted
         """
         layout = self._layout
-        assert layout is not None, "use() comes before open()"
+        assert layout is not None, "set_layers() comes before open_push()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:
             if push not in self._pushes:
-                total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
+                total = sum(piece.nbytes for piece in encode_ranges(codec.dtype, layout.whole_layers()))
                 line = dict(enumerate(places))
                 self._pushes[push] = IncomingPush(push, line, buffers, codec, total, deadline_s, now, Rate(now))
 
@@ -110,7 +110,7 @@ class Receiver:
         with self._lock:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             if push is None:
-                return [error_message(lane, peer, name.stream_id, *self._closed.refuse_hello(name))]
+                return [error_message(lane, peer, name.stream_id, *self._closed.explain_not_open(name))]
             refusal = push.refuse_hello(lane, name, pieces, misfit)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
@@ -122,7 +122,7 @@ class Receiver:
                 if (room := MOST_RANGES - self._ranges) < len(pieces):
                     again = f"{room} ranges more can be kept beside those of other pushes: try again"
                     return [*moves, error_message(lane, peer, name.stream_id, "unknown", again)]
-            pieces = push.codec.encoded_ranges(pieces)
+            pieces = encode_ranges(push.codec.dtype, pieces)
             stream = self._admit_stream(push, lane, peer, name, pieces, now)
             self._raise_ready(stream, len(pieces) if ready is None else ready)
             gathering = push.phase is PushPhase.GATHERING
@@ -247,7 +247,7 @@ class Receiver:
             if stream.push.phase is not PushPhase.MOVING:
                 raise BadFrame("unasked", f"push {stream.push.push} is {stream.push.phase.value}")
             if header.dtype is not stream.push.codec.dtype:
-                granted = stream.push.codec.name
+                granted = stream.push.codec
                 raise BadFrame("type", f"push {stream.push.push} is granted in {granted}, not {header.dtype.name}")
             chunk = stream.intake.claim_chunk(header, now)
             if chunk is None:
@@ -269,7 +269,7 @@ class Receiver:
         wrong: BadFrame | None = None
         try:
             check_body(claim.header, claim.body)
-            push.codec.check_steps(claim.body, claim.chunk.length)
+            bodies.check_steps(push.codec, claim.body, claim.chunk.length)
             self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
@@ -295,7 +295,7 @@ class Receiver:
             return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
         begin, end = self._layout.place_range(claim.chunk)
-        claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
+        bodies.put(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after_chunk(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""
@@ -362,7 +362,7 @@ class Receiver:
     def _forget_push(self, push: IncomingPush) -> None:
         self._stop_push(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
-            self._closed.add_transfer(push.push.cluster, push.push.inc, push.push.seq)
+            self._closed.close(push.push)
 
     def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
         """No more writes: give back what was asked, wait out copies under way."""

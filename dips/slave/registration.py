@@ -23,20 +23,21 @@ from dips.protocol.heartbeats import LiveTransfers, OrderWait, SlaveHeartbeat, S
 from dips.slave.actions import (
     Actions,
     CallMaster,
-    DescribeShard,
-    EndLoad,
     EndSlave,
-    FollowRegistration,
-    HealTransfers,
     KeepInMirror,
+    Meters,
+    Read,
     ReadSnapshot,
     RestoreFromMirror,
-    WelcomeShard,
+    ShardMethod,
+    ShardWork,
+    SlaveIdentity,
+    SlaveTiming,
+    Standing,
     WriteLog,
 )
 from dips.slave.mirror_plan import Restored
-from dips.slave.shard_registration import Followed, Read, Unfollowed
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.slave.shard import Followed, Unfollowed
 from dips.transport.backoff import Backoff
 
 RETRIED = (Unavailable, Busy, Stale, OSError)  # by a Register; OSError: our disk cannot be listed now
@@ -57,12 +58,11 @@ class Registration:
         self,
         identity: SlaveIdentity,
         timing: SlaveTiming,
-        prepare: Callable[[Registered], None],
         rng: Random,
         meters: Callable[[], Meters] = Meters,
     ) -> None:
-        """`prepare(registered)` runs on the shard's thread before the shard is welcomed: it may refuse, for good."""
-        self._identity, self._timing, self._prepare, self._meters = identity, timing, prepare, meters
+        self._identity, self._timing, self._meters = identity, timing, meters
+        self._describe = ShardWork(ShardMethod.DESCRIBE, (identity,))
         self.phase = RegistrationPhase.PAUSED
         self.number = 0  # of this registration: rises whenever one begins
         self._registered: Registered | None = None
@@ -81,7 +81,7 @@ class Registration:
             return []
         self.phase = RegistrationPhase.ASKING
         self.number += 1
-        return [DescribeShard(self._identity)]
+        return [self._describe]
 
     def request_again(self, number: int, now: float) -> Actions:
         """Register again, unless that has happened, or begun, since registration `number` was the present one."""
@@ -106,13 +106,13 @@ class Registration:
         """What the mirror had is on the disk, or it fails. An old disk is good enough then, an empty one is not."""
         if isinstance(restored, Restored):
             self._restored = restored.reason
-            return [DescribeShard(self._identity)]
+            return [self._describe]
         if not isinstance(restored, FailedMirror):
             return self._on_failure(restored, now)
         if work.on_disk or work.look_for:
             self._restored = str(restored)
             fields = {"reason": str(restored), "done": "what is on the disk is used"}
-            return [WriteLog("warning", "mirror_fails", fields), DescribeShard(self._identity)]
+            return [WriteLog("warning", "mirror_fails", fields), self._describe]
         pause_s = self._backoff.next_pause_s()
         self._sleep_for(pause_s, now)
         return [WriteLog("error", "restore_waits", {"reason": str(restored), "again_in_s": pause_s})]
@@ -123,14 +123,14 @@ class Registration:
             return self._on_failure(registered, now)
         self._registered = registered
         self._look_for = registered.order.look_for if isinstance(registered.order, RegisterLater) else ()
-        return [WelcomeShard(registered, self._prepare)]
+        return [ShardWork(ShardMethod.WELCOME, (registered,))]
 
     def on_welcomed(self, error: Exception | None, now: float) -> Actions:
         """The shard has taken term, incarnation and layers, or could not: Stale is the answer of an old master."""
         if error is not None:
             return self._on_failure(error, now)
         assert self._registered is not None
-        return [FollowRegistration(self._registered.order)]
+        return [ShardWork(ShardMethod.FOLLOW, (self._registered.order,))]
 
     def on_followed(self, followed: Followed | Unfollowed | Read | Exception, now: float) -> Actions:
         """The shard has done what the answer ordered, says why it could not, or what is to be read for it."""
@@ -161,9 +161,9 @@ class Registration:
         self._sleep_for(0.0, now)
         return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
 
-    def on_read(self, work: ReadSnapshot, error: Exception | None) -> Actions:
+    def on_read(self, order: LoadVersion, error: Exception | None) -> Actions:
         """The snapshot lies in memory, or could not be read."""
-        return [EndLoad(work.order, error)]
+        return [ShardWork(ShardMethod.END_LOAD, (order, error))]
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):
@@ -196,7 +196,7 @@ class Heartbeats:
         self._under_way = False
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
         self._answered = True
-        self._healing = False
+        self._dropping = False
         self._live: SlaveHeartbeatAnswer | None = None  # with the newest list of what is live, not yet acted upon
         self._list: LiveTransfers | None = None  # the last that came
         self._list_of: tuple[int, int] = (0, 0)  # registration number and term under which it came
@@ -288,14 +288,14 @@ class Heartbeats:
 
     def _drop_unlisted(self) -> Actions:
         """Apart from the heartbeats, since it needs a turn of the shard's thread, which may be busy for minutes."""
-        if self._healing or self._live is None:
+        if self._dropping or self._live is None:
             return []
-        answer, self._live, self._healing = self._live, None, True
-        return [HealTransfers(answer)]
+        answer, self._live, self._dropping = self._live, None, True
+        return [ShardWork(ShardMethod.DROP_UNLISTED, (answer,))]
 
-    def on_healed(self, dropped: list[str] | Exception) -> Actions:
+    def on_dropped(self, dropped: list[str] | Exception) -> Actions:
         """The shard has dropped what is not live."""
-        self._healing = False
+        self._dropping = False
         if isinstance(dropped, Exception):
             return [EndSlave(dropped)]
         fields = {"dropped": dropped, "why": "open here, and not live at the master"}

@@ -1,7 +1,7 @@
-"""Runs a slave's core in the daemon: gives it the clock, the shard's thread and the calls to the master.
+"""The shell of a slave's core in the daemon: control server, calls to the master, the clock, the shard's thread.
 
-Decides nothing (core.py does). Everything here runs on the event loop; the shard's thread and the snapshot writer hand
-their results over to it.
+Decides nothing (core.py and shard.py do). `SlaveRuntime` runs on the event loop; `ShardThread` gives the shard its
+thread, and hands results and reports over to the loop.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from dips.errors import UnavailableMaster
-from dips.ids import VersionId
-from dips.protocol.effects import Acknowledged, Order, Registered
+from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
@@ -28,24 +27,36 @@ from dips.slave.actions import (
     KeepInMirror,
     ReadSnapshot,
     RestoreFromMirror,
+    ShardMethod,
     ShardWork,
+    SlaveAction,
+    SlaveWork,
+    Standing,
+    Ticket,
     WorkOnDisk,
     WriteLog,
 )
 from dips.slave.core import SlaveCore
-from dips.slave.mirror_plan import Restored
+from dips.slave.moves import FlowEvent
 from dips.slave.open_transfers import Report
-from dips.slave.shard_thread import ShardThread
+from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.tasks import start_task
+from dips.telemetry.histogram import Histogram
 from dips.telemetry.logs import Log
 from dips.transport.control import call_method
 from dips.transport.endpoints import Endpoint
-from dips.wire.messages import from_proto, to_proto
+from dips.wire.generated import slave_pb2, slave_pb2_grpc
+from dips.wire.messages import from_proto, to_proto, wrap_oneof
+
+T = TypeVar("T")
 
 
-class SlaveRuntime:
-    """One incarnation of a slave; `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own."""
+class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
+    """One incarnation of a slave, and the `OrderService` by which its master orders it.
+
+    `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own.
+    """
 
     def __init__(
         self,
@@ -56,10 +67,8 @@ class SlaveRuntime:
         master: Endpoint,
         log: Log,
         mirror: SnapshotMirror | None = None,
-        restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] = lambda *_: Restored(()),
     ) -> None:
-        """`restore` brings back from the mirror what is newer than the disk, and what is asked for; on any thread."""
-        self._core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
+        self.core, self._thread, self._log, self._mirror = core, thread, log, mirror
         self._peer = master
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
@@ -69,7 +78,7 @@ class SlaveRuntime:
         }
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[Ticket, asyncio.Future[Answer]] = {}
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,31 +86,34 @@ class SlaveRuntime:
     async def run(self) -> None:
         """Live until cancelled; raise DipsError if the master refuses this slave for good."""
         self._thread.on_reports = self._pass_reports
-        self._step_core(self._core.tick)
+        self._step_core(self.core.tick)
         try:
             await self._ended
         finally:
             self._stop_tasks()
 
     def fail(self, error: BaseException) -> None:
-        """End `run`: a task of this process has failed, which is our bug."""
-        self._end_run(error)
+        """End `run` with this error."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
-    def explain_unready(self) -> str:
-        """Why this slave serves nothing; empty: its master knows it as READY, at the head."""
-        return self._core.explain_unready()
+    async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]  # noqa: N802 (gRPC's name; gate.py)
+        """Carry out an order of the master; the same (term, number) again gets the remembered answer.
 
-    async def execute_order(self, order: Order) -> Answer:
-        """Have an order carried out, as servicer.py was asked; raise what it raised."""
+        Errors leave by their class (transport/control.py).
+        """
+        order = from_proto(request, Order)
         self._tickets += 1
         ticket = self._tickets
         self._answers[ticket] = self._loop.create_future()
-        self._step_core(partial(self._core.take_order, ticket, order))
+        self._step_core(partial(self.core.orders.take_order, ticket, order))
         try:
-            return await self._answers[ticket]
+            reply = wrap_oneof(await self._answers[ticket], slave_pb2.Answer)
         finally:
             del self._answers[ticket]
-            self._core.drop_order(ticket)
+            self.core.orders.drop_order(ticket)
+        assert isinstance(reply, slave_pb2.Answer)
+        return reply
 
     def _stop_tasks(self) -> None:
         self._thread.on_reports = lambda reports: None  # the loop may end before the shard's thread
@@ -123,10 +135,13 @@ class SlaveRuntime:
                 self._do_action(action)
             self._plan_tick()
         except Exception as error:  # noqa: BLE001 (whatever it is, run() raises it)
-            self._end_run(error)
+            self.fail(error)
 
-    def _do_action(self, action: object) -> None:
+    def _do_action(self, action: SlaveAction) -> None:
         match action:
+            case ShardWork():
+                worked = asyncio.wrap_future(self._thread.perform_work(action), loop=self._loop)
+                worked.add_done_callback(partial(self._on_done, action))
             case AnswerOrder(ticket, answer):
                 self._answer_order(ticket, answer)
             case CallMaster():
@@ -144,29 +159,24 @@ class SlaveRuntime:
             case WriteLog(level, event, fields):
                 getattr(self._log, level)(event, **fields)
             case EndSlave(error):
-                self._end_run(error)
-            case _:
-                self._perform_work(action)  # type: ignore[arg-type]  # all that is left is work on the shard
+                self.fail(error)
 
     def _restore_beside(self, action: RestoreFromMirror) -> None:
         """On a thread that ends with the process: a mount that hangs must not keep it alive."""
+        assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
         result: object
         try:
-            result = self._restore(action.on_disk, action.look_for)
+            result = self._mirror.restore(action.on_disk, action.look_for)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
             result = error
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._step_core, partial(self._core.on_done, action, result))
+            self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, action, result))
 
-    def _perform_work(self, work: ShardWork) -> None:
-        done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
-        done.add_done_callback(partial(self._on_done, work))
-
-    def _on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: SlaveWork, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()
-        self._step_core(partial(self._core.on_done, work, result))
+        self._step_core(partial(self.core.on_done, work, result))
 
     async def _call_master(self, action: CallMaster) -> None:
         method, kind = self._calls[type(action.message)]
@@ -183,9 +193,9 @@ class SlaveRuntime:
             reply = from_proto(raw, kind)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
             reply = error
-        self._step_core(partial(self._core.on_reply, action, reply))
+        self._step_core(partial(self.core.on_reply, action, reply))
 
-    def _answer_order(self, ticket: int, answer: Answer | Exception) -> None:
+    def _answer_order(self, ticket: Ticket, answer: Answer | Exception) -> None:
         waiting = self._answers.get(ticket)
         if waiting is None or waiting.done():
             return  # who gave the order has hung up
@@ -194,20 +204,90 @@ class SlaveRuntime:
         else:
             waiting.set_result(answer)
 
-    def _end_run(self, error: BaseException) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(error)
-
     def _plan_tick(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        due = self._core.next_deadline()
-        self._timer = self._loop.call_at(due, self._step_core, self._core.tick) if due < inf else None
+        due = self.core.next_deadline()
+        self._timer = self._loop.call_at(due, self._step_core, self.core.tick) if due < inf else None
 
     def _pass_reports(self, reports: list[Report]) -> None:
         """On the shard's thread."""
-        handle = partial(self._add_reports, reports)
-        self._loop.call_soon_threadsafe(self._step_core, handle)
+        self._loop.call_soon_threadsafe(self._step_core, lambda now: self.core.reports.add_reports(reports))
 
-    def _add_reports(self, reports: list[Report], now: float) -> Actions:
-        return self._core.add_reports(reports)
+
+class ShardThread:
+    """Gives a shard its thread, into which the data flow reports, too.
+
+    Orders, registration, healing and the data flow's events run there, one after another, so the shard needs no lock.
+    Heartbeats must not wait for an Apply of minutes: they read `standing`, which is replaced as a whole after each
+    piece of work. `thread` is an executor of exactly one thread; `on_reports` is called, in that thread, with what a
+    piece of work has left to tell the master.
+    """
+
+    def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
+        self._thread, self._clock, self._log = thread, clock, log
+        self._shard: Shard | None = None
+        self._disk_began = 0.0
+        self.on_reports: Callable[[list[Report]], None] = lambda reports: None
+        self.standing = Standing(0, 0, None, (), 0, 0)
+        self.apply_s = 0.0  # what the last Apply took
+        self.persist_s = 0.0  # what the last snapshot took
+        self.spent: dict[str, Histogram] = {}  # seconds by kind of order
+
+    def own_shard(self, shard: Shard) -> None:
+        """Own `shard` from now on; called once, before anything else."""
+        self._shard = shard
+        self.standing = shard.take_standing()
+
+    def perform_work(self, work: ShardWork) -> Future[object]:
+        """Do what the core asked for, after everything that was given before; orders are timed."""
+        return self._thread.submit(self._run_job, partial(self._time_work, work))
+
+    def on_flow_event(self, event: FlowEvent) -> None:
+        """Hand on what the data flow reports, from its own threads."""
+        self._thread.submit(self._take_event, event)
+
+    # ---- on the shard's thread -----------------------------------------------------------------------
+
+    def _take_event(self, event: FlowEvent) -> None:
+        try:
+            self._run_job(lambda shard: shard.transfers.on_flow_event(event))
+        except Exception:  # nobody waits for this job's result, so the log must tell of it
+            self._log.exception("flow_event_failed", what=str(event))
+            raise
+
+    def _run_job(self, job: Callable[[Shard], T]) -> T:
+        shard = self._shard
+        assert shard is not None, "own_shard comes first"
+        try:
+            return job(shard)
+        finally:
+            self.standing = shard.take_standing()
+            reports = shard.take_reports()
+            if reports:
+                self.on_reports(reports)
+
+    def _time_work(self, work: ShardWork, shard: Shard) -> object:
+        began = self._clock()
+        result = shard.perform_work(work)
+        match work.method:
+            case ShardMethod.EXECUTE:
+                self._record_time(work.order, self._clock() - began)
+            case ShardMethod.BEGIN_ON_DISK if callable(result):  # else an answer is repeated
+                self._disk_began = began
+            case ShardMethod.END_ON_DISK:
+                self._record_time(work.order, self._clock() - self._disk_began)
+        return result
+
+    def _record_time(self, order: Order, took_s: float) -> None:
+        if isinstance(order.body, Apply):
+            self.apply_s = took_s
+        elif isinstance(order.body, Persist):
+            self.persist_s = took_s
+        kind = type(order.body).__name__
+        if kind.lower() not in self.spent:
+            self.spent = {**self.spent, kind.lower(): Histogram()}  # replaced as a whole: others read it
+        self.spent[kind.lower()].observe_value(took_s)
+        # An outer step is one line: its Commit.
+        log = self._log.info if isinstance(order.body, Commit) else self._log.debug
+        log("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

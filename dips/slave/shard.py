@@ -1,93 +1,115 @@
-"""The deciding part of a slave: takes orders, keeps its round, follows the order it gets when it registers.
+"""One slave's layers, and what its master's orders do to them: fences, orders, registration.
 
-Synchronous and deterministic: no thread, clock or socket. One owner calls it, in the daemon the order thread, in the
-simulation the simulated world. What must stay true: an order is carried out once however often it comes; what bears
-an old term, incarnation, round or seq changes nothing; a version is served only after its Commit; an order that fails
+Synchronous and deterministic: no thread, clock or socket. One owner calls it, in the daemon the shard's thread, in the
+simulation the simulated world. What must stay true: an order is carried out once however often it comes; what has an
+old term, incarnation, round or seq changes nothing; a version is served only after its Commit; an order that fails
 half-way poisons its round, and then only Abort is legal. It does not know how bytes move (Flow) or are kept (Disk).
+The rounds are in shard_round.py, the pushes and pulls in open_transfers.py.
 
 The first order of a later round proves that the one before ended without a row (its Abort was lost): presumed abort.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
 
-from dips.errors import Busy, CorruptManifest, LocalProtocolError, RemoteProtocolError, StaleVersion
-from dips.ids import PushId
+from dips.dataclass import dataclass
+from dips.errors import (
+    Busy,
+    Corrupt,
+    CorruptManifest,
+    LocalProtocolError,
+    RemoteProtocolError,
+    Stale,
+    StaleIncarnation,
+    StaleTerm,
+    StaleVersion,
+    UnavailableSlave,
+)
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
+from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.events import Answer, Done, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import Manifest
+from dips.slave.actions import DiskWork, Read, ShardWork, SlaveIdentity, Standing
+from dips.slave.moves import FlowEvent
 from dips.slave.open_transfers import Opened, OpenTransfers, Report
-from dips.slave.order_fences import OrderFences
-from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
-from dips.slave.shard_registration import Followed, Read, Unfollowed, end_load, follow_order
-from dips.slave.shard_round import ShardRound
-from dips.slave.shard_snapshots import DiskWork, ShardSnapshots
+from dips.slave.ports import Arrays, Disk, Flow
+from dips.slave.shard_round import ShardRound, ShardSnapshots
 
 # A load takes the place of what these are about.
 NEED_A_VERSION = (e.OpenPush, e.Measure, e.Fold, e.Apply, e.Commit, e.OpenPull)
+REMEMBERED = 4096  # answers of a term, and orders without one; more than a master ever has under way at one slave
+
+
+class Followed(Enum):
+    """What an order of a registration that was followed leads to."""
+
+    SERVES = "it was told Hold"
+    WAITS = "there was nothing to do: register again later"
+    DONE = "it holds something else now: register again at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollowed:
+    """The order of a registration could not be followed."""
+
+    reason: str
 
 
 class Shard:
     """One slave's layers, and what may be done to them.
 
-    `inbox` is where the data flow reports from its threads; its owner then calls `staged`, `refused` and `released`
-    here, on the one thread that owns the shard. Without an inbox the flow calls the shard itself.
+    `on_flow_event` is called by the data flow, on its threads, and calls `transfers.on_flow_event` on the one thread
+    that owns the shard; without it the flow calls the latter itself. `prepare` is called with the master's answer to
+    each Register before anything of it is taken: it may refuse, for good.
     """
 
-    def __init__(self, name: str, versions: Versions, disk: Disk, flow: Flow, inbox: FlowEvents | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        versions: Versions,
+        disk: Disk,
+        flow: Flow,
+        on_flow_event: Callable[[FlowEvent], None] | None = None,
+        prepare: Callable[[e.Registered], None] = lambda registered: None,
+    ) -> None:
         self.name = name
         self.versions = versions
         self.reason = ""  # why this slave does not hold what it was ordered to hold
-        self._manifest: Manifest | None = None  # the run's, once it was told
-        self._disk = disk
-        self._snapshots = ShardSnapshots(name, disk)
-        self._flow = flow
+        self.fences = OrderFences(name)
         self.transfers = OpenTransfers(versions, flow, disk)
-        self._inbox: FlowEvents = inbox or self.transfers
-        self._fences = OrderFences(name)
+        self._manifest: Manifest | None = None  # the run's, once it was told
+        self._disk, self._flow, self._prepare = disk, flow, prepare
+        self._on_flow_event = on_flow_event or self.transfers.on_flow_event
+        self._snapshots = ShardSnapshots(name, disk)
         self.rounds = ShardRound(name, versions, disk, flow, self.transfers, self._snapshots)
-        self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
-            e.OpenPush: self._open_push,
-            e.Reorder: self._reorder_push,
-            e.DropPush: self._drop_push,
-            e.Measure: self.rounds.measure,
-            e.Fold: self.rounds.fold,
-            e.Apply: self.rounds.apply,
-            e.Commit: self.rounds.commit,
-            e.Abort: self.rounds.abort,
-            e.OpenPull: self._open_pull,
-            e.ClosePull: self._close_pull,
-            e.AdmitProbe: self._admit_probe,
-            e.Ping: self._answer_ping,
-        }
 
     @property
     def term(self) -> int:
-        return self._fences.term
+        return self.fences.term
 
     @property
     def sinc(self) -> int:
         """This incarnation's number, 0 before the first `on_registered`."""
-        return self._fences.sinc
+        return self.fences.sinc
 
-    @property
-    def round(self) -> int | None:
-        """The open round."""
-        return self.rounds.number
+    def take_standing(self) -> Standing:
+        """What a heartbeat says of the shard."""
+        held, staged = self.versions, self.transfers.staged_pushes()
+        return Standing(self.sinc, self.term, held.served_version, staged, held.used_bytes, held.limit_bytes)
 
-    @property
-    def poison(self) -> str | None:
-        """Why only Abort of the open round is legal."""
-        return self.rounds.poison
+    def take_reports(self) -> list[Report]:
+        """Return what is to be reported to the master since the last call, oldest first."""
+        reports, self.transfers.reports = self.transfers.reports, []
+        return reports
 
-    @property
-    def staged_pushes(self) -> tuple[PushId, ...]:
-        """Pushes that are full and not measured: every heartbeat names them."""
-        return self.transfers.staged_pushes()
+    def perform_work(self, work: ShardWork) -> object:
+        """Do what the slave's core asks for: call one of the methods below."""
+        return getattr(self, work.method)(*work.arguments)
 
     # ---- orders --------------------------------------------------------------------------------
 
@@ -97,20 +119,48 @@ class Shard:
         Raises Stale… (fences), Busy (no slot, no bank; nothing changed: ask again), LocalProtocolError (illegal now),
         FailedDisk (no room, or it broke; nothing else changed), or whatever poisoned the round.
         """
-        remembered = self._fences.admit_order(order)
+        remembered = self.fences.admit_order(order)
         if remembered is not None:
             return remembered
         if isinstance(order.body, NEED_A_VERSION):
             self._require_loaded(order)
-        answer = self._orders[type(order.body)](order.body, (order.term, order.number))
-        self._fences.remember_answer(order, answer)
+        answer = self._carry_out(order.body, (order.term, order.number))
+        self.fences.remember_answer(order, answer)
         return answer
 
-    def has_answered(self, number: int) -> bool:
-        """Whether an order with this number, in this term, has been carried out."""
-        return self._fences.has_answered(number)
+    def _carry_out(self, order: e.OrderBody, opened: Opened) -> Answer:
+        """What can be done at once. Where nothing else is said, an order is always legal."""
+        match order:
+            case e.OpenPush():
+                self._open_push(order, opened)
+            case e.Reorder():  # a push that does not move here has nothing to be ordered
+                self.transfers.reorder_push(order.push, order.places)
+            case e.DropPush():  # frees the slot, sets the tombstone
+                self.transfers.drop_push(order.push)
+            case e.Measure():
+                return self.rounds.measure(order)
+            case e.Fold():
+                return self.rounds.fold(order)
+            case e.Apply():
+                return self.rounds.apply(order)
+            case e.Commit():  # legal for what is prepared or served already
+                self.rounds.flip_version(order.version)
+                self.transfers.open_pulls(order, opened)
+            case e.Abort():
+                self.rounds.abort(order)
+            case e.OpenPull():  # legal for a version that is held; pins it until the pull's readers are done
+                self.transfers.open_pull(order, opened)
+            case e.ClosePull():  # the pin ends when the last byte in flight is gone
+                self.transfers.close_pull(order.pull)
+            case e.AdmitProbe():  # a cluster's later key replaces its former one
+                self._flow.admit_probe(order.cluster, order.key)
+            case e.Ping():
+                pass
+            case e.Persist() | e.Retire() | e.KeepSeed():
+                raise AssertionError(f"{type(order).__name__} is not carried out here: begin_disk_order")
+        return Done()
 
-    def _open_push(self, order: e.OpenPush, opened: Opened) -> Answer:
+    def _open_push(self, order: e.OpenPush, opened: Opened) -> None:
         """Legal when a version is held, or to bring v0@r0; reserves a slot; above the tombstone; a repetition changes
         nothing.
         """
@@ -119,17 +169,13 @@ class Shard:
         elif self.versions.served_version is None:
             raise StaleVersion(f"{self.name} holds no version yet, so it opens no push")
         self.transfers.open_push(order, opened)
-        return Done()
 
-    def _reorder_push(self, order: e.Reorder, opened: Opened) -> Answer:
-        """Always legal; a push that does not move here has nothing to be ordered."""
-        self.transfers.reorder_push(order.push, order.places)
-        return Done()
+    def _require_loaded(self, order: e.Order) -> None:
+        """It came before this slave registered, and overtakes nothing: what it names is not here now."""
+        if self.versions.loading is not None:
+            raise Busy(f"{type(order.body).__name__} waits: {self.versions.loading} is being loaded")
 
-    def _drop_push(self, order: e.DropPush, opened: Opened) -> Answer:
-        """Always legal; frees the slot, sets the tombstone."""
-        self.transfers.drop_push(order.push)
-        return Done()
+    # ---- orders to the disk --------------------------------------------------------------------
 
     def begin_disk_order(self, order: e.Order) -> Answer | DiskWork:
         """Return what a Persist, a Retire or a KeepSeed does on any thread, or the answer that was given before.
@@ -139,7 +185,7 @@ class Shard:
         that this slave neither serves nor prepares nor loads; it deletes their snapshots. KeepSeed is legal for a push
         that is staged.
         """
-        remembered = self._fences.admit_order(order)
+        remembered = self.fences.admit_order(order)
         if remembered is not None:
             return remembered
         if isinstance(order.body, e.Retire):
@@ -151,20 +197,21 @@ class Shard:
         self._require_loaded(order)
         return self._snapshots.begin_writing(order.body.version, *self._to_write(order.body))
 
-    def end_disk_order(self, order: e.Order, answer: Answer | None) -> None:
-        """The work has ended; `answer` is None if it failed. What a master with a successor ordered is forgotten."""
+    def end_disk_order(self, order: e.Order, result: Answer | Exception) -> Answer:
+        """The work has ended: return its answer, or raise the error that it ended with.
+
+        What a master with a successor ordered is not remembered.
+        """
         if isinstance(order.body, e.Retire):
             self._snapshots.deleting = False
         elif isinstance(order.body, e.Persist):
             self._snapshots.writing = None
             self.versions.free_abandoned()
-        if answer is not None and order.term == self.term:
-            self._fences.remember_answer(order, answer)
-
-    def _require_loaded(self, order: e.Order) -> None:
-        """It came before this slave registered, and overtakes nothing: what it names is not here now."""
-        if self.versions.loading is not None:
-            raise Busy(f"{type(order.body).__name__} waits: {self.versions.loading} is being loaded")
+        if isinstance(result, Exception):
+            raise result
+        if order.term == self.term:
+            self.fences.remember_answer(order, result)
+        return result
 
     def _begin_retire(self, order: e.Retire) -> DiskWork:
         held = {self.versions.served_version, self.versions.prepared, self.versions.loading}
@@ -183,58 +230,24 @@ class Shard:
             raise LocalProtocolError(f"Persist of {order.version}: {self.rounds.poison}; only Abort is legal")
         return self.versions.theta(order.version), self.versions.momentum(order.version)
 
-    def _open_pull(self, order: e.OpenPull, opened: Opened) -> Answer:
-        """Legal for a version that is held; pins it until the pull's readers are done."""
-        self.transfers.open_pull(order, opened)
-        return Done()
+    # ---- registration --------------------------------------------------------------------------
 
-    def _close_pull(self, order: e.ClosePull, opened: Opened) -> Answer:
-        """Always legal; the pin ends when the last byte in flight is gone."""
-        self.transfers.close_pull(order.pull)
-        return Done()
-
-    def _admit_probe(self, order: e.AdmitProbe, opened: Opened) -> Answer:
-        """Always legal; a cluster's later key replaces its former one."""
-        self._flow.admit_probe(order.cluster, order.key)
-        return Done()
-
-    def _answer_ping(self, order: e.Ping, opened: Opened) -> Answer:
-        return Done()
-
-    def take_reports(self) -> list[Report]:
-        """Return what is to be reported to the master since the last call, oldest first."""
-        reports, self.transfers.reports = self.transfers.reports, []
-        return reports
-
-    def drop_unlisted(self, answer: SlaveHeartbeatAnswer) -> list[str]:
-        """Drop what the master does not list as live and should know; return the names of what was dropped.
-
-        An answer that says `register` lists nothing to go by; one of an old term changes nothing.
-        """
-        if answer.register or answer.live is None or answer.term < self.term:
-            return []
-        return self.transfers.drop_unlisted(answer.live.pushes, answer.live.pulls, (answer.term, answer.as_of))
-
-    # ---- registration --------------------------------------------------------------------------------
-
-    def make_registration(
-        self, req: int, nonce: str, run: str, address: str, lanes: tuple[str, ...], key: str = ""
-    ) -> SlaveRegistered:
+    def make_registration(self, identity: SlaveIdentity) -> SlaveRegistered:
         """Say what this slave holds; may raise OSError from the disk."""
         return SlaveRegistered(
-            req=req,
+            req=0,
             slave=self.name,
-            nonce=nonce,
-            run=run,
-            address=address,
-            lanes=lanes,
+            nonce=identity.nonce,
+            run=identity.run,
+            address=identity.address,
+            lanes=identity.lanes,
             term_seen=self.term,
             memory=self.versions.served_version,
             prepared=self.versions.prepared,
             complete=self._disk.complete_versions(),
             slots=self.versions.slots,
             reason=self.reason,
-            key=key,
+            key=identity.key,
             manifest_digest=self._manifest.digest if self._manifest else "",
             unseeded=not self._disk.holds_initial(),
         )
@@ -251,12 +264,13 @@ class Shard:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
         Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read,
-        RemoteProtocolError if the master gives it no place among its slaves.
+        RemoteProtocolError if the master gives it no place among its slaves, and what `prepare` raises.
         """
+        self._prepare(registered)
         if not 0 <= registered.place < registered.slaves:
             raise RemoteProtocolError(f"Registered: place {registered.place} of {registered.slaves} slaves")
         manifest = self.learn_manifest(registered)
-        self._fences.see_term(registered.term, "Registered")
+        self.fences.see_term(registered.term, "Registered")
         self.transfers.place, self.transfers.slaves = registered.place, registered.slaves
         layers = {index: manifest.layers[index] for index in registered.layers}
         fields = {
@@ -266,23 +280,132 @@ class Shard:
         self.versions.allocate_banks({i: layer.numel for i, layer in layers.items()}, fields, averaged)
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
-            self._fences.sinc = registered.sinc
-            self._flow.start(registered.sinc, self._inbox)
+            self.fences.sinc = registered.sinc
+            self._flow.start(registered.sinc, self._on_flow_event)
 
     def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed | Read:
-        """Do what the master said to a Register; a reason why not goes with the next one. Of a load return what reads
-        the snapshot, on any thread: `end_load` follows.
+        """Do what the master said to a Register; a reason why not goes with the next one, and what was held is held on.
+
+        Of a load return what reads the snapshot, on any thread, since that takes as long as the disk does: `end_load`
+        follows.
         """
-        followed = follow_order(self.rounds, order)
-        return followed if callable(followed) else self._keep_reason(followed)
+        if isinstance(order, e.RegisterLater):
+            return Followed.WAITS
+        if isinstance(order, e.Hold):
+            self.reason = ""
+            return Followed.SERVES
+        try:
+            read = self._follow_version(order)
+        except (Busy, Corrupt, Stale, OSError) as error:
+            return self._keep_reason(order, error)
+        if read is not None:
+            return read
+        self.reason = ""
+        return Followed.DONE
+
+    def _follow_version(self, order: e.LoadVersion | e.CommitVersion | e.AbortVersion) -> Read | None:
+        prepared, memory = self.versions.prepared, self.versions.served_version
+        if isinstance(order, e.AbortVersion):
+            if memory == order.version:
+                # The Commit was under way when this slave registered, and the master has rolled the version back since:
+                # it must learn what is served here now, and will order a load (seed 64).
+                raise StaleVersion(f"{order.version} is committed and served here, and was to be aborted")
+            if prepared == order.version:
+                self.rounds.end_round()
+        elif prepared == order.version:
+            self.rounds.flip_version(order.version)
+        elif memory == order.version:
+            self.rounds.end_round()
+        else:
+            return self.rounds.begin_load(order.version)
+        return None
 
     def end_load(self, order: e.LoadVersion, error: Exception | None) -> Followed | Unfollowed:
         """The snapshot was read, or could not be; what was served before is served on then."""
-        return self._keep_reason(end_load(self.rounds, order, error))
-
-    def _keep_reason(self, followed: Followed | Unfollowed) -> Followed | Unfollowed:
-        if isinstance(followed, Unfollowed):
-            self.reason = followed.reason
-        elif followed is not Followed.WAITS:
+        self.versions.end_load(error is None)
+        if error is None:
             self.reason = ""
-        return followed
+            return Followed.DONE
+        if not isinstance(error, Corrupt | OSError):
+            raise error
+        return self._keep_reason(order, error)
+
+    def _keep_reason(self, order: e.LoadVersion | e.CommitVersion | e.AbortVersion, error: Exception) -> Unfollowed:
+        self.reason = f"{type(order).__name__} {order.version}: {error}"
+        return Unfollowed(self.reason)
+
+    def drop_unlisted(self, answer: SlaveHeartbeatAnswer) -> list[str]:
+        """Drop what the master does not list as live and should know; return the names of what was dropped.
+
+        An answer that says `register` lists nothing to go by; one of an old term changes nothing.
+        """
+        if answer.register or answer.live is None or answer.term < self.term:
+            return []
+        return self.transfers.drop_unlisted(answer.live.pushes, answer.live.pulls, (answer.term, answer.as_of))
+
+
+class OrderFences:
+    """What keeps yesterday's orders out and makes a repeated order harmless; it does not know what an order does.
+
+    Three fences: the master's term (highest seen), this slave's incarnation, and the order's number, under which the
+    answer is remembered. One that is Busy or at work has none yet, however many others get theirs meanwhile. A term
+    rises only by the answer to this slave's own Register, since it knows whom it asked; an order of a later one is sent
+    again until then.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.term = 0
+        self.sinc = 0  # 0: not yet registered
+        self._answers: OrderedDict[int, tuple[e.OrderBody, Answer]] = OrderedDict()
+        self._forgotten = -1  # the highest number whose answer is no longer remembered
+        self._begun: OrderedDict[int, None] = OrderedDict()  # numbers that were let pass and have no answer
+
+    def see_term(self, term: int, whose: str) -> None:
+        """Take note of a master's term; raise StaleTerm if it has a successor, RemoteProtocolError if it is absurd."""
+        if term < self.term:
+            raise StaleTerm(f"{whose} bears term {term}; {self._name} has seen term {self.term}")
+        if term > self.term + MOST_TERMS_AHEAD:
+            most = self.term + MOST_TERMS_AHEAD  # believed, it would lock out every true master for ever
+            raise RemoteProtocolError(f"{whose} bears term {term}; {self._name} expected at most {most}")
+        if term > self.term:
+            self.term = term
+            self._answers.clear()
+            self._begun.clear()
+            self._forgotten = -1
+
+    def admit_order(self, order: e.Order) -> Answer | None:
+        """Let a new order pass (None) or return the answer that it already got; raise if it is not for this
+        incarnation.
+        """
+        what = f"order {order.number} ({type(order.body).__name__})"
+        if order.slave != self._name:
+            raise RemoteProtocolError(f"{what} is for {order.slave}, and came to {self._name}")
+        if order.term > self.term:  # whoever reaches our port could lock out the true master by it
+            raise UnavailableSlave(f"{what} bears term {order.term}; {self._name} follows it as soon as it registers")
+        self.see_term(order.term, what)
+        if order.sinc != self.sinc:
+            raise StaleIncarnation(f"{what} is for incarnation {order.sinc} of {self._name}, this is {self.sinc}")
+        if order.number in self._answers:
+            body, answer = self._answers[order.number]
+            if body != order.body:
+                raise LocalProtocolError(f"{what} was {body} before and is {order.body} now")
+            return answer
+        if order.number <= self._forgotten and order.number not in self._begun:
+            raise Stale(f"{what} is older than the last {REMEMBERED} answers of term {self.term}")
+        self._begun[order.number] = None
+        if len(self._begun) > REMEMBERED:
+            self._begun.popitem(last=False)
+        return None
+
+    def has_answered(self, number: int) -> bool:
+        """Whether the answer of an order of this term is remembered."""
+        return number in self._answers
+
+    def remember_answer(self, order: e.Order, answer: Answer) -> None:
+        """Keep the answer for repetitions."""
+        self._begun.pop(order.number, None)
+        self._answers[order.number] = (order.body, answer)
+        if len(self._answers) > REMEMBERED:
+            number, _ = self._answers.popitem(last=False)
+            self._forgotten = max(self._forgotten, number)

@@ -3,6 +3,10 @@
 What must stay true: a version is served only after its Commit; an order that fails half-way poisons its round, and then
 only Abort is legal. The first order of a later round proves that the one before ended without a row (its Abort was
 lost): presumed abort. Synchronous; it does not know fences and repetitions (shard.py).
+
+`ShardSnapshots` is what the shard has under way on the disk meanwhile. Room for a snapshot is taken before anything is
+computed, and given back when its version will not be written. While a version is being written on another thread,
+nothing may take its θ and m away: those of a round that is aborted meanwhile stay until the writer has noticed.
 """
 
 from __future__ import annotations
@@ -11,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 
-from dips.errors import Busy, DipsError, LocalProtocolError, Stale, StaleVersion
+from dips.errors import Busy, BusyDisk, DipsError, FailedDisk, LocalProtocolError, Stale, StaleVersion
 from dips.ids import GENESIS, VersionId
 from dips.outer.versions import Versions
-from dips.protocol.effects import Abort, Apply, Commit, Fold, Measure
-from dips.protocol.events import Answer, Done, Folded, Measured, Prepared
+from dips.protocol.effects import Abort, Apply, Fold, Measure
+from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.slave.open_transfers import Opened, OpenTransfers
-from dips.slave.ports import Disk, Flow
-from dips.slave.shard_snapshots import ShardSnapshots
+from dips.slave.actions import DiskWork, Read
+from dips.slave.open_transfers import OpenTransfers
+from dips.slave.ports import Arrays, Disk, Flow
 
 
 class ShardRound:
@@ -41,20 +45,18 @@ class ShardRound:
         self._transfers, self._snapshots = transfers, snapshots
         self._last = 0
 
-    def measure(self, order: Measure, opened: Opened) -> Answer:
+    def measure(self, order: Measure) -> Answer:
         """Legal for a staged push when θ is at the order's version and nothing is prepared; begins the round."""
         self._enter_round(order.round)
         if self.versions.served_version != order.version:
             raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
         known = self._transfers.staged_push(order.push)
-        anchor = order.anchor if order.anchor is not None and self.versions.held.is_older(order.anchor) else None
         with self._poison_on_error(f"Measure of {order.push}"):
-            found = self.versions.measure_push(order.push, anchor)
+            found = self.versions.measure_push(order.push)
         known.measured = order.round
-        finite, anchored = all(map(isfinite, found.layer_sq)), anchor is not None
-        return Measured(found.layer_sq, finite, found.layer_dot, found.digest, anchored)
+        return Measured(found.layer_sq, all(map(isfinite, found.layer_sq)), found.layer_dot, found.digest)
 
-    def fold(self, order: Fold, opened: Opened) -> Answer:
+    def fold(self, order: Fold) -> Answer:
         """Legal once for a push measured in this round; frees its slot."""
         self._enter_round(order.round)
         known = self._transfers.staged_push(order.push)
@@ -63,11 +65,11 @@ class ShardRound:
         with self._poison_on_error(f"Fold of {order.push}"):
             self._flow.drop_push(order.push)
             try:
-                return Folded(self.versions.fold_push(order.push, order.weight, order.layer_weights, order.anchor))
+                return Folded(self.versions.fold_push(order.push, order.weight, order.layer_weights))
             finally:
                 self._transfers.forget_push(order.push)
 
-    def apply(self, order: Apply, opened: Opened) -> Answer:
+    def apply(self, order: Apply) -> Answer:
         """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′.
 
         The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
@@ -87,13 +89,7 @@ class ShardRound:
         self._transfers.forget_measures()
         return Prepared(order.version, made.layer_sq, made.digest)
 
-    def commit(self, order: Commit, opened: Opened) -> Answer:
-        """Legal for what is prepared or served already; serves it and opens the pulls."""
-        self.flip_version(order.version)
-        self._transfers.open_pulls(order, opened)
-        return Done()
-
-    def abort(self, order: Abort, opened: Opened) -> Answer:
+    def abort(self, order: Abort) -> None:
         """Legal for any round without a row; a round before the open one is over already."""
         memory = self.versions.served_version
         if memory is not None and memory != GENESIS and memory.round == order.round:
@@ -101,7 +97,6 @@ class ShardRound:
         if self.number is None or order.round >= self.number:
             self.end_round()
         self._last = max(self._last, order.round)
-        return Done()
 
     def _enter_round(self, round_: int) -> None:
         """Be in `round_`; a later one than the open one presumes that one aborted, unless it is in doubt."""
@@ -140,7 +135,7 @@ class ShardRound:
         self.end_round()
         self._transfers.move_old_readers()  # now, so that the next Apply finds its bank free
 
-    def begin_load(self, version: VersionId) -> Callable[[], None]:
+    def begin_load(self, version: VersionId) -> Read:
         """Return what reads a version's snapshot, on any thread; every push is dropped and every pull closed.
 
         What was served is served on until `end_load`; orders that need one version or the other are Busy meanwhile.
@@ -166,3 +161,77 @@ class ShardRound:
             if isinstance(error, DipsError):
                 raise
             raise LocalProtocolError(f"{self._name}: {self.poison}") from error
+
+
+class ShardSnapshots:
+    """One shard's snapshots under way; at most one has room reserved, at most one is being written beside orders."""
+
+    def __init__(self, name: str, disk: Disk) -> None:
+        self._name, self._disk = name, disk
+        self._reserved: VersionId | None = None
+        self.writing: VersionId | None = None  # on another thread
+        self.deleting = False  # on another thread
+        self._wanted = True  # what is being written
+
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
+        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there, BusyDisk if some is being made."""
+        if self._reserved != version:
+            self.release_room()
+        try:
+            self._disk.reserve_room(version, nbytes)
+        except OSError as error:
+            if self.deleting:
+                raise BusyDisk(
+                    f"the snapshot of {version} waits for the room of those that are being deleted"
+                ) from error
+            raise FailedDisk(f"{self._name} has no room for the snapshot of {version}: {error}") from error
+        self._reserved = version
+
+    def release_room(self, unless: VersionId | None = None) -> None:
+        """Give back what was reserved, unless it is for a version that still waits for its snapshot."""
+        if self._reserved is not None and self._reserved != unless:
+            self._disk.release_room(self._reserved)
+            self._reserved = None
+
+    def require_idle(self, what: str, unless: VersionId | None = None) -> None:
+        """Raise BusyDisk while a snapshot is being written, unless it is of that version."""
+        if self.writing is not None and self.writing != unless:
+            raise BusyDisk(f"{what} waits: the snapshot of {self.writing} is being written")
+
+    def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> DiskWork:
+        """Return what writes a snapshot into the room that was reserved for it, and returns its digest.
+
+        `writing` says that it is under way; whoever began it makes it None when it has ended.
+        """
+        self.require_idle(f"Persist of {version}")
+        if self._reserved == version:
+            self._reserved = None
+        self.writing, self._wanted = version, True
+
+        def write_snapshot() -> Answer:
+            return Persisted(version, self._disk.write_snapshot(version, theta, momentum, lambda: self._wanted))
+
+        return self._work_on_disk(f"write the snapshot of {version}", write_snapshot)
+
+    def give_up(self, version: VersionId) -> None:
+        """End the writer of a version that will not be; it notices soon."""
+        if self.writing == version:
+            self._wanted = False
+
+    def begin_deleting(self, versions: tuple[VersionId, ...]) -> DiskWork:
+        """Return what deletes snapshots; `deleting` says that it is under way."""
+        self.deleting = True
+        return self._work_on_disk("delete snapshots", lambda: self._disk.delete_snapshots(versions))
+
+    def begin_keeping(self, theta: Arrays) -> DiskWork:
+        """Return what writes v0@r0 for good, if it is that."""
+        return self._work_on_disk("write the first model", lambda: self._disk.keep_initial(theta))
+
+    def _work_on_disk(self, what: str, work: Callable[[], Answer | None]) -> DiskWork:
+        def run() -> Answer:
+            try:
+                return work() or Done()
+            except OSError as error:
+                raise FailedDisk(f"{self._name} cannot {what}: {error}") from error
+
+        return run

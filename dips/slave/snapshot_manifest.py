@@ -79,7 +79,10 @@ class SnapshotManifest:
         try:
             raw = json.loads(text)
             if raw["format"] != FORMAT:
-                raise CorruptSnapshot(f"{where}: expected snapshot format {FORMAT}, got {raw['format']!r}")
+                raise CorruptSnapshot(
+                    f"{where}: expected snapshot format {FORMAT}, got {raw['format']!r}; go on with the Di-PS that "
+                    "wrote it, or begin a new run from its `dips export`"
+                )
             layers = tuple(
                 LayerRecord(
                     int(one["index"]),

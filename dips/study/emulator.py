@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from dips.codecs import Codec
 from dips.ids import VersionId
 from dips.outer import kernels
-from dips.protocol.enums import AnchorRule, LayerUnit
+from dips.protocol.enums import LayerUnit
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
@@ -30,7 +31,7 @@ HANG_S = 10_000.0
 SLOTS_MORE = 1  # than clusters: nobody waits for a slot
 PATIENCE = 4.0  # times what the run would take if nothing were gated: then it is over, finished or not
 LEAST_S = 300.0  # for joining, pulling and ending, however short it is
-PINNED = 2  # older versions; with `anchor: base` one for each cluster, so that bases are held
+PINNED = 2  # older versions
 RANGES = 1 << 20  # more than any study's inner steps: each takes one
 
 
@@ -41,7 +42,7 @@ def emulate(
     steps: int,
     seed: int,
     options: Options | None = None,
-    pull_codec: str = "fp32",
+    pull_codec: Codec = Codec.FP32,
     layers: LayerUnit = LayerUnit.BLOCK,
 ) -> tuple[Emulated, GateCount]:
     """Train until the tokens of `steps` inner steps are accepted, in virtual time; same arguments, same bits."""
@@ -91,14 +92,13 @@ class _Comings(Observer):
         return [(share, what, action) for share, what, action, wanted in planned if wanted]
 
 
-def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
+def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: Codec) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
     held = max(1, options.data.ranges * options.data.epochs)  # an inner step is a range, nobody a thief
-    pinned = len(fleet.members) if options.outer.anchor is AnchorRule.BASE else PINNED
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
-        slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=pinned, inner_steps=fleet.inner_steps,
+        slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=PINNED, inner_steps=fleet.inner_steps,
         options=replace(options, timing=timing, ranges_held=held), lasts_s=lasts_s, ranges_at_once=fleet.inner_steps,
         chunk_bytes=CHUNK_BYTES, pull_codec=pull_codec, run="study",
     )  # fmt: skip

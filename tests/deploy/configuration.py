@@ -18,7 +18,7 @@ from tests.deploy.kubectl import Manifest
 from tests.deploy.pods import Pod, expand_pods
 from tests.deploy.rules import quantity, secret_files
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs" / "shared"
 PARAMETERS, RANKS, ROUNDS = 2_000_000_000, 8, 10_000  # of the model that the manifests are for, as they say
 CSI_FILES = {"ca.crt", "tls.crt", "tls.key"}  # of cert-manager's csi-driver
 
@@ -28,8 +28,8 @@ def find_contradictions(objects: list[Manifest]) -> Iterator[str]:
     pods = expand_pods(objects)
     for manifest in (o for o in objects if o["kind"] == "ConfigMap"):
         files = manifest["data"]
-        if files["shared.yaml"] != (CONFIGS / "dips.yaml").read_text():
-            yield "shared.yaml is no copy of configs/dips.yaml"
+        if files["shared.yaml"] != (CONFIGS / "default.yaml").read_text():
+            yield "shared.yaml is no copy of configs/shared/default.yaml"
         mounting = [p for p in pods if manifest["metadata"]["name"] in _config_maps(p)]
         try:
             with unpacked(files) as directory:

@@ -15,7 +15,6 @@ from tests.golden.toy import played, rounded
 from tests.unit.protocol.scripted_run import MANIFEST
 
 FILE = "ledger.sql"
-OLD_FILE = "ledger8.sql"  # the same run, as format 8 had it; never written again
 ROW = RunRow("golden", "c0ff1e", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
 _LONG = re.compile(r"-?\d+\.\d{9,}(?:e[-+]?\d+)?")  # a number of more than nine digits
 PRAGMAS = ("application_id", "user_version")  # what iterdump leaves out

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
 from benchmarks.accelerator import add_device, missing_device, take_device
-from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, exchange, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, exchange, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
 from dips.wire.chunks import LayerLayout, Range, describe_uncovered
@@ -69,18 +69,6 @@ def at(layout: ModelLayout, piece: Piece, theta: dict[str, np.ndarray]) -> np.nd
     return theta[parameter.name].reshape(-1)[piece.offset : piece.offset + piece.length]
 
 
-def read(memory: StreamedMemory, piece: Piece) -> np.ndarray:
-    """A piece as a slave would get it: in two chunks, straight from the model."""
-    cut = piece.length // 2
-    chunks = [
-        Range(piece.layer, piece.param, piece.offset, cut),
-        piece.range._replace(offset=piece.offset + cut, length=piece.length - cut),
-    ]
-    return np.concatenate(
-        [np.frombuffer(memory.encode_chunk(c, memoryview(b"")), np.float32) for c in chunks if c.length]
-    )
-
-
 def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     """Take one layout through a push and two pulls."""
     reference = {name: p.detach().numpy().copy() for name, p in seeded().named_parameters()}
@@ -105,24 +93,12 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     memory.gather_pieces()
     again = whole_theta(collectives, layout, memory)
     wrong_change += [n for n, theta in changed.items() if not np.array_equal(again[n], theta.reshape(-1))]
-    streamed = StreamedMemory(layout.adapter, layout.held, layout.plan, collectives)
-    streamed.gather_pieces()
-    wrong_stream = [
-        str(p.range) for p in streamed.pieces if not np.array_equal(read(streamed, p), at(layout, p, changed))
-    ]
-    streamed.release_staged()
-    for layer in streamed.layers:
-        for piece in streamed.pieces_of_layer(layer):
-            piece.array[:] = at(layout, piece, reference)
-        streamed.install_layer(layer)
-    wrong_stream += [n for n, p in inner.named_parameters() if not torch.equal(local(p), before[n])]
     return {
         "digest": layout.plan.manifest.digest,
-        "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change, "streamed": wrong_stream},
+        "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change},
         "moved": sum(piece.length for piece in memory.pieces),
         "held": sum(local(p).numel() for p in inner.parameters()),
         "host": memory.allocated_numel,
-        "host of one layer": streamed.allocated_numel,
         "parameters": sum(theta.size for theta in reference.values()),
     }
 

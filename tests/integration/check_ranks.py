@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from train_constant import ConstantModel, local
 
-from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.replica_check import EVERY
@@ -127,34 +127,6 @@ def all_ranks_pull(collectives: JobCollectives, model: nn.Module) -> dict[str, A
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
     sevens = all(bool((local(p) == 7.0).all()) for p in model.parameters())
     return {"ok": moved.ok, "sevens": sevens, "moments": kept, "nbytes": moved.nbytes}
-
-
-def one_rank_tears(collectives: JobCollectives, model: nn.Module) -> dict[str, Any]:
-    """Layer by layer: rank 1 cannot pull the second one, after the first is installed on both; then all goes well."""
-    layout = lay_out(model, collectives)
-    shard_transfer = ShardTransfer(
-        StreamedMemory(layout.adapter, layout.held, layout.plan, collectives), collectives, stall_s=5.0
-    )
-    calls, broken = [0], [True]
-
-    def pull(grant: Grant, base: TransferIdentity, pieces: Any, *, cancel: threading.Event, **_: Any) -> TransferStats:
-        calls[0] += 1
-        if broken[0] and calls[0] == 2:
-            if collectives.rank == 1:
-                raise UnavailableSlave("ps1 is gone")
-            assert cancel.wait(30), "rank 0 was not cancelled"
-            raise transfer.TransferCancelled("cancelled")
-        for piece in pieces:
-            piece.array[:] = 9.0
-        return TransferStats(0, 0.0, 1)
-
-    transfer.pull_pieces = pull
-    torn = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 3, shard_transfer.rank))).wait(0.2)
-    nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
-    broken[0] = False
-    again = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 4, shard_transfer.rank))).wait(0.2)
-    whole = all(bool((local(p) == 9.0).all()) for p in model.parameters())
-    return {"torn": [torn.ok, torn.torn], "nines": nines, "again": [again.ok, again.torn], "whole": whole}
 
 
 def pull_and_merge(collectives: JobCollectives, diverged: bool) -> dict[str, Any]:
@@ -273,7 +245,6 @@ def main(out: Path) -> None:
         "odd one": refused(odd_one(collectives), collectives),
         "wrong on rank 1": refused(wrong_on_rank_1(collectives), collectives),
         "fails": one_rank_fails(collectives, sharded(flat)),
-        "tears": one_rank_tears(collectives, sharded(flat)),
         "merges": pull_and_merge(collectives, diverged=False),
         "diverged": pull_and_merge(collectives, diverged=True),
         "sharded late": sharded_late(collectives),

@@ -133,7 +133,7 @@ class Run:
         self.shared = {"run": "test", **(shared or {})}
         self.slaves = [f"ps{i}" for i in range(slaves)]
         self.file = directory / "dips.yaml"
-        self._timing = {"window_s": 0.3, "heartbeat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})}
+        self._timing = {"window_s": 0.3, "heartbeat_s": 0.5, **(timing or {})}
         self.write_run_file()
         genesis.make_run(load_run(self.file), tensors)
 
@@ -209,7 +209,7 @@ class Run:
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         model = str(Path("master") / genesis.INITIAL_MODEL)
-        small = {"initial_model": model, "master": self.address, "threads": 1, "transit_bytes": 8 << 20, **self._slave}
+        small = {"initial_model": model, "master": self.address, "threads": 1, **self._slave}
         return {
             "shared": self.shared,
             "master": {"listen": self.address, "directory": "master", "timing": dict(timing), **self._master},

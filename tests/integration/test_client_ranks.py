@@ -86,16 +86,6 @@ def test_a_pull_that_fails_on_one_rank_is_installed_on_none(ranks: list[dict[str
     assert max(found["fails"]["seconds"] for found in ranks) < 5
 
 
-def test_a_streamed_pull_that_fails_half_way_leaves_a_torn_model(ranks: list[dict[str, Any]]) -> None:
-    """The first layer is new on both ranks and the rest is old on both; the next pull, of all layers, repairs it."""
-    for found in ranks:
-        tears = found["tears"]
-        assert tears["torn"] == [False, True]
-        assert [name for name, nine in tears["nines"].items() if nine and name.startswith("blocks.0")]
-        assert not any(nine for name, nine in tears["nines"].items() if name.startswith("embed"))
-        assert tears["again"] == [True, False] and tears["whole"]
-
-
 def test_a_pull_that_succeeds_leaves_the_optimizer_alone(ranks: list[dict[str, Any]]) -> None:
     """θ is replaced in place on every rank; AdamW's moments survive."""
     for found in ranks:

@@ -135,7 +135,7 @@ def fuzz_beside_a_run(directory: Path, messages: int, seed: int) -> None:
     path = str(HERE / "train_constant.py")
     with harness.Run(directory, tensors, shared=shared) as run:
         content = yaml.safe_load(run.file.read_text())  # what is only turned away is not looked at
-        content["limits"] = {"calls_per_s": UNLIMITED, "peer_calls_per_s": UNLIMITED}
+        content["limits"] = {"peer_calls_per_s": UNLIMITED}
         run.file.write_text(yaml.safe_dump(content))
         daemons = [run.start_master(), *run.start_slaves()]
         for name in ("fast", "slow"):

@@ -27,7 +27,7 @@ from tests.integration import train_constant as constant
 from tests.integration.test_control import ClusterScript
 
 HERE = Path(__file__).parent
-TIMES = 5
+TIMES = 8
 VERSIONS = 4
 
 
@@ -82,7 +82,7 @@ class Puller:
 @pytest.mark.slow
 @pytest.mark.real_commands
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("scale", [0.04, 1.0], ids=["1.8 s", "45 s"])
+@pytest.mark.parametrize("scale", [0.15, 1.0], ids=["6.8 s", "45 s"])
 def test_a_disk_that_is_silent_loses_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     """Two clusters that push as they please, and one fsync of 4.5 `order_s` for each snapshot, which tells nothing.
 
@@ -93,8 +93,7 @@ def test_a_disk_that_is_silent_loses_no_round(tmp_path: Path, monkeypatch: pytes
     fsync_s = 45.0 * scale
     monkeypatch.setenv("SLOW_FSYNC_S", str(fsync_s))
     default = TimingOptions()
-    timing: dict[str, float | None] = {key: scale * getattr(default, key) for key in ("order_s", "compute_s")}
-    timing |= {"heartbeat_s": max(0.3, scale * default.heartbeat_s), "window_s": default.window_s}
+    timing = {"compute_s": scale * default.compute_s, "heartbeat_s": scale * default.heartbeat_s}
     shared = {"stop": {"versions": VERSIONS}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors(), shared=shared, timing=timing) as run:
         run.commands["slave"] = [sys.executable, str(HERE / "slow_disk_slave.py")]
@@ -134,7 +133,7 @@ def test_a_disk_that_is_silent_loses_no_round(tmp_path: Path, monkeypatch: pytes
 def test_with_overlap_and_steps_of_five_stall_s_every_push_lands(tmp_path: Path) -> None:
     """Granted, moved, committed and pulled at boundaries that are five times the stall apart, and the hang, too."""
     stall_s = 0.4
-    timing = {"heartbeat_s": 0.2, "hang_s": stall_s, "least_transfer_s": stall_s, "transfer_s": stall_s}
+    timing = {"heartbeat_s": 0.2, "hang_s": stall_s, "transfer_s": stall_s}
     shared = {
         "stop": {"versions": 2},
         "outer": {"lr": 1.0, "momentum": 0.0, "step": "nesterov", "clip": {}},

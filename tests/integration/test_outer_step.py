@@ -8,6 +8,7 @@ relative.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from pathlib import Path
@@ -43,10 +44,11 @@ from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
+from dips.slave.actions import SlaveIdentity
 from dips.slave.export import export_snapshot
-from dips.slave.ports import Arrays, FlowEvents
-from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed
+from dips.slave.moves import FlowEvent, Staged
+from dips.slave.ports import Arrays
+from dips.slave.shard import Followed, Shard
 from dips.slave.snapshots import Snapshots
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import carry_out
@@ -68,7 +70,7 @@ class ReceivedPush:
     def __init__(self) -> None:
         self.buffers: dict[PushId, Arrays] = {}
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         pass
 
     def open_push(
@@ -140,7 +142,7 @@ class SlaveSet:
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
-            self.shards[i].transfers.on_push_staged(push, 0)
+            self.shards[i].transfers.on_flow_event(Staged(push, 0))
 
     def outer_step(self, version: VersionId, pushes: list[tuple[PushId, Model, int]], clip: float | None) -> float:
         """Push, measure and fold in the given order, apply, persist, commit; return the norm before clipping."""
@@ -268,7 +270,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
         assert export_snapshot(run.directories, None, tmp_path / "out.safetensors") == version
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
-            assert shard.make_registration(0, "", "run", "", ()).complete == (version,)
+            assert shard.make_registration(SlaveIdentity("run", shard.name, "", "", (), "")).complete == (version,)
             follow_load(shard, version)
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]

@@ -87,7 +87,7 @@ def write_keys(directory: Path, ports: dict[str, int]) -> None:
     for section in (content["master"], *content["slaves"]):
         name = section.get("name", "master")
         section.update(http=f"0.0.0.0:{ports[name]}", http_token="certs/http.token")
-    content["master"].update(mirror="ledger-mirror", journal={"segment_bytes": 4096, "segments": 4}, most_rollback=0)
+    content["master"].update(mirror="ledger-mirror", journal={"segments": 4}, most_rollback=0)
     content["slaves"][0]["mirror"] = "ps0-mirror"
     file.write_text(yaml.safe_dump(content))
 

@@ -31,7 +31,7 @@ TURNED: dict[type[ast.AST], str] = {
 WORDS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 WIDE = {  # room: what else drives its lines, where the tests of its own name find nothing
     "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
-    "master": "tests/unit/master tests/unit/page tests/unit/test_recover.py tests/transcripts "
+    "master": "tests/unit/master tests/unit/view tests/unit/test_recover.py tests/transcripts "
     "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
     "tests/simulation/test_seeds.py",
     "slave": "tests/unit/slave tests/unit/test_watching.py tests/integration/test_flow.py "
@@ -47,6 +47,7 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
     "commands": "tests/unit/commands tests/unit/test_cli.py tests/unit/test_recover.py "
     "tests/integration/test_operator.py",
+    "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
     "http": "tests/unit/http tests/integration/test_http_port.py",
     "telemetry": "tests/unit/telemetry tests/unit/http tests/unit/test_errors.py tests/integration/test_scrapes.py",
 }

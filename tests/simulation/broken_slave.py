@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.effects import Apply, Fold, Order, Registered
@@ -11,13 +12,13 @@ from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
-from dips.slave.order_fences import OrderFences
+from dips.slave.moves import Released, SourceMoved, Tombstones
 from dips.slave.outgoing_pull import OutgoingPull
 from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
-from dips.slave.shard import Shard
+from dips.slave.shard import OrderFences, Shard
 from dips.slave.shard_round import ShardRound
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Buffer, Header
 
@@ -27,8 +28,8 @@ Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 def flip_on_prepared() -> list[Patch]:
     honest = ShardRound.apply
 
-    def apply(self: ShardRound, order: Apply, opened: tuple[int, int]) -> Answer:
-        answer = honest(self, order, opened)
+    def apply(self: ShardRound, order: Apply) -> Answer:
+        answer = honest(self, order)
         self.flip_version(order.version)
         return answer
 
@@ -43,15 +44,15 @@ def refold_on_retry() -> list[Patch]:
         remembered = honest_admit(self, order)
         return None if isinstance(order.body, Fold) else remembered
 
-    def fold(self: ShardRound, order: Fold, opened: tuple[int, int]) -> Answer:
+    def fold(self: ShardRound, order: Fold) -> Answer:
         key = (id(self), order.push)
         if key not in kept:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
             kept[key] = {layer: a.copy() for layer, a in arrays.items()}
-            return honest_fold(self, order, opened)
+            return honest_fold(self, order)
         acc, memory = self.versions._acc, self.versions.served_version
         if acc is None or memory is None:
-            return honest_fold(self, order, opened)
+            return honest_fold(self, order)
         theta = self.versions.theta(memory)
         for layer, theta_j in kept[key].items():
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
@@ -65,7 +66,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
         honest(self, pull, version, source, *more)
-        self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
+        self._call_later(0.0, f"{pull} is sent", lambda: self._report_event(Released(pull, "sent")))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -82,7 +83,7 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._call_later(0.0, f"{pull} moves", lambda: self._listener().on_source_moved(pull))
+        self._call_later(0.0, f"{pull} moves", lambda: self._report_event(SourceMoved(pull)))
 
     return [(SimFlow, "move_pull", move_pull)]
 
@@ -99,7 +100,7 @@ def keep_local() -> list[Patch]:
 
 def accept_old_stream() -> list[Patch]:
     honest_hello, honest_claim = Receiver.on_hello, Receiver.claim_chunk
-    kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
+    kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, Codec]] = {}  # what each stream once wrote into
 
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float, *ready: int) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
@@ -114,11 +115,9 @@ def accept_old_stream() -> list[Patch]:
             if (id(self), header.stream) in kept:
                 layout, targets, codec = kept[id(self), header.stream]
                 begin = layout.fields[header.layer, header.param].start + header.offset
-                of_body = header.length
-                length = {"fp32": of_body // 4, "bf16": of_body // 2, "int8": of_body - 4, "int4": 2 * (of_body - 4)}[
-                    codec.name
-                ]
-                codec.put(body, targets[header.layer][begin : begin + length])
+                of_codes = header.length - ITEM_BYTES * codec.count_blocks(1)  # chunks here are one block at most
+                length = 8 * of_codes // codec.bits
+                bodies.put(codec, body, targets[header.layer][begin : begin + length])
             raise
 
     return [(Receiver, "on_hello", hello), (Receiver, "claim_chunk", claim)]
@@ -139,7 +138,7 @@ def offers_without_ledger() -> list[Patch]:
 
 
 def leak_slot() -> list[Patch]:
-    def refuse_closed(closed: open_transfers.Closed, transfer: PushId | PullId) -> None:
+    def refuse_closed(self: Tombstones, transfer: PushId | PullId) -> None:
         """No tombstone."""
 
     def heal(
@@ -147,4 +146,4 @@ def leak_slot() -> list[Patch]:
     ) -> list[str]:
         return []
 
-    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]
+    return [(Tombstones, "refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]

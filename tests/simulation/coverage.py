@@ -58,15 +58,13 @@ POINTS: dict[str, str] = {
     "degraded": "versions were announced without a snapshot",
     "durable_again": "and durable again",
     "stopped": "the run stopped for a broken disk, and went on when it was mended",
-    "lossy": "a push in bf16, int8 or int4 was accepted",
+    "lossy": "a push in a lossy codec was accepted",
     "updates": "a rank pulled the update to a version instead of its parameters",
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
     "held": "a push waited in its slot for the others of its round",
     "flagged": "a gate spoke against a push that was accepted",
-    "anchored": "a late push was folded as its difference to the version that its cluster had pulled",
-    "unanchored": "a slave no longer held that version, and the push was measured against the head everywhere",
     "seeded": "slaves that began with empty disks were brought the first model",
     "seed_broken": "that broke on the way, and was begun anew",
     "extended": "a run was extended before its end",
@@ -80,7 +78,7 @@ POINTS: dict[str, str] = {
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
-NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged", "push_unanchored": "unanchored"}
+NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged"}
 
 EXPELLED = "expelled by the operator of this simulation"
 
@@ -137,10 +135,8 @@ class Coverage(Observer):
         for fold in record.folds:
             if (fold.push.cluster, fold.push.inc) in self._ended:
                 self.met("push_of_the_dead")
-            if self.world.books.frozen[fold.push].codec != "fp32":
+            if self.world.books.frozen[fold.push].codec.lossy:
                 self.met("lossy")
-            if fold.anchored:
-                self.met("anchored")
             if self._undone:
                 self.met("undone")
 

@@ -30,7 +30,9 @@ class LivenessInvariant(Invariant):
     """Once the faults have stopped, every live trainer gets an Outcome in time, the head advances, pulls succeed.
 
     B1 and B2 hold for the deadlines of an ordinary seed: a lease of 7.6 s, orders 4 s, Apply and Persist 8 s, transfers
-    12 s. They are sums of these; for longer ones they are as many times longer (Mix.patience).
+    12 s. They are sums of these; for longer ones they are as many times longer (Mix.patience). A cluster that nobody
+    mends may keep a slot, perhaps the only one, until a transfer that is not named any more ends (docs/protocol.md,
+    Timing): so much longer all others may wait, once.
     """
 
     number = 12
@@ -71,7 +73,9 @@ class LivenessInvariant(Invariant):
 
     def time_passed(self) -> None:
         now, quiet = self.world.heap.now, self.world.scenario.quiet_at
-        outcome_s, head_s = self.OUTCOME_S * self.patience, self.HEAD_S * self.patience
+        timing = self.world.options.timing
+        kept_s = timing.least_transfer_s + timing.lease_s if self.dead else 0.0
+        outcome_s, head_s = self.OUTCOME_S * self.patience + kept_s, self.HEAD_S * self.patience + kept_s
         if now < quiet + min(outcome_s, head_s):
             return
         if self.finished_at is not None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 
 from dips.ids import GENESIS, VersionId
-from dips.protocol.enums import AnchorRule, GateName
+from dips.protocol.enums import GateName
 from dips.protocol.options import Options
 from dips.protocol.records import (
     ClusterDiverged,
+    ClusterReadmitted,
     FoldRow,
     LedgerState,
     OptionsTuned,
@@ -47,6 +48,9 @@ class FiniteInvariant(Invariant):
             self.statistics.o = tune_options(Options(penalty=self.statistics.o), record.changes).penalty
         if isinstance(record, ClusterDiverged):
             self.statistics.diverged(record.penalty.cluster)
+            self._same((record.penalty,), "a row")
+        if isinstance(record, ClusterReadmitted):
+            self.statistics.readmitted(record.penalty.cluster)
             self._same((record.penalty,), "a row")
         if isinstance(record, VersionCommitted):
             self._merged(record)
@@ -87,7 +91,7 @@ class FiniteInvariant(Invariant):
                 abs(fold.weight - expected) <= 1e-12 * expected, f"{fold.push} weighs {fold.weight}, not {expected}"
             )
         o, theta = self.world.options.outer, self.models.versions[record.parent].theta
-        pushes = [self._pushed(record, fold, self._anchor(record, fold)) for fold in record.folds]
+        pushes = [self._pushed(record, fold, theta) for fold in record.folds]
         merged = [rules_reference.merge_layer(o, pushes, layer) for layer in sorted(theta)]
         norm = sqrt(sum(rules_reference.norm_of(g or []) ** 2 for g in merged))
         self.require(
@@ -103,16 +107,8 @@ class FiniteInvariant(Invariant):
     ) -> rules_reference.Pushed:
         content = self.world.books.frozen[fold.push].content
         layers = [[t - p for t, p in zip(theta[i], unpack(content[i]), strict=True)] for i in sorted(theta)]
-        staleness = record.parent.version - fold.base.version
         flagged = {i for i in range(len(layers)) if weight_in(fold, i) == 0} if self._flags_layers else ()
-        return rules_reference.Pushed(fold.tokens, fold.inner_steps, staleness, layers, frozenset(flagged))
-
-    def _anchor(self, record: VersionCommitted, fold: FoldRow) -> Mapping[int, Sequence[float]]:
-        """θ that the push was subtracted from."""
-        if fold.anchored:
-            late = self.world.options.outer.anchor is AnchorRule.BASE and fold.base != record.parent
-            self.require(late and fold.base in self.lineage, f"{fold.push} went from {fold.base} to {record.version}")
-        return self.models.versions[fold.base if fold.anchored else record.parent].theta
+        return rules_reference.Pushed(fold.tokens, fold.inner_steps, layers, frozenset(flagged))
 
     @property
     def _flags_layers(self) -> bool:
@@ -128,8 +124,7 @@ class FiniteInvariant(Invariant):
         for numbers in self.models.versions[record.version].theta.values():
             self.require(all(map(isfinite, numbers)), f"{record.version} is not finite")
         for fold in record.folds:
-            anchor = fold.base if fold.anchored else record.parent
-            norm = self.models.norm(anchor, self.world.books.frozen[fold.push].content, fold.inner_steps)
+            norm = self.models.norm(record.parent, self.world.books.frozen[fold.push].content, fold.inner_steps)
             self.require(
                 abs(norm - fold.norm) <= 1e-5 * norm, f"the norm of {fold.push} is {norm}, the row says {fold.norm}"
             )

@@ -152,7 +152,7 @@ class OperatorInvariant(Invariant):
         self.require(any(abs(lr - rate) < 1e-12 for rate in rates), f"{version} names lr {lr}, {self.held} held")
         rule = rules_reference.STEPS[self.world.options.outer.step]
         share = record.step.c  # of a round that steps by its share; Nesterov's is 1
-        possible = [rule(mu, share, nth) for mu in self.held["outer.momentum"] for nth in (True, False)]
+        possible = [rule(mu, share) for mu in self.held["outer.momentum"]]
         self.require(numbers in possible and 0 < share <= 1, f"{version} names {numbers}, the rule makes {possible}")
         folded = {fold.push.cluster for fold in record.folds}
         self.require(not folded & self.out, f"{version} folded {folded & self.out}, who were quarantined")

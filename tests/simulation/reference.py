@@ -9,9 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import frexp, ldexp, log, sqrt
+from math import frexp, ldexp, sqrt
 from statistics import median
 
+from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import FoldRow, PenaltyRow, VersionCommitted
@@ -65,7 +66,9 @@ def _content(theta: dict[int, Numbers], momentum: dict[int, Numbers]) -> Content
 class LineageReference:
     """Every version of the lineage, made anew from its row."""
 
-    def __init__(self, genesis: Mapping[int, F32], parameters: tuple[int, ...] = (), pull_codec: str = "fp32") -> None:
+    def __init__(
+        self, genesis: Mapping[int, F32], parameters: tuple[int, ...] = (), pull_codec: Codec = Codec.FP32
+    ) -> None:
         """`parameters` of each layer, by their elements: of an update each is one block."""
         self._parameters, self._codec = parameters, pull_codec
         theta = {layer: unpack(a) for layer, a in genesis.items()}
@@ -79,22 +82,19 @@ class LineageReference:
         theta, momentum = dict[int, Numbers](), dict[int, Numbers]()
         pushed = [{layer: unpack(a) for layer, a in content.items()} for content in contents]
         for layer, numbers in old.theta.items():
-            anchors = [self.versions[f.base].theta[layer] if f.anchored else numbers for f in row.folds]
-            acc = self._sum(layer, anchors, row.folds, pushed)
+            acc = self._sum(layer, numbers, row.folds, pushed)
             theta[layer], momentum[layer] = self._step(row, layer, numbers, acc, old.momentum[layer])
-            if self._codec != "fp32":
+            if self._codec.lossy:
                 self._round(row, numbers, theta[layer], momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
         return made
 
     @staticmethod
-    def _sum(
-        layer: int, anchors: list[Numbers], folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]
-    ) -> Numbers:
-        """Σ w·(θ − θ_j), each θ being the version's parent or the push's own base."""
+    def _sum(layer: int, theta: Numbers, folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]) -> Numbers:
+        """Σ w·(θ − θ_j), θ being the version's parent."""
         counts = weight_in(folds[0], layer) > 0
-        acc = [f32(t - p) if counts else 0.0 for t, p in zip(anchors[0], pushed[0][layer], strict=True)]
-        for fold, theta, content in zip(folds[1:], anchors[1:], pushed[1:], strict=True):
+        acc = [f32(t - p) if counts else 0.0 for t, p in zip(theta, pushed[0][layer], strict=True)]
+        for fold, content in zip(folds[1:], pushed[1:], strict=True):
             w = f32(weight_in(fold, layer))
             acc = [f32(a + f32(w * f32(t - p))) for a, t, p in zip(acc, theta, content[layer], strict=True)]
         return acc
@@ -127,8 +127,10 @@ class LineageReference:
             top = max(abs(c) for c in change.values())
             step = f32(top / 127)
             for i, c in change.items():
-                if self._codec == "bf16":
+                if self._codec is Codec.BF16:
                     update = _round_bf16(c)
+                elif self._codec is not Codec.INT8:
+                    raise ValueError(f"no reference of updates in {self._codec}")
                 elif top < 2.0**-119:
                     update = 0.0
                 else:
@@ -166,10 +168,8 @@ class PenaltyReference:
             g, n = fold.norm, row.n + 1
             if self._is_scored(row):
                 armed.append(fold.score)
-            if self.o.score == "log":
-                g = log(g)
             if row.warm_left == 0 and row.n > 0 and "dips-paper" not in self.o.gates:
-                least = (self.o.sigma_floor if row.n > 1 else 1.0) * (1.0 if self.o.score == "log" else row.mu)
+                least = (self.o.sigma_floor if row.n > 1 else 1.0) * row.mu
                 g = min(g, row.mu + limit * max(row.sigma * self._spread(row.n), least, 1e-30))
             w, _left = max(self.o.alpha, 1 / n), max(0, row.warm_left - 1)
             mu = w * g + (1 - w) * row.mu
@@ -227,10 +227,7 @@ class PenaltyReference:
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         if row.gated_in_a_row >= self.o.gate_patience and not row.broken:
-            others = [r.last_norm for r in rows.values() if r.cluster != cluster and r.accepted and r.last_norm]
-            reference = max([row.reference, *([median(others)] if others else [])])
-            anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
-            anew = replace(anew, reference=reference, steps=row.steps)
+            anew = self._warming(row, rows)
             kept = replace(row, quarantined=decided.quarantined, broken=decided.broken)
             if self._is_young(row) and decided.last_norm != row.last_norm:  # who are most, or alone, is not known here
                 most = min(norm, self.genesis_norm / sqrt(max(1, inner_steps)))
@@ -248,6 +245,17 @@ class PenaltyReference:
         if row.gated_in_a_row >= self.o.gate_patience:
             row = replace(row, quarantined=True, broken=True)
         self.rows[cluster] = row
+
+    def readmitted(self, cluster: str) -> None:
+        """An operator lifted the gate's quarantine: it warms up again."""
+        self.rows[cluster] = self._warming(self.row(cluster), self.rows)
+
+    def _warming(self, row: PenaltyRow, rows: Mapping[str, PenaltyRow]) -> PenaltyRow:
+        """A cluster in a new warm-up: of its past what its hard cap is made of, which the others' norms may raise."""
+        others = [r.last_norm for r in rows.values() if r.cluster != row.cluster and r.accepted and r.last_norm]
+        reference = max([row.reference, *([median(others)] if others else [])])
+        anew = replace(self.fresh(row.cluster), last_norm=row.last_norm, accepted=row.accepted)
+        return replace(anew, reference=reference, steps=row.steps)
 
     def row(self, cluster: str) -> PenaltyRow:
         return self.rows.get(cluster) or self.fresh(cluster)

@@ -39,11 +39,9 @@ def spell_order(body: e.OrderBody) -> str:
         case e.DropPush():
             return f"DropPush {body.push}: {body.reason}"
         case e.Measure():
-            asked = f" or its base {body.anchor}" if body.anchor else ""
-            return f"Measure {body.push} against {body.version}{asked} in round {body.round}"
+            return f"Measure {body.push} against {body.version} in round {body.round}"
         case e.Fold():
-            anchor = f" against {body.anchor}" if body.anchor else ""
-            return f"Fold {body.push} × {body.weight:.4g}{anchor} in round {body.round}"
+            return f"Fold {body.push} × {body.weight:.4g} in round {body.round}"
         case e.Apply():
             tuned = "" if body.step.lr == OuterOptions().lr else f", lr {body.step.lr:g}"
             return f"Apply {body.version}, scale {body.step.scales[0]:.4g}{tuned}" + (
@@ -117,10 +115,7 @@ def spell_record(record: r.Record) -> str:
         case r.RoundReserved():
             return f"RoundReserved {record.round}"
         case r.VersionCommitted():
-            folds = ", ".join(
-                f"{f.push} × {f.weight:.4g} ({f.tokens} tokens{f', from {f.base}' if f.anchored else ''})"
-                for f in record.folds
-            )
+            folds = ", ".join(f"{f.push} × {f.weight:.4g} ({f.tokens} tokens)" for f in record.folds)
             durable = "" if record.durable else ", not durable"
             durable += "" if record.step.lr in (OuterOptions().lr, 0.0) else f", lr {record.step.lr:g}"
             told = f"{folds}; {_outcomes(record.outcomes)}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from dips.protocol.enums import AnchorRule, WindowRule
-from dips.protocol.options import DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
+from dips.protocol.enums import WindowRule
+from dips.protocol.options import DataOptions, Options, PenaltyOptions, StopOptions, TimingOptions
 
 Words = dict[str, str]  # the `key=value` words of a command
 
@@ -28,10 +28,9 @@ def options(words: Words) -> Options:
         window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0")),
         window=WindowRule(words.get("extends", "fixed")),
     )  # fmt: skip
-    outer = OuterOptions(anchor=AnchorRule(words.get("anchor", "current")))
     penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")), gate_patience=int(words.get("patience", "3")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
     data = DataOptions(ranges=int(words.get("ranges", "0")))
-    chosen = {k: words[k] for k in ("codec", "order", "durability", "on_persist_failure", "requeue") if k in words}
+    chosen = {k: words[k] for k in ("codec", "durability", "on_persist_failure", "requeue") if k in words}
     kept = {k: int(words[k]) for k in ("keep_every", "most_rollback") if k in words}
-    return Options(outer=outer, penalty=penalty, timing=timing, stop=stop, data=data, **kept, **chosen)  # type: ignore[arg-type]
+    return Options(penalty=penalty, timing=timing, stop=stop, data=data, **kept, **chosen)  # type: ignore[arg-type]

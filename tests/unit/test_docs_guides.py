@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.record import RESULTS, read_runs
-from dips.dataclass import replace
-from dips.protocol.enums import GateName
-from dips.protocol.gates import GATES
-from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty
-from dips.protocol.penalty_rows import fresh_row
-from dips.protocol.verdicts import PushEvidence
 
 ROOT = Path(__file__).parents[2]
 GATES_GUIDE = ROOT / "docs/guides/gates.md"
@@ -52,14 +44,3 @@ def test_the_bytes_are_those_that_were_measured() -> None:
     measured = [found[f"bytes on the connection, {what}"] for what in ("int8 both ways", "int4 push and int8 pull")]
     assert all(f"{value:g}" in GUIDE.read_text() for value in measured) and measured[0] == BYTES["int8 both ways"]
     assert found["bytes on the connection, fp32 both ways"] == pytest.approx(BYTES["fp32"], rel=0.001)
-
-
-def test_the_gate_of_the_guide_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example in docs/guides/gates.md is a gate as it stands: it keeps out a push of absurdly many steps."""
-    example = re.findall(r"^```python\n(.*?)^```$", GATES_GUIDE.read_text(), re.DOTALL | re.MULTILINE)[-1]
-    made: dict[str, Any] = {}
-    exec(compile(example, str(GATES_GUIDE), "exec"), made)
-    monkeypatch.setitem(GATES, GateName.DIPS, made["judge_steps"])
-    penalty = Penalty(PenaltyOptions(gates=(GateName.DIPS,)), [replace(fresh_row("a", PenaltyOptions()), steps=10.0)])
-    usual, absurd = (penalty.judge_push(PushEvidence("a", (1.0,), steps)) for steps in (10, 1001))
-    assert usual.accepted and not absurd.accepted and "usually 10" in absurd.reason

@@ -89,7 +89,7 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
-    torn: bool = False  # some layers are installed and others are not: the model is good for nothing but another pull
+    torn: bool = False  # some layers are merged and others are not: the model is good for nothing but another pull
     at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
     merged: bool = False  # what was trained since the last push was frozen was kept
 

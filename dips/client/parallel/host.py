@@ -7,8 +7,7 @@
 
 The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard
 (memory_map.py); a layer is rearranged at a time. On an accelerator the copies go through pinned memory on a stream of
-their own; beside the model at most one block is needed there. On a host that is short of memory the buffer is that of
-the largest layer, and each layer is installed before the next is pulled (streaming.py). Where training should not wait
+their own; beside the model at most one block is needed there. Where training should not wait
 for it, `install_shard` only begins, and the next forward does the rest (lazy.py).
 
 `gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward. Ranks of one
@@ -38,20 +37,16 @@ from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.client.parallel.shard_buffer import ShardBuffer
 from dips.client.parallel.shard_copies import ShardBlocks, ShardCopy, part_of
 from dips.transport.shares import Piece
-from dips.wire.chunks import Range
-from dips.wire.frame import Buffer
 
-EncodeChunk = Callable[[Range, memoryview], Buffer]
 Layers = Sequence[int] | None  # of the manifest, by number; None: all
 
 
 class HostMemory:
     """What this rank holds of θ, beside the model."""
 
-    ONE_LAYER = False  # all layers share the memory of the largest
+    PINNED = True  # copies to and from a device go through memory that is locked
     torn = False  # an install failed between two tensors
     on_installed: Callable[[Collection[str]], None] | None = None  # told what of `pending` has been installed since
-    encode_chunk: EncodeChunk | None = None  # makes the body of a chunk of a push; None: it is in the pieces
 
     def __init__(
         self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
@@ -63,9 +58,7 @@ class HostMemory:
         self._kept = KeptShard(self._device)
         self._held = self._sort_by_layer(held)
         written = [[[b.rect for b in h.writes] if h else [] for h in layer] for layer in self._held]
-        self._buffer = ShardBuffer(
-            self._device, exchange, written, plan.pieces, plan.replicas, one_layer=self.ONE_LAYER
-        )
+        self._buffer = ShardBuffer(self._device, exchange, written, plan.pieces, plan.replicas, pinned=self.PINNED)
         shards, me = self._buffer.shards, exchange.rank
         self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
         self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
@@ -202,8 +195,7 @@ class HostMemory:
         with self._device.ordered_copies():
             for layer in chosen:
                 for source, target in self._plan.gather[layer].local:
-                    if (frozen := self._frozen_tensor(target)) is not None:
-                        read_tensor(self._device, self._read_rect(layer, source), frozen)
+                    read_tensor(self._device, self._read_rect(layer, source), self._buffer.piece_part(target))
             self._device.synchronize()
             for layer in chosen:
                 self._add_remainders(layer)
@@ -212,10 +204,8 @@ class HostMemory:
                     peer: [SentPart(self._read_rect(layer, r), self._remainder_of(layer, r)) for r in rects]
                     for peer, rects in moves.sends.items()
                 }
-                receives = {peer: [self._frozen_tensor(r) for r in rects] for peer, rects in moves.receives.items()}
-                self._exchange.move_parts(
-                    sends, {peer: [view for view in views if view is not None] for peer, views in receives.items()}
-                )
+                receives = {peer: [self._buffer.piece_part(r) for r in rects] for peer, rects in moves.receives.items()}
+                self._exchange.move_parts(sends, receives)
 
     @torch.no_grad()
     def keep_pushed_shard(self, layers: Layers = None) -> None:
@@ -291,10 +281,6 @@ class HostMemory:
         remainder = self._remainders.room_for(copy)
         write_merged(self._device, copy, self._kept.difference(copy), remainder, check)
 
-    def sync_masters(self) -> None:
-        """All layers were installed, one after the other."""
-        self._adapter.sync_masters()
-
     def finish_install(self) -> None:
         """Copy into the model what an install that goes on beside training has left (lazy.py)."""
 
@@ -325,10 +311,6 @@ class HostMemory:
         assert held is not None
         return held.name, held.reads[block].view
 
-    def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
-        """Where `gather_pieces` copies a rectangle of a piece to; None if it is read from the model as it travels."""
-        return self._buffer.piece_part(rect)
-
     def _shard_tensor(self, layer: int, rect: LocalRect) -> torch.Tensor:
         block, host = self._blocks.host_block(layer, rect.param, rect.index)
         return part_of(host, block.rect, rect.rect)
@@ -354,6 +336,12 @@ class HostMemory:
         if not self._remainders.any:
             return
         for source, target in self._plan.gather[layer].local:
-            frozen, remainder = self._frozen_tensor(target), self._remainder_of(layer, source)
-            if frozen is not None and remainder is not None:
-                frozen.add_(remainder)
+            remainder = self._remainder_of(layer, source)
+            if remainder is not None:
+                self._buffer.piece_part(target).add_(remainder)
+
+
+class UntouchedMemory(HostMemory):
+    """That of a script that trains alone: nothing is moved, so its pages are never touched and take no memory."""
+
+    PINNED = False

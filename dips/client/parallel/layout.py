@@ -25,6 +25,7 @@ from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
+from dips.protocol.rank_keys import TRANSFER_RANKS
 
 SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
 
@@ -49,7 +50,7 @@ def lay_out(
     model: nn.Module | Sequence[nn.Module],
     collectives: GatherMessages,
     optimizer: Any = None,
-    max_transfer_ranks: int = 256,
+    max_transfer_ranks: int = TRANSFER_RANKS,
     spread_items: int = SPREAD_ITEMS,
     grouping: Grouping = PLAIN_GROUPING,
 ) -> ModelLayout:

@@ -28,16 +28,14 @@ class MemoryMap:
 LayerBlocks = Sequence[Sequence[Rect]]
 
 
-def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range], *, one_layer: bool) -> MemoryMap:
-    """Lay out a buffer for all layers, one behind the other; with `one_layer` they share the memory of the largest."""
-    found, begin = MemoryMap(), 0
+def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range]) -> MemoryMap:
+    """Lay out a buffer for all layers, one behind the other."""
+    found = MemoryMap()
     by_layer: list[dict[int, Range]] = [{} for _ in layers]
     for n, piece in enumerate(pieces):
         by_layer[piece.layer][n] = piece
     for number, (blocks, own) in enumerate(zip(layers, by_layer, strict=True)):
-        end = _map_layer(found, number, blocks, own, begin)
-        found.size = max(found.size, end)
-        begin = 0 if one_layer else end
+        found.size = _map_layer(found, number, blocks, own, found.size)
     return found
 
 

@@ -29,6 +29,7 @@ from dips.client.parallel.ways import ParameterWays, Way
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping, is_shared_buffer
 from dips.protocol.manifest import Manifest
+from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.wire.chunks import Range
 
 SPREAD_ITEMS = 1 << 20  # elements of a replicated range that one rank moves rather than cutting it: 4 MiB, few chunks
@@ -79,7 +80,7 @@ class TransferPlan:
 def make_plan(
     ranks: Sequence[RankLayout],
     me: int,
-    max_transfer_ranks: int = 256,
+    max_transfer_ranks: int = TRANSFER_RANKS,
     spread_items: int = SPREAD_ITEMS,
     grouping: Grouping = PLAIN_GROUPING,
 ) -> TransferPlan:

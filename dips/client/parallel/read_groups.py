@@ -68,8 +68,8 @@ def check_sharded(group: ReadGroup) -> None:
     for sharded in _fsdp_param_groups(group.state):
         if sharded._all_gather_result is not None or not sharded.is_sharded:
             raise LocalProtocolError(
-                f"{sorted(group.reads)[0]}: gathered by FSDP before the forward of its module (unshard()?), and before "
-                f"what was pulled is installed: {INSTEAD}"
+                f"{sorted(group.reads)[0]}: gathered by FSDP before the forward of its module (by `unshard`?), and "
+                f"before what was pulled is installed: {INSTEAD}"
             )
 
 

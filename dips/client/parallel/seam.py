@@ -87,9 +87,6 @@ class Adapter(ABC):
         """The optimizer's masters are made by a function of the script: what they hold is not known here."""
         return False
 
-    def sync_masters(self) -> None:
-        """All of a version was installed layer by layer: have the script's function make masters, if it gave one."""
-
     def reload_masters(self) -> None:
         """Have the framework make its masters from the parameters, which were written."""
 

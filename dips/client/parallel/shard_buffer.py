@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from dips.client.parallel.devices import FLOAT_BYTES, Device
+from dips.client.parallel.devices import FLOAT_BYTES, Device, map_pages
 from dips.client.parallel.exchange import RankExchange
 from dips.client.parallel.memory_map import LayerBlocks, find_block, map_memory
 from dips.client.parallel.node_memory import share_memory
@@ -21,7 +21,7 @@ from dips.wire.chunks import Range
 
 
 class ShardBuffer:
-    """4 B for each parameter of the shard, or of its largest layer."""
+    """4 B for each parameter of the shard."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class ShardBuffer:
         pieces: Sequence[Range],
         groups: Sequence[Group],
         *,
-        one_layer: bool,
+        pinned: bool,
     ) -> None:
-        """Collective. `groups`: of each rank; with `one_layer` nothing is shared."""
+        """Collective. `groups`: of each rank; `pinned`: lock the memory, for fast copies to and from the device."""
         alone = [(rank,) for rank in range(ranks.world_size)]
         node = share_memory(
             ranks,
-            alone if one_layer or not groups else groups,
+            groups or alone,
             _private_places(layers, pieces),
             lambda private: FLOAT_BYTES * _count_items(layers, private),
         )
@@ -47,13 +47,14 @@ class ShardBuffer:
         self._memory: dict[int, torch.Tensor] = {}
         self._in_block: set[int] = set()
         shared = {p for p in _all_places(layers) if self.shards.shares(ranks.rank, p)}
-        self._own_numel = self._place(device, layers, pieces, lambda place: place not in shared, one_layer)
+        self._own_numel = self._place(device, layers, pieces, lambda place: place not in shared, pinned)
         self._shared_numel = 0
         if node.pages is not None:
             array = np.frombuffer(node.pages, np.float32)
-            device.pin_pages(array)
+            if pinned:
+                device.pin_pages(array)
             self._shared_numel = self._place(
-                device, layers, pieces, lambda place: place in shared, False, torch.from_numpy(array)
+                device, layers, pieces, lambda place: place in shared, pinned, torch.from_numpy(array)
             )
         self.pieces = [Piece(*piece, self._memory[number].numpy()) for number, piece in enumerate(pieces)]
 
@@ -88,14 +89,15 @@ class ShardBuffer:
         layers: Sequence[LayerBlocks],
         pieces: Sequence[Range],
         belongs: Callable[[Place], bool],
-        one_layer: bool,
+        pinned: bool,
         buffer: torch.Tensor | None = None,
     ) -> int:
         """Lay out some of the parameters in a buffer, which is allocated if it is not given; return its size."""
         some = [[rects if belongs((l, k)) else [] for k, rects in enumerate(blocks)] for l, blocks in enumerate(layers)]
         numbers = [number for number, piece in enumerate(pieces) if belongs((piece.layer, piece.param))]
-        places = map_memory(some, [pieces[number] for number in numbers], one_layer=one_layer)
-        buffer = device.allocate_host(places.size) if buffer is None else buffer
+        places = map_memory(some, [pieces[number] for number in numbers])
+        if buffer is None:
+            buffer = device.allocate_host(places.size) if pinned else torch.from_numpy(map_pages(places.size))
         self._block_at |= {key: (buffer, at) for key, at in places.block_at.items()}
         self._in_block |= {numbers[n] for n in places.in_block}
         for n, at in places.piece_at.items():

@@ -93,9 +93,6 @@ class TorchAdapter(Adapter):
     def reload_masters(self) -> None:
         self._optimizer.call_sync()
 
-    def sync_masters(self) -> None:
-        self._optimizer.call_sync()
-
     @property
     def loses_bits(self) -> str:
         """The first trainable parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""

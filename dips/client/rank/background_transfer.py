@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dips.client.rank.collectives import JobCollectives
-from dips.errors import ConfigError, DipsError, LocalProtocolError, Unavailable
+from dips.errors import ConfigError, DipsError, Unavailable
 
 
 def do_nothing(*_: object) -> None:
@@ -28,7 +28,7 @@ class TransferResult:
     ok: bool
     reason: str  # this rank's
     nbytes: int  # over all ranks
-    torn: bool = False  # a pull that failed after its first layer was installed
+    torn: bool = False  # a pull that failed after its first fragment was merged
     diverged: bool = False  # a push that was not begun: the model is not finite on some rank
 
 
@@ -51,22 +51,6 @@ class BackgroundTransfer(ABC):
     def steps_until_due(self) -> int | None:
         """Inner steps after which a poll has something to do; None: no certain step."""
         return None
-
-
-class StreamedTransfer(BackgroundTransfer):
-    """A pull that is installed layer by layer while training is paused: nothing moves before `wait`."""
-
-    def __init__(self, stream: Callable[[float], TransferResult]) -> None:
-        self._stream = stream
-
-    def wait(self, poll_s: float) -> TransferResult:
-        return self._stream(poll_s)
-
-    def poll(self) -> TransferResult | None:
-        raise LocalProtocolError("install: streaming and overlap: full exclude each other")
-
-    def cancel(self) -> None:
-        pass  # nothing moves between two calls
 
 
 class EndedTransfer(BackgroundTransfer):
@@ -95,16 +79,15 @@ class ThreadedTransfer(BackgroundTransfer):
         total: Callable[[], int],
         collectives: JobCollectives,
         report_progress: Callable[[], str],
-        on_end: Callable[[], None] = do_nothing,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """`report_progress` returns why to give up, or ""; `on_end` is called once, when the transfer is over.
+        """`report_progress` returns why to give up, or "".
 
         total   bytes over all ranks; asked when it is over
         finish  what is left to do, in a thread, when all ranks have moved all of theirs; on all ranks or on none
         """
         self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
-        self._report_progress, self._on_end, self._finish = report_progress, on_end, finish
+        self._report_progress, self._finish = report_progress, finish
 
     def wait(self, poll_s: float) -> TransferResult:
         while (result := self._agree_on_result(poll_s)) is None:
@@ -127,7 +110,7 @@ class ThreadedTransfer(BackgroundTransfer):
         own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
         smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
         if not all_well or smallest_seq != -minus_largest_seq:
-            self._end_transfer()
+            self.cancel()
             return TransferResult(False, thread.reason, self._total())
         self._on_least_count(least_count)
         if not all_done:
@@ -136,12 +119,7 @@ class ThreadedTransfer(BackgroundTransfer):
             finish, self._finish = self._finish, None
             self._thread = TransferThread(lambda _: finish())
             return None
-        self._on_end()
         return TransferResult(True, "", self._total())
-
-    def _end_transfer(self) -> None:
-        self._thread.cancel()
-        self._on_end()
 
     def _own_count(self) -> int:
         """A number of this rank, whose least of all ranks is told to `_on_least_count`."""

@@ -12,15 +12,17 @@ import zmq
 
 from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer_types import LayerOrder
+from dips.codecs import Codec
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
-from dips.protocol.order import slaves_in_order
+from dips.protocol.order import slaves_for_worker
 from dips.transport.intake import Intake
 from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
-from dips.wire.codecs import Codec
+from dips.wire.chunks import Range, encode_ranges
 from dips.wire.streams import StreamName
-from dips.wire.updates import UpdateSpelling
+
+FIRST_EPOCH = 1  # of a stream; each reconnect raises it
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +37,7 @@ class LanePart:
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were sent
     done: bool = False
-    spelling: UpdateSpelling | None = None  # pull: how the slave spells its chunks; None: as parameters
+    ranges: type[Range] = Range  # pull: of its chunks, parameters or updates, as the slave said
 
     def count_ready(self, gate: FragmentGate | None) -> int:
         """Its ranges that may move now."""
@@ -60,7 +62,7 @@ def open_parts(
     grant, base, rng = order.grant, order.base, random.Random()
     version = str(grant.version) if kind == "pull" else ""
     held = str(order.held or "")
-    for index in slaves_in_order(grant.order, grant.first + base.rank, len(grant.slaves), str(grant.version)):
+    for index in slaves_for_worker(grant.first + base.rank, len(grant.slaves)):
         slave = grant.slaves[index]
         held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
         groups = [held_here] if order.gate is None else order.gate.group_pieces(held_here)
@@ -70,14 +72,14 @@ def open_parts(
             ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
             name = StreamName(
                 base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
-                order.first_epoch, version, lane, held,
+                FIRST_EPOCH, version, lane, held,
             )  # fmt: skip
             keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
             ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
             stream.waits = False
             if share.nbytes or kind == "push":
-                nbytes = sum(piece.nbytes for piece in codec.encoded_ranges(share.ranges))
+                nbytes = sum(piece.nbytes for piece in encode_ranges(codec.dtype, share.ranges))
                 yield LanePart(slave, share, nbytes, stream, ends)
 
 

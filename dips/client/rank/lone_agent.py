@@ -57,11 +57,11 @@ def is_alone(config: str | os.PathLike[str] | None) -> bool:
 
 
 def lone_config(config: ClusterFile | None) -> ClusterFile:
-    """The cluster file that the script named, or none: with the least memory, since nothing is transferred."""
+    """The cluster file that the script named, or none; nothing is transferred."""
     if config is None:
         shared = Shared(run="alone")
         config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), insecure=True)
-    return config.model_copy(update={"install": "streaming", "overlap": "none", "fragments": 1})
+    return config.model_copy(update={"install": "whole", "overlap": "none", "fragments": 1})
 
 
 class LoneAgent(AgentClient):

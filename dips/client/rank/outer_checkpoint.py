@@ -12,7 +12,7 @@ from dips.client.ipc.messages import Saved
 from dips.errors import LocalProtocolError
 from dips.protocol.data import BegunRange
 
-STATE_FORMAT = 3  # of state_dict; another number is refused, never guessed at. 2 had no ranges trained in part
+STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
 def make_state(
@@ -28,7 +28,10 @@ def make_state(
 def read_saved(state: Mapping[str, Any]) -> Saved:
     """Read the agent's part; raise LocalProtocolError for another format."""
     if state.get("format") != STATE_FORMAT:
-        raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
+        raise LocalProtocolError(
+            f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}; load it with the Di-PS "
+            "that saved it, or leave it out: then the cluster pulls the run's newest version"
+        )
     values = {f.name: _restore_tuple(state[f.name]) for f in fields(Saved)}
     flat = values["begun"]
     return Saved(**{**values, "begun": tuple(BegunRange(*flat[i : i + 3]) for i in range(0, len(flat), 3))})

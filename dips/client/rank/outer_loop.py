@@ -26,7 +26,7 @@ from torch import nn
 
 from dips.client.ipc.address import find_address
 from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
-from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
@@ -44,13 +44,15 @@ from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
 from dips.client.rank.step_tokens import StepTokens
 from dips.client.rank.trained_names import TrainedNames
+from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
-MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
+REJOIN_WARMUP_STEPS = 100  # inner steps; AdamW's moments are empty after a join into a run under way
+MEMORY = {"whole": HostMemory, "lazy": LazyMemory}  # by `install`
 HIDDEN_MASTERS = (
     "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
     "round the masters of all others"
@@ -100,12 +102,10 @@ class OuterLoop:
         for former in [loop for loop in _open if loop._agent == self._agent is not None]:
             former._give_way()
         self._unwatch = watch_run(self._config, alone)
+        self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = find_agent(self._config, self._collectives, alone)
-        layout = lay_out(
-            model, self._collectives, optimizer, self._config.max_transfer_ranks,
-            grouping=self._config.shared.grouping,
-        )  # fmt: skip
+        layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             warn_of_coarse(layout.adapter.loses_bits)
         parts = [model] if isinstance(model, nn.Module) else model
@@ -113,8 +113,9 @@ class OuterLoop:
         self._trained_names = TrainedNames(parts, self._collectives)
         self._kept_weights = KeptWeights(parts, layout.adapter, self._optimizers, self._collectives, self._warn)
         self._buffer_watch = BufferWatch(parts, self._config.shared.share_buffers)
-        memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
-        codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
+        kind = UntouchedMemory if alone else MEMORY[self._config.install]
+        memory = kind(layout.adapter, layout.held, layout.plan, self._collectives)
+        codecs = (Codec.FP32, Codec.FP32) if alone else (self._config.shared.codec, self._config.shared.pull_codec)
         memory.merge_alpha = self._config.merge_alpha
         if self._config.fragments > 1 and layout.adapter.hides_masters:
             raise ConfigError(HIDDEN_MASTERS)
@@ -175,7 +176,7 @@ class OuterLoop:
     @property
     def lr_scale(self) -> float:
         """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
-        return self._inner.lr_scale(self._config.rejoin_warmup_steps)
+        return self._inner.lr_scale(REJOIN_WARMUP_STEPS)
 
     @property
     def shared(self) -> Shared:
@@ -405,6 +406,7 @@ class OuterLoop:
         Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format.
         """
         self._check_usable()
+        self.resumed = False
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
         own = read_tensors(state, self._collectives.rank)
@@ -422,6 +424,7 @@ class OuterLoop:
         self._shard_transfer.restore_tensors(self.version, own)
         self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
         self._log.begin(self.version, self._state.result)
+        self.resumed = True
         return answer.reason
 
     def _pull_instead(self, why: str) -> str:

@@ -22,7 +22,7 @@ class OuterState:
     result: PushResult | None = None  # of the newest push that was settled
     finished: bool = False  # the run is
     diverged: bool = False  # the model is not finite, until a version is installed
-    torn: bool = False  # the model mixes two versions: a pull failed after its first layer was installed
+    torn: bool = False  # the model mixes two versions: a pull failed after its first fragment was merged
     steps_until_poll: int = 0  # inner steps until the ranks ask the agent what is due
     last_request: int = 0  # number of it
     left: tuple[int, ...] | None = None  # data ranges with samples to train, after the next inner step; None: not said

@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from dips.client.parallel import HostMemory, StreamedMemory
+from dips.client.parallel import HostMemory
 from dips.client.parallel.checksum import wrap_sum
 from dips.client.parallel.host import Layers
 from dips.client.parallel.host_sum import HostSum
@@ -24,11 +23,9 @@ from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
     EndedTransfer,
-    StreamedTransfer,
     ThreadedTransfer,
     TransferResult,
     TransferThread,
-    do_nothing,
 )
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
@@ -37,13 +34,13 @@ from dips.client.rank.replica_check import ReplicaCheck
 from dips.client.rank.staggered import Stagger, StaggeredMerge, StaggeredTransfer
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.client.rank.undo_watch import UndoWatch
+from dips.codecs import Codec
 from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.transport import curve
 from dips.transport.shares import Piece
-from dips.wire import codecs
+from dips.wire.chunks import encode_ranges
 
 # Takes bytes moved and in all, over all ranks as this one estimates them, and for how long this one has moved all of
 # its own, in seconds; returns why to give up, "" to go on.
@@ -86,8 +83,8 @@ class ShardTransfer:
         memory: HostMemory,
         collectives: JobCollectives,
         stall_s: float,
-        codec: str = "fp32",
-        pull_codec: str = "fp32",
+        codec: Codec = Codec.FP32,
+        pull_codec: Codec = Codec.FP32,
         optimizer_steps: Callable[[], int] = lambda: 0,
         fragments: int = 1,
         warn: Callable[[str], object] = warnings.warn,
@@ -108,15 +105,15 @@ class ShardTransfer:
         self._collectives, self._stall_s = collectives, stall_s
         self._memory, self._replica_check = memory, ReplicaCheck(memory, collectives, warn)
         memory.on_installed = self._undo_watch.on_installed
-        self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
-        self._takes_updates = pull_codec != "fp32"
+        self._feedback = Feedback(memory.pieces) if codec.lossy or pull_codec.lossy else None
+        self._takes_updates = pull_codec.lossy
         # Numbered among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
         self.keys = curve.new_keys()  # of this rank in this attempt
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
-        pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
-        self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
+        totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])
+        self._total = dict(zip(Codec, totals, strict=True))  # of all ranks
 
     def sum_host_bytes(self, keeps: bool) -> HostSum:
         """What this rank needs of host memory beside the model."""
@@ -141,18 +138,17 @@ class ShardTransfer:
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
-        if grant.codec != "fp32" and (feedback is None or not feedback.has_base(grant.base)):
+        if grant.codec.lossy and (feedback is None or not feedback.has_base(grant.base)):
             return self._failed_transfer(
                 request, f"{grant.codec} was granted for differences to {grant.base}, not held here"
             )
         stagger = self._make_stagger(interval) if keep else None
         self._freeze_layers(request, self._fragments[0] if stagger else None, keep)
-        encode = self._memory.encode_chunk if feedback is None else feedback.encode_chunk
-        release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
-        total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
+        encode = None if feedback is None else feedback.encode_chunk
+        total, move = self._total[grant.codec], partial(transfer.push_pieces, encode=encode)
         if stagger is not None:
             stagger = replace(stagger, prepare_fragment=partial(self._freeze_fragment, request))
-        return self._begin_move(move, self._memory.pieces, total, request, release, stagger=stagger)
+        return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger)
 
     def _freeze_fragment(self, request: TransferRequest, number: int) -> str:
         """Freeze a later fragment of an open push; return where the model is not finite, "" if it is."""
@@ -210,16 +206,13 @@ class ShardTransfer:
     def begin_pull(self, request: TransferRequest, merge: bool = False, interval: int = 0) -> BackgroundTransfer:
         """Bring this rank's pieces of the version into host memory, and no further.
 
-        With a memory of one layer the version is installed when this is finished, or the model may be torn. So it is
-        with fragments, which are merged as they arrive.
+        Fragments are merged as they arrive: if the rest fails, the model is torn.
 
         merge     `merge_version` is to follow: what was kept is subtracted beside training
         interval  inner steps after which the next fragment is asked for
         """
         self._memory.finish_install()  # it may still read the host memory
         self._check_parameters()
-        if isinstance(self._memory, StreamedMemory):
-            return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
@@ -231,7 +224,7 @@ class ShardTransfer:
             on_arrived = partial(self._merge_arrived, merging)
             stagger = replace(stagger, on_arrived=on_arrived, is_torn=lambda: merging.merged > 0)
         finish = self._memory.subtract_in_place if merge and stagger is None else None
-        total = self._total["pull", "fp32"]
+        total = self._total[Codec.FP32]
         return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger, finish=finish)
 
     def _merge_arrived(self, merging: StaggeredMerge, arrived: int) -> None:
@@ -262,11 +255,8 @@ class ShardTransfer:
         With `install: lazy` this only begins: `on_inner_step` and `finish_install` complete it. What is replicated was
         pulled once per cluster, and is exchanged between the ranks here.
         """
-        if isinstance(self._memory, StreamedMemory):
-            self._memory.sync_masters()  # layer by layer it was installed while it was pulled
-        else:
-            self._begin_install(version)
-            self._memory.install_shard()
+        self._begin_install(version)
+        self._memory.install_shard()
         self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
 
     def merge_version(self, version: VersionId) -> bool:
@@ -343,38 +333,16 @@ class ShardTransfer:
 
     # ---- the transfer itself -----------------------------------------------------------------------------------------
 
-    def _pull_layers(self, memory: StreamedMemory, request: TransferRequest, poll_s: float) -> TransferResult:
-        """Pull and install one layer after the other, each on all ranks or on none."""
-        total, before, epoch = self._total["pull", "fp32"], 0, [1]
-        self._undo_watch.take_before(memory.named_views())
-
-        def move_pieces(*args: Any, **options: Any) -> TransferStats:
-            stats = transfer.pull_pieces(*args, first_epoch=epoch[0], **options)
-            epoch[0] = stats.last_epoch + 1
-            return stats
-
-        for layer in memory.layers:
-            report_progress = partial(_report_layer, request.report_progress, before, total)
-            part = replace(request, report_progress=report_progress)
-            pieces, nbytes = memory.pieces_of_layer(layer), BYTES_PER_PARAMETER * memory.layer_numel(layer)
-            result = self._begin_move(move_pieces, pieces, nbytes, part).wait(poll_s)
-            if not result.ok:
-                return replace(result, nbytes=total, torn=layer > 0)
-            memory.install_layer(layer)
-            before += nbytes
-        return TransferResult(True, "", total)
-
     def _begin_move(
         self,
         move: Move,
         pieces: Sequence[Piece],
         total: int,
         request: TransferRequest,
-        on_end: Callable[[], None] = do_nothing,
         finish: Callable[[], None] | None = None,
         stagger: Stagger | None = None,
     ) -> BackgroundTransfer:
-        """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over.
+        """Move `pieces`, this rank's share of `total` bytes over all ranks.
 
         finish  done in a thread, once every rank has moved all
         """
@@ -392,14 +360,9 @@ class ShardTransfer:
             return request.report_progress(*moved.of_all_ranks(), thread.idle_s)
 
         thread = TransferThread(run_move if pieces else None)
-        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end, finish
+        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, finish
         return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
 
 
-def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int, idle_s: float) -> str:
-    """Report a pull that moves layer by layer, of which `before` bytes were moved with earlier layers."""
-    return report_progress(before + moved, total, idle_s)
-
-
-def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:
-    return sum(codecs.codec_named(codec).range(*piece.range).nbytes for piece in pieces)
+def _wire_bytes(codec: Codec, pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in encode_ranges(codec.dtype, (piece.range for piece in pieces)))

@@ -64,7 +64,7 @@ class StaggeredTransfer(ThreadedTransfer):
         """Let the next fragment move; return the transfer's result if it must end instead."""
         stagger = self._stagger
         if reason := stagger.prepare_fragment(stagger.gate.open):
-            self._end_transfer()
+            self.cancel()
             return TransferResult(False, reason, self._total(), diverged=True)
         stagger.gate.open_next()
         return None

@@ -58,7 +58,6 @@ class TransferStats:
     nbytes: int  # on the wire: a lossy push has fewer than its pieces
     seconds: float
     connections: int  # 1 for each stream, and 1 more for each resume
-    last_epoch: int = 1  # of any of its streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,5 @@ class LayerOrder:
     pieces: Sequence[Piece]
     stall_s: float
     clock: Callable[[], float]
-    first_epoch: int = 1  # of its streams
     held: VersionId | None = None  # pull: the version that the pieces hold, which updates may be added to
     gate: FragmentGate | None = None  # opens the pieces' fragments one after the other; None: all may move at once

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dips.protocol import plugins
 from dips.protocol.enums import GateName
 from dips.protocol.gates.direction import judge_direction
 from dips.protocol.gates.layers import judge_layers
@@ -28,3 +29,8 @@ GATES: dict[GateName, Gate] = {
     GateName.REPLAY: judge_replay,
 }
 OF_NORMS = frozenset({GateName.DIPS, GateName.DIPS_PAPER, GateName.EDIT})  # whose patience ends in a new warm-up
+
+
+def find_gate(name: GateName | str) -> Gate:
+    """Return one of ours, or what a user's entry point of the group `dips.gates` names."""
+    return GATES[name] if isinstance(name, GateName) else plugins.load_plugin(plugins.GATES, name)

@@ -8,9 +8,7 @@ from dips.protocol.norm_scores import (
     gate_threshold,
     hard_cap,
     has_score,
-    mean_norm,
     overclaimed,
-    scale_norm,
 )
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
@@ -28,9 +26,9 @@ def judge_norm(push: PushEvidence, past: Past) -> Opinion:
     if not has_score(row):
         return Opinion(Finding.PASSED, f"warm-up, {row.warm_left} pushes left")
     sigma, limit = corrected_sigma(row, options), gate_threshold(past.history, options)
-    score, own = ((scale_norm(norm, options) - row.mu) / sigma for norm in (g, push.own_norm))
+    score, own = ((norm - row.mu) / sigma for norm in (g, push.own_norm))
     if own > limit:
-        said = f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {mean_norm(row, options):.4g})"
+        said = f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})"
         return Opinion(Finding.GATED, said, score)
     if score > limit:
         said = f"score {score:.3g}, {own:.3g} without what θ moved since its base: at most {limit:.3g}"
@@ -43,7 +41,7 @@ def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
     row, options = past.row, past.options
     if push.exempt or row.n < LITERAL_LEAST or row.sigma <= 0.0:
         return Opinion(Finding.PASSED, "no score: nothing to compare its norm with")
-    score = (scale_norm(push.norm, options) - row.mu) / row.sigma
+    score = (push.norm - row.mu) / row.sigma
     if not any(past.history.scores):  # a round without a score counts as 0
         return Opinion(Finding.PASSED, f"score {score:.3g}, the first", score, scored=True)
     limit = options.beta * max(past.history.scores)

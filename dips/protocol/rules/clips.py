@@ -15,7 +15,6 @@ class Clipped:
 
     scales: Factors
     norm: float  # ‖δ‖ of the whole model
-    layer_norms: tuple[float, ...]  # ‖δ‖ of each layer
     clipped: bool
 
     @property
@@ -28,20 +27,18 @@ def clip_whole(scales: Factors, acc_sq: Sequence[float], limit: float | None) ->
     norms = _scale_norms(scales, acc_sq)
     norm = scales[0] * _root(sum_in_order(acc_sq)) if len(scales) == 1 else _root(sum_in_order([n * n for n in norms]))
     if limit is None or not norm > limit:
-        return Clipped(scales, norm, norms, False)
-    return Clipped(tuple(s * (limit / norm) for s in scales), norm, norms, True)
+        return Clipped(scales, norm, False)
+    return Clipped(tuple(s * (limit / norm) for s in scales), norm, True)
 
 
-def clip_layers(scales: Factors, acc_sq: Sequence[float], limits: Sequence[float | None]) -> Clipped:
-    """Shorten each layer whose norm is above its limit."""
+def clip_layers(scales: Factors, acc_sq: Sequence[float], limit: float | None) -> Clipped:
+    """Shorten each layer whose norm is above the limit."""
     whole = clip_whole(scales, acc_sq, None)
     every = scales if len(scales) > 1 else scales * len(acc_sq)
-    cut = [
-        s * (limit / norm) if limit is not None and norm > limit else s
-        for s, norm, limit in zip(every, whole.layer_norms, limits, strict=True)
-    ]
+    pairs = zip(every, _scale_norms(scales, acc_sq), strict=True)
+    cut = [s * (limit / norm) if limit is not None and norm > limit else s for s, norm in pairs]
     clipped = any(made != s for made, s in zip(cut, every, strict=True))
-    return Clipped(join_factors(tuple(cut)), whole.norm, whole.layer_norms, clipped)
+    return Clipped(join_factors(tuple(cut)), whole.norm, clipped)
 
 
 def sum_in_order(numbers: Sequence[float]) -> float:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, sqrt
 
 from dips.dataclass import dataclass
+from dips.errors import ConfigError
 from dips.outer_step import MAX_FACTOR
+from dips.protocol import plugins
 from dips.protocol.enums import MergeRule
-from dips.protocol.rules.weights import MOST_EXPONENT
 
+MOST_EXPONENT = 60.0  # e⁻⁶⁰ of a weight is nothing, and its inverse still fits fp32
 LEAST_DIRECTION = 1e-6  # of the directions' mean length, 1 if all agree: below, they cancel and rounding is left
 
 
@@ -23,8 +25,7 @@ LEAST_DIRECTION = 1e-6  # of the directions' mean length, 1 if all agree: below,
 class LayerShare:
     """One push, in one layer."""
 
-    weight: float  # of the push, by `outer.weights` and its freshness
-    freshness: float  # e^(−α·staleness) alone
+    weight: float  # of the push, by `outer.weights`
     norm: float  # ‖d‖₂ of the layer
     inner_steps: int
 
@@ -74,12 +75,12 @@ def scale_direction(shares: Sequence[LayerShare], weights: Sequence[float], acc_
 def weigh_softmax(share: LayerShare, first: LayerShare) -> float:
     """softmax(−G/√steps) about the first: with unequal steps a norm alone would favour who worked least."""
     gap = first.norm / sqrt(max(1, first.inner_steps)) - share.norm / sqrt(max(1, share.inner_steps))
-    return share.freshness / first.freshness * _exp_clamped(gap)
+    return _exp_clamped(gap)
 
 
 def weigh_softmax_of_norms(share: LayerShare, first: LayerShare) -> float:
     """softmax(−G) about the first, as EDiT's equation 2 has it."""
-    return share.freshness / first.freshness * _exp_clamped(first.norm - share.norm)
+    return _exp_clamped(first.norm - share.norm)
 
 
 def scale_softmax(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
@@ -112,6 +113,16 @@ MERGES: Mapping[MergeRule, Merge] = {
     MergeRule.EDIT: Merge(weigh_softmax, scale_softmax),
     MergeRule.EDIT_PAPER: Merge(weigh_softmax_of_norms, scale_softmax),
 }
+
+
+def find_merge(name: MergeRule | str) -> Merge:
+    """Return one of ours, or what a user's entry point of the group `dips.rules` names."""
+    if isinstance(name, MergeRule):
+        return MERGES[name]
+    found = plugins.load_plugin(plugins.RULES, name)
+    if not isinstance(found, Merge):
+        raise ConfigError(f"outer.merge: expected {name} to be a dips.protocol.rules.merges.Merge, got {found!r}")
+    return found
 
 
 # ---- one layer of a round -------------------------------------------------------------------------------------------

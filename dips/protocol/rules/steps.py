@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from dips.dataclass import dataclass
+from dips.errors import ConfigError
 from dips.outer_step import Numbers, nesterov_numbers
+from dips.protocol import plugins
 from dips.protocol.enums import StepRule
 
 
@@ -19,7 +22,6 @@ class StepRound:
 
     momentum: float  # μ
     share: float  # σ, in (0, 1]
-    is_nth: bool = True  # it has an N-th contribution
 
 
 def step_nesterov(r: StepRound) -> Numbers:
@@ -35,26 +37,28 @@ def step_sgd(r: StepRound) -> Numbers:
 def step_share(r: StepRound) -> Numbers:
     """A round of σ adds σ·g, and momentum decays by μ in a whole cycle; Nesterov's step where σ is 1.
 
-    Momentum enters each lone round whole, so n of them go farther than one step of Nesterov. What bounds that is the
-    anchor `current`: a late push takes back what others did meanwhile (docs/guides/rules.md#share).
+    Momentum enters each lone round whole, so n of them go farther than one step of Nesterov. What bounds that is that a
+    push is subtracted from the present θ: a late one takes back what others did meanwhile (docs/guides/rules.md#share).
     """
     decay = r.momentum**r.share
     return (decay, r.share, r.share, decay)
-
-
-def step_delayed(r: StepRound) -> Numbers:
-    """Delayed Nesterov (Liu et al. 2024): momentum acts with every N-th contribution, between them it only gathers."""
-    if r.is_nth:
-        return (r.momentum, r.share, r.share, r.momentum)
-    return (1.0, r.share / r.momentum, r.share, 0.0)
 
 
 STEPS: Mapping[StepRule, Callable[[StepRound], Numbers]] = {
     StepRule.NESTEROV: step_nesterov,
     StepRule.SGD: step_sgd,
     StepRule.SHARE: step_share,
-    StepRule.DELAYED_NESTEROV: step_delayed,
 }
+
+
+def find_step(name: StepRule | str) -> Callable[[StepRound], Numbers]:
+    """Return one of ours, or what a user's entry point of the group `dips.rules` names."""
+    if isinstance(name, StepRule):
+        return STEPS[name]
+    found = plugins.load_plugin(plugins.RULES, name)
+    if not callable(found):
+        raise ConfigError(f"outer.step: expected {name} to be a function of a StepRound, got {found!r}")
+    return cast("Callable[[StepRound], Numbers]", found)
 
 
 def measure_share(round_tokens: Mapping[str, int], last_tokens: Mapping[str, int]) -> float:

@@ -673,7 +673,6 @@ class OpenPush(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
@@ -681,8 +680,6 @@ class OpenPush(_message.Message):
     """that speak"""
     deadline_s: _builtins.float
     codec: _builtins.str
-    order: _builtins.str
-    """the rule by which this slave asks them"""
     first: _builtins.int
     """rank r is worker first + r of all that push"""
     seed: _builtins.bool
@@ -703,14 +700,13 @@ class OpenPush(_message.Message):
         deadline_s: _builtins.float = ...,
         codec: _builtins.str = ...,
         base: _names_pb2.VersionId | None = ...,
-        order: _builtins.str = ...,
         first: _builtins.int = ...,
         seed: _builtins.bool = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "keys", b"keys", "order", b"order", "push", b"push", "ranks", b"ranks", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "keys", b"keys", "push", b"push", "ranks", b"ranks", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -790,27 +786,21 @@ class Measure(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    ANCHOR_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
-    @_builtins.property
-    def anchor(self) -> _names_pb2.VersionId:
-        """measured against this one, if it is held; absent: against `version`"""
-
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         push: _names_pb2.PushId | None = ...,
         version: _names_pb2.VersionId | None = ...,
-        anchor: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push", "round", b"round", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "round", b"round", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -824,7 +814,6 @@ class Fold(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     LAYER_WEIGHTS_FIELD_NUMBER: _builtins.int
-    ANCHOR_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     weight: _builtins.float
     @_builtins.property
@@ -833,10 +822,6 @@ class Fold(_message.Message):
     def layer_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the slave's layers, if not `weight`; one number: of all of them"""
 
-    @_builtins.property
-    def anchor(self) -> _names_pb2.VersionId:
-        """as measured; absent: the version that is served"""
-
     def __init__(
         self,
         *,
@@ -844,11 +829,10 @@ class Fold(_message.Message):
         push: _names_pb2.PushId | None = ...,
         weight: _builtins.float = ...,
         layer_weights: _abc.Iterable[_builtins.float] | None = ...,
-        anchor: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "layer_weights", b"layer_weights", "push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_weights", b"layer_weights", "push", b"push", "round", b"round", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1247,12 +1231,9 @@ class Measured(_message.Message):
     FINITE_FIELD_NUMBER: _builtins.int
     LAYER_DOT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    ANCHORED_FIELD_NUMBER: _builtins.int
     finite: _builtins.bool
     digest: _builtins.int
     """below 2^53; those of all slaves add up modulo that"""
-    anchored: _builtins.bool
-    """against the order's anchor"""
     @_builtins.property
     def layer_sq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
@@ -1266,11 +1247,10 @@ class Measured(_message.Message):
         finite: _builtins.bool = ...,
         layer_dot: _abc.Iterable[_builtins.float] | None = ...,
         digest: _builtins.int = ...,
-        anchored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchored", b"anchored", "digest", b"digest", "finite", b"finite", "layer_dot", b"layer_dot", "layer_sq", b"layer_sq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finite", b"finite", "layer_dot", b"layer_dot", "layer_sq", b"layer_sq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

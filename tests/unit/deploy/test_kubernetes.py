@@ -168,7 +168,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         lambda o: change_file(o, "cluster.yaml", "cluster: berlin", "cluster: oslo"),
         r"oslo\.cluster\.crt is not among the files of its Secret",
     ),
-    "preset": (lambda o: change_file(o, "shared.yaml", "lr: 0.7", "lr: 0.8"), "no copy of configs/dips.yaml"),
+    "preset": (lambda o: change_file(o, "shared.yaml", "lr: 0.7", "lr: 0.8"), "no copy of configs/shared/default.yaml"),
     "nodes": (lambda o: find(o, "Job", "berlin")["spec"].update(completions=3), "NODES is 2, of 3 pods"),
     "open to all": (
         lambda o: policy(o, "dips-slave")["ingress"][1].pop("from"),

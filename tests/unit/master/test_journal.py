@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 import dips.protocol
-from dips.config import JournalSection
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
 from dips.master.app import cli
@@ -34,7 +33,7 @@ from dips.sim import master as sim_master
 from tests.simulation.trial import play as play_seed
 
 ROOT = Path(__file__).parents[3]
-LARGE = JournalSection()
+SEGMENTS = 8  # more than any of these writes
 
 
 class Journalled(Coordinator):
@@ -54,7 +53,7 @@ class Journalled(Coordinator):
     def _journal(self) -> Journal:
         while len(self.made) < self.term:
             term = len(self.made) + 1
-            self.made.append(Journal(self.directory, "simulated", term, LARGE, structlog.get_logger()))
+            self.made.append(Journal(self.directory, "simulated", term, SEGMENTS, structlog.get_logger()))
         return self.made[self.term - 1]
 
 
@@ -96,7 +95,7 @@ def journal_again(played: Path, directory: Path, **options: Any) -> Path:
     for segment in list_segments(played):
         head, *lines = map(json.loads, segment.read_text().splitlines())
         machine = Coordinator.from_state(codec.decode_value(head["state"]))
-        journal = Journal(directory, "simulated", machine.term, JournalSection(**options), structlog.get_logger())
+        journal = Journal(directory, "simulated", machine.term, log=structlog.get_logger(), **options)
         for now, spelled, *_ in lines:
             event = codec.decode_value(spelled)
             if journal.is_segment_due():
@@ -109,7 +108,7 @@ def journal_again(played: Path, directory: Path, **options: Any) -> Path:
 
 def wait_for_writer(journal: Journal) -> None:
     """Steps are faster than the thread that writes them."""
-    until(lambda: journal.read_status()["waiting"] == 0)
+    until(lambda: journal.read_status().waiting == 0)
 
 
 def test_segments_rotate_and_each_begins_with_the_whole_state(played: Path, tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ def test_a_walk_over_a_set_is_found(played: Path, tmp_path: Path, monkeypatch: p
 
     staged = pushes.on_push_staged
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, note_set)
-    directory = journal_again(played, tmp_path)
+    directory = journal_again(played, tmp_path, segments=SEGMENTS)
     assert not any(one.differs for one in replay_journal(directory))
     script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
     script += "def note_set(w, event):\n    staged(w, event)\n"
@@ -250,7 +249,7 @@ class Full:
 
 
 def bare(tmp_path: Path) -> Journal:
-    journal = Journal(tmp_path, "r", 1, LARGE, structlog.get_logger())
+    journal = Journal(tmp_path, "r", 1, SEGMENTS, structlog.get_logger())
     assert journal.is_segment_due()
     journal.begin_segment((1, 2))
     return journal
@@ -267,7 +266,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """It says so once and takes no more; after a while it begins anew with a segment of its own."""
     monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
     journal = bare(tmp_path)
-    until(lambda: journal.read_status()["bytes"] > 0)
+    until(lambda: journal.read_status().bytes > 0)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -281,7 +280,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
             journal.record_step(Ticked(), 2.0, [])
     assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     assert "no space left" in logs[0]["why"]
-    assert journal.read_status()["writing"] == 0
+    assert journal.read_status().writing is False
     until(journal.is_segment_due)
     journal.begin_segment((3,))
     journal.record_step(Ticked(), 3.0, [])
@@ -294,7 +293,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
     monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
     journal = bare(tmp_path)
-    until(lambda: journal.read_status()["bytes"] > 0)
+    until(lambda: journal.read_status().bytes > 0)
     hangs = True
 
     def hang() -> None:
@@ -305,7 +304,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
         journal._log = structlog.get_logger()
         for at in range(1000):
             journal.record_step(Ticked(), float(at), [])
-            assert journal.read_status()["waiting"] <= 100
+            assert journal.read_status().waiting <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
     assert not journal.is_segment_due()
     hangs = False
@@ -317,11 +316,11 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     """Also the first segment may fail: the master serves."""
-    journal = Journal(tmp_path / "missing", "r", 1, LARGE, structlog.get_logger())
+    journal = Journal(tmp_path / "missing", "r", 1, SEGMENTS, structlog.get_logger())
     journal.begin_segment((1,))
     until(lambda: journal._writer.failed)
     journal.record_step(Ticked(), 1.0, [])
-    assert journal.read_status()["writing"] == 0
+    assert journal.read_status().writing is False
     journal.close()
 
 

@@ -34,8 +34,6 @@ from dips.protocol.records import (
     VersionCommitted,
     VersionResult,
 )
-from tests.golden import ledger as golden
-from tests.golden.files import DATA
 
 ROW = RunRow("r", "d1" * 16, "{}", (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0))
 VERSIONS = 12
@@ -190,7 +188,6 @@ def test_what_is_wrong_is_named_with_what_to_do(path: Path, readonly: bool) -> N
         ("DELETE FROM chain WHERE number = 31", "row 12 of table version_results"),
         ("DROP TABLE retired", "its tables are not those"),
         ("CREATE TABLE more (a)", "its tables are not those"),
-        ("PRAGMA user_version = 8", "its head says format 8, its tables are of a later one"),
     ],
 )
 def test_whatever_is_changed_added_or_taken_away(path: Path, statement: str, words: str) -> None:
@@ -238,17 +235,6 @@ def test_a_transaction_that_is_torn_leaves_no_link(path: Path) -> None:
         ledger.write_records([])
         ledger.write_records([RoundReserved(99, 0.0), RoundEnded(99, RoundResult.SKIPPED, "x", (), (), float("nan"))])
     read_all(path)
-
-
-def test_a_ledger_without_a_chain_gets_one(tmp_path: Path) -> None:
-    """Of format 8: its first link takes up every row; a bit that is flipped afterwards is found."""
-    old = tmp_path / "old.sqlite"
-    golden.restore((DATA / golden.OLD_FILE).read_text(), old)
-    before = read_all(old)
-    Ledger.open(old).close()
-    assert read_all(old) == before
-    change(old, "UPDATE versions SET tokens = tokens + 1 WHERE round = 2")
-    assert "row 2 of table versions, of transaction 1, is not what was written" in refused(old)
 
 
 @pytest.mark.parametrize("harm", [lambda raw: raw[:8192], lambda raw: raw[:-4096], lambda raw: raw[:100]])

@@ -13,7 +13,6 @@ from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
-from dips.protocol.enums import AnchorRule
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
@@ -33,7 +32,7 @@ class RuledRun(ScriptedRun):
     """`push_all` stages differences and has them folded in one round."""
 
     def __init__(self, outer: OuterOptions, pinned: int = 1, **more: Any) -> None:
-        self.memory = Versions(KernelPool(reference), 4, pinned, keeps_older=outer.anchor is AnchorRule.BASE)
+        self.memory = Versions(KernelPool(reference), 4, pinned)
         self.memory.allocate_banks({i: layer.numel for i, layer in enumerate(RULED.layers)}, None, frozenset({BUFFERS}))
         load_version(self.memory, GENESIS, _initial)
         self.staged: dict[str, Difference] = {}  # of a cluster's next push
@@ -49,11 +48,10 @@ class RuledRun(ScriptedRun):
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                held = body.anchor if body.anchor is not None and self.memory.held.is_older(body.anchor) else None
-                found = self.memory.measure_push(body.push, held)
-                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest, held is not None)
+                found = self.memory.measure_push(body.push)
+                return ev.Measured(found.layer_sq, True, found.layer_dot, found.digest)
             case Fold():
-                return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights, body.anchor))
+                return ev.Folded(self.memory.fold_push(body.push, body.weight, body.layer_weights))
             case Apply():
                 self.memory.prepare_version(body.version, body.step)
             case Commit():
@@ -85,10 +83,10 @@ def draw_difference(seed: int, size: float = 0.1) -> Difference:
     return [size * (i + 1) * rng.standard_normal(8).astype(np.float32) for i in range(len(NAMES))]
 
 
-def pushed(difference: Difference, tokens: int, steps: int = 4, staleness: int = 0) -> rules_reference.Pushed:
+def pushed(difference: Difference, tokens: int, steps: int = 4) -> rules_reference.Pushed:
     """The same as the reference takes it, without buffers."""
     layers = [d.astype(np.float64).tolist() for d in difference[:BUFFERS]]
-    return rules_reference.Pushed(tokens, steps, staleness, layers)
+    return rules_reference.Pushed(tokens, steps, layers)
 
 
 PLAIN = {"clip": Clip(), "step": "nesterov"}

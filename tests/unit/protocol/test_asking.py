@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dips.ids import GENESIS, PullId, PushId
+from dips.ids import PullId, PushId
 from dips.protocol import events as ev
-from dips.protocol.effects import Grant, OpenPush, Reorder, Reply
-from dips.protocol.enums import AskOrder
-from dips.protocol.order import slaves_in_order
+from dips.protocol.effects import Grant, Reorder, Reply
+from dips.protocol.order import slaves_for_worker
 from tests.transcripts.story import Teller
 
 
@@ -32,7 +31,7 @@ def test_clusters_that_pull_at_once_begin_at_different_slaves() -> None:
         teller.asks_pull(cluster, {"pull": f"{cluster}/1^1", "ranks": "1"})
     teller.answers("all", {"only": "OpenPull"})
     grants = [granted(teller, ev.PullRequested(9, PullId(cluster, 1, 1), 1)) for cluster in "ab"]
-    orders = [slaves_in_order(g.order, g.first, len(g.slaves), str(g.version)) for g in grants]
+    orders = [slaves_for_worker(g.first, len(g.slaves)) for g in grants]
     assert orders == [(0, 1), (1, 0)]
     teller.finishes_pull("a", {"pull": "a/1^1"})
     assert granted(teller, ev.PullRequested(9, PullId("b", 1, 1), 1)) == grants[1]
@@ -77,20 +76,3 @@ def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:
     teller.answers("all", {"only": "OpenPush"})
     places = reorders(teller)
     assert [places[s, PushId("a", 1, 2)] + places[s, PushId("b", 1, 2)] for s in ("s0", "s1")] == [(1, 0), (0, 1)]
-
-
-def test_a_random_order_is_the_same_again_and_is_not_planned_anew() -> None:
-    """`order: random` is there for comparison: any order, repeated as it was, and no plan when a push joins."""
-    teller = Teller({"slots": "4", "slaves": "5", "order": "random"})
-    teller.ready("all", {})
-    for cluster in "ab":
-        teller.joins(cluster, {})
-        teller.trains(cluster, {})
-    for cluster in "ab":
-        teller.asks_push(cluster, {"push": f"{cluster}/1#2", "ranks": "6"})
-        assert {o.body.order for o in teller.orders if isinstance(o.body, OpenPush)} == {AskOrder.RANDOM}
-        teller.answers("all", {"only": "OpenPush"})
-    assert reorders(teller) == {}
-    asked = [granted(teller, ev.PushRequested(9, PushId("a", 1, 2), GENESIS, 6)) for _ in range(2)]
-    assert asked[0] == asked[1]
-    assert asked[0].order is AskOrder.RANDOM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, sqrt
+from math import sqrt
 
 import pytest
 
@@ -117,16 +117,6 @@ def test_others_that_warm_up_themselves_cap_a_new_cluster_less() -> None:
     penalty = Penalty(OPTIONS, [row("a", warm_left=1), row("b", warm_left=1)])
     assert judged(penalty, 0.99 * OPTIONS.hard_cap, "new").accepted
     assert not judged(penalty, 1.01 * OPTIONS.hard_cap, "new").accepted
-
-
-def test_a_logarithms_score_is_of_factors() -> None:
-    """`score: log`: E = (ln G − μ)/σ, σ at least sigma_floor itself."""
-    penalty = Penalty(PenaltyOptions(score="log", hard_cap=1e6), [row("a", mu=0.0, sigma=0.5, last_norm=1.0)])
-    sigma = 0.5 * spread_factor(40, OPTIONS.alpha)
-    assert judged(penalty, exp(2.0)).score == pytest.approx(2.0 / sigma)
-    assert judged(penalty, exp(-2.0)).score == pytest.approx(-2.0 / sigma)
-    floored = Penalty(PenaltyOptions(score="log"), [row("a", mu=0.0, sigma=0.0, last_norm=1.0)])
-    assert judged(floored, exp(OPTIONS.sigma_floor)).score == pytest.approx(1.0)
 
 
 def test_without_others_the_initial_model_is_the_cap() -> None:

@@ -15,7 +15,7 @@ from dips.protocol import claims, effects
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_AHEAD, MOST_STEPS_PER_S, MOST_TERMS_AHEAD, MOST_TOKENS_PER_S, ToldProgress
 from dips.protocol.effects import Committed, Exit, Failed, Grant, Pending
-from dips.slave.order_fences import OrderFences
+from dips.slave.shard import OrderFences
 from tests.unit.protocol.scripted_run import ScriptedRun
 from tests.unit.protocol.test_bites_transfers import failure, make
 
@@ -67,7 +67,7 @@ def test_the_time_counts_from_the_last_push_that_was_settled() -> None:
     run.now = 1500.0
     push = run.open_push("a")
     assert failure(finish(run, push, most + int(501 * MOST_TOKENS_PER_S), 1)) is RemoteProtocolError
-    assert run.view["clusters"]["a"]["claims_refused"] == 2
+    assert run.view.clusters["a"].claims_refused == 2
     assert isinstance(finish(run, push, most + int(500 * MOST_TOKENS_PER_S), 1), Committed)
 
 

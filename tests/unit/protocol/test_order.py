@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.protocol.enums import AskOrder
-from dips.protocol.order import Lines, Worker, lowest_free, make_lines, places_for_slave, plan_turns, slaves_in_order
+from dips.protocol.order import Lines, Worker, lowest_free, make_lines, places_for_slave, plan_turns, slaves_for_worker
 
 Loads = list[list[float]]  # seconds, worker × slave
 
@@ -115,9 +114,9 @@ def test_many_workers_walk_a_rotation() -> None:
     """What stands in no plan has its place by a rule: the transpose of the ranks' own order, so still no meetings."""
     slaves, ranks = 8, 3
     for first in range(12):  # of other transfers
-        rows = [slaves_in_order(AskOrder.TURNS, first + rank, slaves, "") for rank in range(ranks)]
+        rows = [slaves_for_worker(first + rank, slaves) for rank in range(ranks)]
         for slave in range(slaves):
-            places = places_for_slave(AskOrder.TURNS, slave, slaves, first, ranks, "")
+            places = places_for_slave(slave, slaves, first, ranks)
             assert places == tuple(row.index(slave) for row in rows)
             assert len(set(places)) == ranks
 
@@ -136,14 +135,6 @@ def test_transfers_at_once_have_workers_of_their_own(script: list[tuple[bool, in
         assert len(set(numbers)) == len(numbers)
         before = {n for begin, count in taken[:-1] for n in range(begin, begin + count)}
         assert all(before & set(range(lower, lower + workers)) for lower in range(first))
-
-
-def test_a_random_order_has_a_place_for_each() -> None:
-    """It is the same for the same salt, and another for another slave."""
-    rows = [places_for_slave(AskOrder.RANDOM, slave, 8, 0, 6, "salt") for slave in range(8)]
-    assert {tuple(sorted(row)) for row in rows} == {tuple(range(6))}
-    assert len(set(rows)) > 1
-    assert places_for_slave(AskOrder.RANDOM, 0, 8, 0, 6, "salt") == rows[0]
 
 
 # ---- a push joins: a fluid model of links ----------------------------------------------------------------------------

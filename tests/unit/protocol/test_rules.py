@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, sqrt
+from math import sqrt
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from dips.protocol.enums import MergeRule, StepRule, WeightRule
 from dips.protocol.options import OuterOptions
 from dips.protocol.penalty import Penalty
 from dips.protocol.rules.merges import MERGES, LayerShare, scale_layer, weigh_last
-from dips.protocol.rules.weights import WEIGHTS, measure_freshness
+from dips.protocol.rules.weights import WEIGHTS
 from dips.protocol.verdicts import PushEvidence, Verdict
 from tests import rules_reference
 from tests.unit.protocol.ruled_run import (
@@ -43,7 +43,7 @@ def test_a_merge_is_its_reference(merge: MergeRule, weights: WeightRule) -> None
 
 @pytest.mark.parametrize("merge", MergeRule)
 def test_buffers_are_averaged_by_tokens_whatever_the_rule(merge: MergeRule) -> None:
-    run = ruled(merge=merge, weights="uniform", step="share", staleness_alpha=0.5)
+    run = ruled(merge=merge, weights="uniform", step="share")
     run.push_all(TOKENS, STEPS_OF)
     shares = [n / sum(TOKENS.values()) for n in TOKENS.values()]
     means = sum(w * (START - run.staged[name][BUFFERS]) for w, name in zip(shares, TOKENS, strict=True))
@@ -141,7 +141,7 @@ def test_a_layer_that_every_push_is_flagged_in_stays(rule: StepRule, monkeypatch
 @pytest.mark.parametrize("norms", [(1e-30, 1e20), (1e20, 1e-30), (0.0, 1.0), (0.0, 0.0), (800.0, 1.0), (1.0, 800.0)])
 def test_no_norm_makes_a_weight_that_is_not_a_number(merge: MergeRule, norms: tuple[float, float]) -> None:
     """Exponents and quotients are bounded; the scale is a number at least 0."""
-    shares = [LayerShare(100.0, 1.0, norm, 4) for norm in norms]
+    shares = [LayerShare(100.0, norm, 4) for norm in norms]
     weights = [weigh_last(MERGES[merge], shares[:i], shares[i]) for i in range(2)]
     assert all(0.0 <= w <= 2.0**100 for w in weights) and weights[0] in (0.0, 1.0)
     assert 0.0 < scale_layer(MERGES[merge], shares, weights, 0.0) <= 2.0**100
@@ -159,18 +159,5 @@ def test_directions_that_cancel_leave_no_step() -> None:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_push_weighs_less() -> None:
-    """e^(−α·staleness), in every merge; what is fresh is not touched."""
-    run = ruled(staleness_alpha=0.5)
-    late = run.open_push("b")
-    run.push_all({"a": 100})
-    run.push_all({"a": 100})
-    run.commit(late, 100, 4)
-    run.push_all({"a": 100})
-    assert [f.layer_weights for f in run.committed[-1].folds] == [(), (pytest.approx(exp(1.0)),)]
-    assert measure_freshness(0.5, -3) == 1.0 and measure_freshness(9.0, 10**9) > 0.0
-
-
 def test_the_weight_of_a_push() -> None:
-    assert [WEIGHTS[rule](600, 3) for rule in WeightRule] == [600.0, 200.0, 1.0]
-    assert WEIGHTS[WeightRule.TOKENS_PER_STEP](600, 0) == 600.0
+    assert [WEIGHTS[rule](600) for rule in WeightRule] == [600.0, 1.0]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.data import BegunRange, RangeBook
-from dips.protocol.enums import AskOrder
 from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
@@ -66,7 +65,7 @@ def test_a_slave_asks_in_the_order_in_which_workers_turn_to_it(workers: int, sla
     """Both sides of the order of asking are one table, read by rows and by columns."""
     for slave in range(slaves):
         turns = tuple(slaves_for_worker(w, slaves).index(slave) for w in range(workers))
-        assert places_for_slave(AskOrder.TURNS, slave, slaves, 0, workers, "") == turns
+        assert places_for_slave(slave, slaves, 0, workers) == turns
 
 
 @given(

@@ -1,4 +1,4 @@
-"""`timing.window`: windows that last longer for pushes that come, or are due soon."""
+"""`timing.window: adaptive`: windows that last longer for clusters that are due soon."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dips.errors import ConfigError
 from dips.protocol import events as ev
 from dips.protocol.enums import WindowRule
 from dips.protocol.options import TimingOptions
+from dips.protocol.window import MOST_LENGTHS
 from tests import rules_reference
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 
 WINDOW_S = 10.0
 
 
-def windowed(rule: str, most: float = 4.0, due: dict[str, float] | None = None) -> ScriptedRun:
+def windowed(rule: str, due: dict[str, float] | None = None) -> ScriptedRun:
     """a to d train; `due` says when a push of each is due, by its last ones."""
-    timing = TimingOptions(window_s=WINDOW_S, window=WindowRule(rule), window_most=most)
+    timing = TimingOptions(window_s=WINDOW_S, window=WindowRule(rule))
     run = ScriptedRun(replace(OPTIONS, timing=timing))
     run.train(*"abcd")
     for name, at in (due or {}).items():
@@ -42,28 +43,6 @@ def test_a_fixed_window_has_one_length() -> None:
     assert closes(run) == WINDOW_S
 
 
-def test_a_sliding_window_lasts_a_length_after_the_last_arrival() -> None:
-    """Never longer than `window_most` lengths."""
-    run = windowed("sliding", most=2.0)
-    arrived = []
-    for cluster, at in (("a", 0.0), ("b", 6.0), ("c", 15.0)):
-        run.now = at
-        run.push(cluster)
-        arrived.append(at)
-        assert closes(run) == rules_reference.window_end("sliding", WINDOW_S, 2.0, arrived, [])
-    assert closes(run) == 20.0
-
-
-def test_a_sliding_window_waits_for_what_is_under_way() -> None:
-    """A push that is granted while it is open, and is due after its end."""
-    run = windowed("sliding")
-    run.step(ev.BandwidthMeasured("b", 1, 4000 / 14.0))  # 14 s for the 4,000 bytes of the model
-    run.push("a")
-    run.now = 2.0
-    run.open_push("b")
-    assert closes(run) == pytest.approx(16.0) == rules_reference.window_end("sliding", WINDOW_S, 4.0, [0.0], [16.0])
-
-
 @pytest.mark.parametrize(
     "due",
     [
@@ -81,23 +60,20 @@ def test_an_adaptive_window_waits_for_those_due_soon(due: dict[str, float]) -> N
     """As long as all wait a length in the mean at most, as the reference has it; and after each arrival anew."""
     run = windowed("adaptive", due=due)
     run.push("a")
-    assert closes(run) == pytest.approx(
-        rules_reference.window_end("adaptive", WINDOW_S, 4.0, [0.0], sorted(due.values()))
-    )
+    assert closes(run) == pytest.approx(rules_reference.window_end(WINDOW_S, MOST_LENGTHS, [0.0], sorted(due.values())))
 
 
-@pytest.mark.parametrize("rule", ["sliding", "adaptive"])
 @pytest.mark.parametrize("moving", [True, False])
-def test_no_window_waits_for_a_push_whose_trainer_hangs(rule: str, moving: bool) -> None:
-    """One hung cluster would keep each window open to `window_most`."""
-    run = windowed(rule)
+def test_no_window_waits_for_a_push_whose_trainer_hangs(moving: bool) -> None:
+    """One hung cluster would keep each window open to MOST_LENGTHS."""
+    run = windowed("adaptive")
     run.step(ev.BandwidthMeasured("b", 1, 4000 / 14.0))  # 14 s for the 4,000 bytes of the model
     run.push("a")
     run.now = 1.0
     if not moving:
         run.step(ev.TrainerChanged("b", 1, False, "its trainer hangs"))
     run.open_push("b")
-    assert closes(run) == pytest.approx({"sliding": 15.0, "adaptive": 20.0}[rule] if moving else WINDOW_S)
+    assert closes(run) == pytest.approx(20.0 if moving else WINDOW_S)
 
 
 def test_an_adaptive_window_learns_from_each_arrival() -> None:
@@ -126,14 +102,7 @@ def test_an_extended_window_ends_early_when_all_are_in() -> None:
     assert [len(row.folds) for row in run.committed] == [4]
 
 
-@pytest.mark.parametrize("most", [0.5, 0.0, float("nan"), 1e6])
-def test_how_long_it_may_last_is_bounded(most: float) -> None:
-    """From one length to a thousand."""
-    with pytest.raises(ConfigError, match=r"timing\.window_most: expected a number from 1 to 1000"):
-        TimingOptions(window_most=most)
-
-
 def test_a_rule_that_does_not_exist_is_refused() -> None:
     """By name, with those that do."""
-    with pytest.raises(ConfigError, match=r"timing\.window: expected fixed or sliding or adaptive, got 'tumbling'"):
+    with pytest.raises(ConfigError, match=r"timing\.window: expected fixed or adaptive, got 'tumbling'"):
         TimingOptions(window="tumbling")  # type: ignore[arg-type]

@@ -34,11 +34,13 @@ from dips.protocol.effects import (
 from dips.protocol.events import Answer, Done, Prepared
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.ports import Arrays, FlowEvents
-from dips.slave.shard import Shard
-from dips.slave.shard_registration import Followed
+from dips.slave.actions import SlaveIdentity
+from dips.slave.moves import FlowEvent, Staged
+from dips.slave.ports import Arrays
+from dips.slave.shard import Followed, Shard
 from tests.loading import follow_load
 
+WHO = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
 MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("b.w", (4,)), ("c.w", (1,))])
 P1, P2, P3 = (PushId("x", 1, seq) for seq in (1, 2, 3))
 PULL = PullId("x", 1, 1)
@@ -58,7 +60,7 @@ class RecordingFlow:
     lives: list[int] = field(default_factory=list)
     broken: bool = False
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         self.lives.append(sinc)
 
     def open_push(
@@ -174,11 +176,9 @@ def carry_out(shard: Shard, order: Order) -> Answer:
         return begun
     try:
         answer = begun()
-    except DipsError:
-        shard.end_disk_order(order, None)
-        raise
-    shard.end_disk_order(order, answer)
-    return answer
+    except DipsError as error:
+        return shard.end_disk_order(order, error)
+    return shard.end_disk_order(order, answer)
 
 
 class ShardRig:
@@ -190,11 +190,10 @@ class ShardRig:
         pinned: int = 1,
         disk: MemoryDisk | None = None,
         manifest: Manifest = MANIFEST,
-        keeps_older: bool = False,
     ) -> None:
         self._manifest = manifest
         self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
-        versions = Versions(KernelPool(reference), slots, pinned, keeps_older=keeps_older)
+        versions = Versions(KernelPool(reference), slots, pinned)
         self.shard = Shard("s", versions, self.disk, self.flow)
         self.term, self.number = 1, 0
 
@@ -222,7 +221,7 @@ class ShardRig:
         assert self.order(OpenPush(push, 1, 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
-        self.shard.transfers.on_push_staged(push, 28)
+        self.shard.transfers.on_flow_event(Staged(push, 28))
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)
@@ -252,5 +251,5 @@ class ShardRig:
             tuple(v.held.pins.items()),
             tuple(v.bank_holders()),
         )
-        seen = (self.shard.term, self.shard.sinc, self.shard.round, self.shard.poison)
+        seen = (self.shard.term, self.shard.sinc, self.shard.rounds.number, self.shard.rounds.poison)
         return (thetas, held, seen, tuple(self.flow.pushes), tuple(self.flow.pulls), tuple(self.disk.kept))

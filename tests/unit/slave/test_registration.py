@@ -16,26 +16,26 @@ from dips.protocol.events import MirrorReport, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
-    DescribeShard,
-    EndLoad,
     EndSlave,
-    FollowRegistration,
-    HealTransfers,
+    Meters,
     ReadSnapshot,
     RestoreFromMirror,
+    ShardMethod,
+    ShardWork,
     SlaveAction,
-    WelcomeShard,
+    SlaveIdentity,
+    SlaveTiming,
+    Standing,
     WriteLog,
 )
 from dips.slave.mirror_plan import Restored
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
-from dips.slave.shard_registration import Followed, Unfollowed
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.slave.shard import Followed, Unfollowed
 
 WHO = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
 TIMING = SlaveTiming(heartbeat_s=2.0, call_s=10.0, backoff_s=(0.2, 5.0))
 SAID = SlaveRegistered(0, "s", "nonce", "run", "h:1", ("h:2",), 0, None, None, (), 2, "")
-DESCRIBE = DescribeShard(WHO)
+DESCRIBE = ShardWork(ShardMethod.DESCRIBE, (WHO,))
 
 
 def registered(order: SlaveOrder, term: int = 1) -> Registered:
@@ -47,7 +47,7 @@ class RegistrationRig:
 
     def __init__(self) -> None:
         self.standing = Standing(7, 1, GENESIS, (), 0, 0)
-        self.registration = Registration(WHO, TIMING, lambda registered: None, Random(1))
+        self.registration = Registration(WHO, TIMING, Random(1))
         self.heartbeats = Heartbeats(
             WHO, TIMING, self.registration, lambda: self.standing, tuple, Meters, lambda now: ()
         )
@@ -55,9 +55,9 @@ class RegistrationRig:
     def answer(self, order: SlaveOrder, followed: Followed | Unfollowed, now: float) -> list[SlaveAction]:
         """The whole way from a Register to the shard's report; what follows from it."""
         assert self.registration.on_described(SAID, now) == [CallMaster(SAID, 10.0)]
-        (welcome,) = self.registration.on_registered(registered(order), now)
-        assert isinstance(welcome, WelcomeShard)
-        assert self.registration.on_welcomed(None, now) == [FollowRegistration(order)]
+        told = registered(order)
+        assert self.registration.on_registered(told, now) == [ShardWork(ShardMethod.WELCOME, (told,))]
+        assert self.registration.on_welcomed(None, now) == [ShardWork(ShardMethod.FOLLOW, (order,))]
         return work_of(self.registration.on_followed(followed, now))
 
     def serving(self) -> RegistrationRig:
@@ -71,6 +71,10 @@ class RegistrationRig:
         assert isinstance(call, CallMaster)
         assert isinstance(call.message, SlaveHeartbeat)
         return call.message
+
+
+def drop_unlisted(answer: SlaveHeartbeatAnswer) -> ShardWork:
+    return ShardWork(ShardMethod.DROP_UNLISTED, (answer,))
 
 
 def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
@@ -99,15 +103,15 @@ def test_a_snapshot_is_read_beside_the_shard() -> None:
     assert slave.registration.on_followed(read, 0.0) == [ReadSnapshot(order, read)]
     assert slave.registration.tick(100.0) == slave.registration.request_again(1, 100.0) == []
     broken = OSError("bad sector")
-    assert slave.registration.on_read(ReadSnapshot(order, read), broken) == [EndLoad(order, broken)]
-    assert slave.registration.on_read(ReadSnapshot(order, read), None) == [EndLoad(order, None)]
+    for error in (broken, None):
+        assert slave.registration.on_read(order, error) == [ShardWork(ShardMethod.END_LOAD, (order, error))]
     assert work_of(slave.registration.on_followed(Followed.DONE, 100.0)) == [DESCRIBE]
 
 
 def with_mirror() -> Registration:
     """A registration whose slave has a mirror, asked for the first time what it holds."""
     meters = Meters(mirror=MirrorReport((), ""))
-    registration = Registration(WHO, TIMING, lambda registered: None, Random(1), lambda: meters)
+    registration = Registration(WHO, TIMING, Random(1), lambda: meters)
     assert registration.tick(0.0) == [DESCRIBE]
     return registration
 
@@ -276,12 +280,12 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     slave.heartbeats.tick(0.0)
     lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, LiveTransfers(n, (PushId("x", 1, n),), ())) for n in range(4)]
     slave.heartbeat(2.0)
-    assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
+    assert slave.heartbeats.on_answer(lists[0], 2.1) == [drop_unlisted(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
         slave.heartbeat(now)
         assert slave.heartbeats.on_answer(lists[n], now) == []
-    assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
-    assert slave.heartbeats.on_healed([]) == []
+    assert slave.heartbeats.on_dropped([]) == [drop_unlisted(lists[2])]
+    assert slave.heartbeats.on_dropped([]) == []
     slave.heartbeat(8.0)
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, LiveTransfers(1, (), ())), 8.1) == []
     slave.heartbeat(10.0)
@@ -314,12 +318,12 @@ def test_a_list_that_is_not_sent_again_is_the_one_that_the_slave_has() -> None:
     live = LiveTransfers(5, (PushId("x", 1, 1),), ())
     assert slave.heartbeat(2.0).live == 0
     first = SlaveHeartbeatAnswer(1, 8.0, False, 10, live)
-    assert slave.heartbeats.on_answer(first, 2.1) == [HealTransfers(first)]
-    slave.heartbeats.on_healed([])
+    assert slave.heartbeats.on_answer(first, 2.1) == [drop_unlisted(first)]
+    slave.heartbeats.on_dropped([])
     assert slave.heartbeat(4.0).live == 5
     same = SlaveHeartbeatAnswer(1, 8.0, False, 20)
-    assert slave.heartbeats.on_answer(same, 4.1) == [HealTransfers(SlaveHeartbeatAnswer(1, 8.0, False, 20, live))]
-    slave.heartbeats.on_healed([])
+    assert slave.heartbeats.on_answer(same, 4.1) == [drop_unlisted(SlaveHeartbeatAnswer(1, 8.0, False, 20, live))]
+    slave.heartbeats.on_dropped([])
     assert slave.heartbeat(6.0).live == 5
     slave.heartbeats.on_answer(UnavailableMaster("lost"), 6.1)
     assert slave.heartbeat(8.0).live == 5
@@ -331,7 +335,7 @@ def test_a_list_is_good_for_its_term_only() -> None:
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
     slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
-    slave.heartbeats.on_healed([])
+    slave.heartbeats.on_dropped([])
     slave.standing = Standing(7, 2, GENESIS, (), 0, 0)
     assert slave.heartbeat(4.0).live == 0
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
@@ -344,7 +348,7 @@ def test_a_list_is_good_for_its_registration_only() -> None:
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
     slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
-    slave.heartbeats.on_healed([])
+    slave.heartbeats.on_dropped([])
     slave.registration.request_again(slave.registration.number, 2.2)
     slave.answer(Hold(), Followed.SERVES, 2.3)
     assert slave.heartbeat(4.0).live == 0

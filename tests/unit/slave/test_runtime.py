@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,15 +43,14 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, MirrorReport, Persisted, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
+from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
+from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.slave.open_transfers import OpenTransfers
-from dips.slave.ports import Arrays, FlowEvents
-from dips.slave.runtime import SlaveRuntime
-from dips.slave.servicer import OrderServicer
+from dips.slave.ports import Arrays
+from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
-from dips.slave.shard_thread import ShardThread
-from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
@@ -65,11 +65,11 @@ class BufferFlow:
     """Gives the shard's buffers to the test, and news to the inbox."""
 
     def __init__(self) -> None:
-        self.events: FlowEvents | None = None
+        self.on_event: Callable[[FlowEvent], None] | None = None
         self.pushes: dict[PushId, Arrays] = {}
 
-    def start(self, sinc: int, events: FlowEvents) -> None:
-        self.events = events
+    def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
+        self.on_event = on_event
 
     def open_push(
         self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str, keys: object = ()
@@ -190,11 +190,12 @@ class RunningSlave:
         prepare: Callable[[Registered], None],
         restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored] | None,
     ) -> None:
-        self.mirror = None if restore is None else MirrorReport((), "")
+        self.executor, self.mirror = thread, None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
-        self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread)
+        versions, on_event = Versions(KernelPool(reference), 1, 0), self.thread.on_flow_event
+        self.shard = Shard("s", versions, GatedDisk(), self.flow, on_event, prepare)
         self.thread.own_shard(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
@@ -203,12 +204,10 @@ class RunningSlave:
             lambda: self.thread.standing,
             self.flow.list_transfers,
             self.meters,
-            prepare,
             Random(),
         )
-        more = {} if restore is None else {"restore": restore}
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, master_peer("m:1", None), log, **more)
-        self.servicer = OrderServicer(self.runtime)
+        mirror = None if restore is None else SimpleNamespace(restore=restore)
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, master_peer("m:1", None), log, mirror)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
@@ -226,7 +225,7 @@ class RunningSlave:
         self.number += number is None
         request = to_proto(Order("s", 7, 1, self.number if number is None else number, body, deadline_s))
         assert isinstance(request, slave_pb2.Order)
-        return unwrap_oneof(await self.servicer.Execute(request, None))
+        return unwrap_oneof(await self.runtime.Execute(request, None))
 
 
 @asynccontextmanager
@@ -323,7 +322,7 @@ async def test_a_machine_without_the_memory_ends_the_session() -> None:
     """The sum is checked before memory is taken: too little ends the process with the numbers."""
 
     def prepare(registered: Registered) -> None:
-        raise ConfigError("slots, pinned, transit_bytes: this slave needs ..")
+        raise ConfigError("slots, pinned: this slave needs ..")
 
     async with living(ScriptedMaster(LoadVersion(GENESIS)), prepare) as incarnation:
         with pytest.raises(ConfigError, match="this slave needs"):
@@ -338,11 +337,11 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         assert await incarnation.order(OpenPush(PUSH, 1, 60.0)) == Done()
-        assert incarnation.flow.events is not None
-        incarnation.flow.events.on_push_staged(PUSH, 12)
+        assert incarnation.flow.on_event is not None
+        incarnation.flow.on_event(Staged(PUSH, 12))
         await master.until(lambda: master.reports == [PushStaged("s", 7, PUSH, 12)])
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
-        incarnation.flow.events.on_push_refused(PUSH, "it stalled")
+        incarnation.flow.on_event(PushOver(PUSH, "it stalled"))
         await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
 
 
@@ -371,7 +370,7 @@ async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         gate = threading.Event()
-        working = asyncio.wrap_future(incarnation.thread.submit_job(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(incarnation.executor.submit(gate.wait, 10))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         gate.set()
@@ -412,8 +411,8 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         await incarnation.ready()
         await incarnation.order(OpenPush(PUSH, 1, 60.0))
         incarnation.flow.pushes[PUSH][0].fill(0.5)
-        assert incarnation.flow.events is not None
-        incarnation.flow.events.on_push_staged(PUSH, 12)
+        assert incarnation.flow.on_event is not None
+        incarnation.flow.on_event(Staged(PUSH, 12))
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
         assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == (0.75,)
@@ -451,8 +450,8 @@ async def make_version(incarnation: RunningSlave, round_: int, push: PushId, hea
     """One push in, up to Prepared."""
     await incarnation.order(OpenPush(push, 1, 60.0))
     incarnation.flow.pushes[push][0].fill(0.5)
-    assert incarnation.flow.events is not None
-    incarnation.flow.events.on_push_staged(push, 12)
+    assert incarnation.flow.on_event is not None
+    incarnation.flow.on_event(Staged(push, 12))
     await incarnation.order(Measure(round_, push, head))
     await incarnation.order(Fold(round_, push, 1.0))
     return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), nesterov_step(1.0, 0.7, 0.8)))
@@ -462,8 +461,8 @@ async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.Monke
     """Nobody waits for the flow's news to be taken in, so a failure there must reach the log."""
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
         owner = ShardThread(thread, time.monotonic, structlog.get_logger())
-        shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner)
-        monkeypatch.setattr(OpenTransfers, "on_push_staged", None)
+        shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner.on_flow_event)
+        monkeypatch.setattr(OpenTransfers, "on_flow_event", None)
         owner.own_shard(shard)
-        owner.on_push_staged(PUSH, 12)
+        owner.on_flow_event(Staged(PUSH, 12))
     assert [line["event"] for line in logs] == ["flow_event_failed"]

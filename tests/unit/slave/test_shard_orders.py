@@ -35,9 +35,9 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done, Folded, Measured, Persisted
-from dips.slave import order_fences
-from dips.slave.open_transfers import StagedReport
-from dips.slave.order_fences import OrderFences
+from dips.slave import shard as shard_module
+from dips.slave.moves import Staged
+from dips.slave.shard import OrderFences
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out, read_prepared
 
 # ---- a whole round ---------------------------------------------------------------------------------------------------
@@ -48,12 +48,12 @@ def test_a_round_from_open_to_commit() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.stage(P2, 0.0)
-    assert slave.shard.take_reports() == [StagedReport(P1, 28), StagedReport(P2, 28)]
+    assert slave.shard.take_reports() == [Staged(P1, 28), Staged(P2, 28)]
     assert slave.shard.take_reports() == []
-    assert slave.shard.staged_pushes == (P1, P2)
+    assert slave.shard.transfers.staged_pushes() == (P1, P2)
     first = slave.order(Measure(1, P1, GENESIS))
     assert first == Measured((6 * 0.25, 0.25), True, (0.0, 0.0), first.digest)
-    assert slave.shard.staged_pushes == (P2,)
+    assert slave.shard.transfers.staged_pushes() == (P2,)
     assert slave.order(Fold(1, P1, 1.0)) == Folded((6 * 0.25, 0.25))
     second = slave.order(Measure(1, P2, GENESIS))
     assert second == Measured((6.0, 1.0), True, (6 * 0.5, 0.5), second.digest)
@@ -151,7 +151,7 @@ def test_a_new_term_forgets_the_answers_of_the_old() -> None:
 
 def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the remembered answers an old number is stale: it is never carried out a second time."""
-    monkeypatch.setattr(order_fences, "REMEMBERED", 3)
+    monkeypatch.setattr(shard_module, "REMEMBERED", 3)
     slave = ShardRig().ready()
     first = slave.made(OpenPush(P1, 1, 1.0))
     slave.shard.execute_order(first)
@@ -168,7 +168,7 @@ def test_an_order_that_is_busy_for_long_is_not_taken_for_an_old_one(monkeypatch:
 
     It was answered StaleTerm, which ends the master.
     """
-    monkeypatch.setattr(order_fences, "REMEMBERED", 3)
+    monkeypatch.setattr(shard_module, "REMEMBERED", 3)
     fences = OrderFences("s")
     fences.see_term(1, "Registered")
     apply = Order("s", 0, 1, 1, Apply(5, VersionId(5, 5), nesterov_step(1.0, 1.0, 0.0)), 300.0)

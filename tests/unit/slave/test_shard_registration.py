@@ -35,18 +35,20 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.moves import Released
+from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
-from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, ShardRig
+from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, WHO, ShardRig
 
 
 def test_registration_says_what_is_held() -> None:
     """A slave in doubt names memory, prepared and its snapshots, so that the master can decide by its row."""
     slave = ShardRig().ready()
     version = slave.prepare()
-    said = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    said = slave.shard.make_registration(WHO)
     assert (said.memory, said.prepared, said.complete) == (GENESIS, version, (version,))
-    assert (said.req, said.slave, said.term_seen, said.slots, said.reason) == (3, "s", 1, 2, "")
+    assert (said.slave, said.term_seen, said.slots, said.reason) == ("s", 1, 2, "")
+    assert (said.nonce, said.run, said.address, said.lanes) == ("nonce", "run", "h:1", ("h:2",))
 
 
 @pytest.mark.parametrize(
@@ -141,19 +143,19 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)
-    slave.shard.transfers.on_pull_released(PULL, "closed")
+    slave.shard.transfers.on_flow_event(Released(PULL, "closed"))
     assert slave.shard.versions.used_bytes == 2 * 28
 
 
 def test_the_manifest_is_told_once() -> None:
     """A slave that knows it says its digest, and an answer without it is an answer; who knows none must be told."""
     slave = ShardRig()
-    unknown = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    unknown = slave.shard.make_registration(WHO)
     told = Registered(1, 7, RegisterLater(1.0, "later"), GENESIS, (0, 2), ("", ""), MANIFEST.to_json())
     with pytest.raises(CorruptManifest, match="sent no manifest"):
         slave.shard.on_registered(replace(told, manifest=""))
     slave.shard.on_registered(told)
-    known = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    known = slave.shard.make_registration(WHO)
     assert (unknown.manifest_digest, known.manifest_digest) == ("", MANIFEST.digest)
     assert slave.shard.learn_manifest(replace(told, manifest="")) == MANIFEST
     slave.shard.on_registered(replace(told, manifest=""))

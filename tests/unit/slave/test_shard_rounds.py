@@ -29,10 +29,11 @@ from dips.protocol.effects import (
     Reorder,
     Retire,
 )
-from dips.protocol.events import Done, Folded, Measured, Persisted
+from dips.protocol.events import Done, Folded, Persisted
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.moves import Released, SourceMoved, Staged
+from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, read_prepared
 
@@ -51,7 +52,7 @@ def test_failure_4_a_swallowed_error() -> None:
             slave.order(body)
     assert slave.shard.versions.open_pushes == ()
     assert slave.order(Abort(1, "poisoned")) == Done()
-    assert slave.shard.poison is None
+    assert slave.shard.rounds.poison is None
     assert slave.shard.versions.used_bytes == 2 * 28
 
 
@@ -67,24 +68,6 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     assert read_prepared(slave.order(Apply(1, V1, nesterov_step(1.0, 1.0, 0.0), reserve=False))) == V1
     slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
-
-
-@pytest.mark.parametrize("keeps_older", [True, False])
-def test_a_late_push_is_measured_against_its_base_while_that_is_held(keeps_older: bool) -> None:
-    """The answer says which θ it was; a Fold from one that is not held poisons its round, and changes no version."""
-    slave = ShardRig(keeps_older=keeps_older).ready()
-    slave.order(Commit(slave.prepare(P1), ()))
-    slave.stage(P2, 0.25)
-    theta = slave.shard.versions.theta(GENESIS if keeps_older else V1)
-    measured = slave.order(Measure(2, P2, V1, anchor=GENESIS))
-    assert isinstance(measured, Measured) and measured.anchored is keeps_older
-    assert measured.layer_sq == pytest.approx([float(((a - 0.25) ** 2).sum()) for a in theta.values()])
-    if keeps_older:
-        assert slave.order(Fold(2, P2, 1.0, anchor=GENESIS)) == Folded(measured.layer_sq)
-        return
-    with pytest.raises(StaleVersion, match=r"v0@r0 is not held"):
-        slave.order(Fold(2, P2, 1.0, anchor=GENESIS))
-    assert slave.shard.poison is not None and slave.shard.versions.served_version == V1
 
 
 def test_the_layer_of_buffers_is_averaged() -> None:
@@ -145,9 +128,10 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
     with pytest.raises(Busy, match="the snapshot of v1@r1 is being written"):
         slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))
     assert slave.shard.versions.used_bytes <= slave.shard.versions.limit_bytes
-    with pytest.raises(Stale, match="wanted no more"):
+    with pytest.raises(Stale, match="wanted no more") as failed:
         write()
-    slave.shard.end_disk_order(order, None)
+    with pytest.raises(Stale):
+        slave.shard.end_disk_order(order, failed.value)
     assert read_prepared(slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))) == VersionId(1, 2)
     assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
     assert version not in slave.disk.kept
@@ -176,9 +160,10 @@ def test_a_load_ends_the_writer_of_what_was_prepared() -> None:
     slave.disk.kept[other] = (part, part)
     slave.welcome(LoadVersion(other))
     assert isinstance(follow_load(slave.shard, other), Unfollowed)
-    with pytest.raises(Stale):
+    with pytest.raises(Stale) as failed:
         write()
-    slave.shard.end_disk_order(order, None)
+    with pytest.raises(Stale):
+        slave.shard.end_disk_order(order, failed.value)
     assert follow_load(slave.shard, other) is Followed.DONE
     assert slave.shard.versions.served_version == other
 
@@ -192,9 +177,10 @@ def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
     order = slave.made(Persist(first))
     write = slave.shard.begin_disk_order(order)
     assert callable(write)
-    with pytest.raises(FailedDisk, match="No space left"):
+    with pytest.raises(FailedDisk, match="No space left") as failed:
         write()
-    slave.shard.end_disk_order(order, None)
+    with pytest.raises(FailedDisk):
+        slave.shard.end_disk_order(order, failed.value)
     assert slave.order(Persist(first)) == Persisted(first, "digest of v1@r1")
     slave.prepare(P2, 2)
 
@@ -311,8 +297,8 @@ def test_apply_waits_for_a_reader() -> None:
     order = slave.made(Apply(2, VersionId(2, 2), nesterov_step(1.0, 1.0, 0.0)))
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
-    assert slave.shard.poison is None
-    slave.shard.transfers.on_pull_released(PULL, "done")
+    assert slave.shard.rounds.poison is None
+    slave.shard.transfers.on_flow_event(Released(PULL, "done"))
     assert read_prepared(slave.shard.execute_order(order)) == VersionId(2, 2)
 
 
@@ -334,7 +320,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     slave.order(OpenPush(PushId("y", 1, 1), 1, 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)
-    slave.shard.transfers.on_source_moved(PULL)
+    slave.shard.transfers.on_flow_event(SourceMoved(PULL))
     assert read_prepared(slave.shard.execute_order(order)) == VersionId(3, 3)
     assert slave.shard.versions.held.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
@@ -348,7 +334,7 @@ def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()
     assert slave.flow.places == {P1: (1,)}
-    slave.shard.transfers.on_push_staged(P1, 28)
+    slave.shard.transfers.on_flow_event(Staged(P1, 28))
     slave.order(Reorder(P1, (7,)))
     assert slave.flow.places == {P1: (1,)}
 
@@ -371,7 +357,7 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
     slave.order(Commit(slave.prepare(P1, 1), (PULL,)))
     slave.order(Commit(slave.prepare(P2, 2), ()))
     assert slave.flow.moving == [PULL]
-    slave.shard.transfers.on_source_moved(PULL)
+    slave.shard.transfers.on_flow_event(SourceMoved(PULL))
     assert slave.shard.versions.held.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
 
 
@@ -387,5 +373,5 @@ def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
         slave.order(OpenPull(PullId("y", 1, 1), prepared))
-    slave.shard.transfers.on_pull_released(PULL, "done")
+    slave.shard.transfers.on_flow_event(Released(PULL, "done"))
     assert slave.shard.versions.held.pins == {}

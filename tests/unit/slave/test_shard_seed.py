@@ -9,8 +9,8 @@ from dips.errors import FailedDisk, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PushId
 from dips.protocol.effects import DropPush, KeepSeed, OpenPush, RegisterLater
 from dips.protocol.events import Done
-from dips.slave.open_transfers import StagedReport
-from tests.unit.slave.shard_rig import MemoryDisk, ShardRig
+from dips.slave.moves import Staged
+from tests.unit.slave.shard_rig import WHO, MemoryDisk, ShardRig
 
 FIRST, SECOND = PushId("dips.seed", 1, 1), PushId("dips.seed", 2, 1)
 SEED = OpenPush(FIRST, 1, 10.0, seed=True)
@@ -23,13 +23,13 @@ def waiting() -> ShardRig:
 
 
 def is_unseeded(rig: ShardRig) -> bool:
-    return rig.shard.make_registration(1, "n", "run", "h:1", ("h:2",)).unseeded
+    return rig.shard.make_registration(WHO).unseeded
 
 
 def fill(rig: ShardRig, push: PushId, value: float) -> None:
     for array in rig.flow.pushes[push].values():
         array.fill(value)
-    rig.shard.transfers.on_push_staged(push, 28)
+    rig.shard.transfers.on_flow_event(Staged(push, 28))
 
 
 def test_the_first_model_is_kept() -> None:
@@ -42,7 +42,7 @@ def test_the_first_model_is_kept() -> None:
     with pytest.raises(LocalProtocolError, match="still moving"):
         rig.order(KeepSeed(FIRST))
     fill(rig, FIRST, 2.5)
-    assert rig.shard.take_reports() == [StagedReport(FIRST, 28)]
+    assert rig.shard.take_reports() == [Staged(FIRST, 28)]
     assert rig.order(KeepSeed(FIRST)) == Done()
     assert rig.disk.initial == {i: np.full(n, 2.5, np.float32).tobytes() for i, n in ((0, 6), (2, 1))}
     assert not is_unseeded(rig)

@@ -51,10 +51,10 @@ def with_bytes(at: int, value: bytes) -> bytes:
 
 
 def test_a_header_is_64_bytes_at_fixed_places():
-    """The layout on the wire is the written one: a golden frame of format 3."""
+    """The layout on the wire is the written one: a golden frame of format 1."""
     packed = pack_header(GOOD)
     assert len(packed) == HEADER_BYTES
-    assert packed[:8] == b"DIPS" + bytes([3, 4, 0, 0])
+    assert packed[:8] == b"DIPS" + bytes([1, 4, 0, 0])
     assert struct.unpack_from("<IIQIIQQQ", packed, 8) == (RUN, 3, 77, 2, len(BODY), 1 << 40, 0, GOOD.body_xxh3)
     assert struct.unpack_from("<Q", packed, 56)[0] == xxhash.xxh3_64_intdigest(packed[:56])
 
@@ -93,7 +93,7 @@ def test_any_flipped_bit_is_refused(bit):
         (pack_header(GOOD)[:-1], "size"),
         (pack_header(GOOD) + b"\0", "size"),
         (with_bytes(0, b"HTTP"), "magic"),
-        (with_bytes(4, b"\1"), "format"),
+        (with_bytes(4, b"\2"), "format"),
         (pack_header(GOOD)[:56] + bytes(8), "header_checksum"),
         (with_bytes(5, b"\0"), "kind"),
         (with_bytes(5, b"\x09"), "kind"),

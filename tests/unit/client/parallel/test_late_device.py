@@ -5,23 +5,21 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, host, lay_out, layout
+from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out, layout
 from dips.client.parallel.rect import box_rects
 from dips.client.parallel.seam import HeldParameter, pair_blocks
 from dips.client.parallel.tensors import TorchAdapter
 from dips.transport.shares import Piece
-from dips.wire.chunks import Range
 from tests.unit.client.parallel.late_device import ON_DEVICE, LateDevice, Meeting, ThreadRanks, run_ranks
 
 RANKS, WIDTH = 4, 16
 ON_HOST = torch.device("cpu")
 PATTERN = torch.arange(WIDTH * WIDTH) % 7.0  # of each weight: so that no element is right in its neighbour's place
-KINDS = {"whole": HostMemory, "lazy": LazyMemory, "streaming": StreamedMemory}
+KINDS = {"whole": HostMemory, "lazy": LazyMemory, "untouched": UntouchedMemory}
 
 
 class ColumnShards(TorchAdapter):
@@ -74,14 +72,9 @@ class LateRank:
         """Push; return the smallest and largest element that would travel."""
         self._end_install()
         self.memory.gather_pieces()
-        pieces, encode = self.memory.pieces, self.memory.encode_chunk
-        if encode is None:
-            found = _extremes([piece.array - _pattern_of(piece) for piece in pieces])
-            self.memory.keep_pushed_shard()
-            return found
-        self.device.finish()  # a chunk that is read from the model waits for it: `to("cpu")`
-        chunks = [(p, np.frombuffer(encode(Range(*p.range), memoryview(b"")), np.float32)) for p in pieces]
-        return _extremes([elements - _pattern_of(piece) for piece, elements in chunks])
+        found = _extremes([piece.array - _pattern_of(piece) for piece in self.memory.pieces])
+        self.memory.keep_pushed_shard()
+        return found
 
     def _end_install(self) -> None:
         """Afterwards no rank reads the host memory any more."""
@@ -90,13 +83,6 @@ class LateRank:
 
     def pull(self, value: float, merge: bool = False) -> None:
         """As `ShardTransfer` does: bytes arrive, all ranks know it, shards are made of them, then the model."""
-        if isinstance(self.memory, StreamedMemory):
-            for layer in self.memory.layers:
-                for piece in self.memory.pieces_of_layer(layer):
-                    piece.array[:] = value + _pattern_of(piece)
-                self.ranks.all_min([0])
-                self.memory.install_layer(layer)
-            return
         self._end_install()
         for piece in self.memory.pieces:
             piece.array[:] = value + _pattern_of(piece)
@@ -158,9 +144,9 @@ def play(layout_kind: str, kind: str, merge: bool, dtype: torch.dtype, group: to
 
 CASES = [
     (layout_kind, kind, merge)
-    for layout_kind, kinds in (("two hosts", KINDS), ("one host", KINDS), ("columns", ("whole", "streaming")))
+    for layout_kind, kinds in (("two hosts", KINDS), ("one host", KINDS), ("columns", ("whole",)))
     for kind in kinds
-    for merge in ((False, True) if kind != "streaming" else (False,))
+    for merge in (False, True)
 ]
 
 
@@ -178,13 +164,12 @@ def test_what_is_late_is_waited_for(
 
 
 @pytest.mark.parametrize("group", [ON_DEVICE, ON_HOST], ids=str)
-@pytest.mark.parametrize("kind", ["whole", "streaming"])
-def test_what_16_bits_rounded_away_goes_with_what_is_sent(kind: str, group: torch.device) -> None:
+def test_what_16_bits_rounded_away_goes_with_what_is_sent(group: torch.device) -> None:
     """A pull of what bf16 does not hold, then a push without training: bit for bit what was pulled, on every rank."""
     pulled = 9.0 + 2.0**-9
 
     def life(number: int, meeting: Meeting) -> list[float]:
-        rank = LateRank(number, meeting, "columns", kind, torch.bfloat16, group)
+        rank = LateRank(number, meeting, "columns", "whole", torch.bfloat16, group)
         with rank.device:
             rank.freeze()
             rank.pull(pulled)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import HeldParameter, TensorBlock, check_devices
 from dips.client.parallel.torch_types import is_dtensor
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
-from dips.wire.chunks import split_chunks
 
 BF16 = torch.bfloat16
 
@@ -32,13 +30,6 @@ def memory_of(model: nn.Module, optimizer: Any = None, kind: type[HostMemory] = 
 
 def pull(memory: HostMemory, value: float) -> None:
     assert memory.find_replaced_parameter() == ""
-    if isinstance(memory, StreamedMemory):
-        for layer in memory.layers:
-            for piece in memory.pieces_of_layer(layer):
-                piece.array[:] = value
-            memory.install_layer(layer)
-        memory.sync_masters()
-        return
     for piece in memory.pieces:
         piece.array[:] = value
     memory.scatter_pieces()
@@ -46,15 +37,11 @@ def pull(memory: HostMemory, value: float) -> None:
     memory.finish_install()
 
 
-def pushed(memory: HostMemory, most: int = 1 << 20) -> set[float]:
-    """What travels, in chunks of at most so many elements."""
+def pushed(memory: HostMemory) -> set[float]:
+    """What travels."""
     assert memory.find_replaced_parameter() == ""
     memory.gather_pieces()
-    if memory.encode_chunk is None:
-        return {float(x) for piece in memory.pieces for x in piece.array}
-    chunks = split_chunks([piece.range for piece in memory.pieces], 4 * most)
-    bodies = [memory.encode_chunk(chunk, memoryview(b"")) for chunk in chunks]
-    return {float(x) for body in bodies for x in np.frombuffer(body, np.float32)}
+    return {float(x) for piece in memory.pieces for x in piece.array}
 
 
 def reassign(model: nn.Module) -> None:
@@ -62,7 +49,7 @@ def reassign(model: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
-@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, StreamedMemory])
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, UntouchedMemory])
 @pytest.mark.parametrize("move", [lambda model: model.bfloat16(), lambda model: model.to(BF16).float(), reassign])
 def test_memory_that_was_moved_is_found_anew(kind: type[HostMemory], move: Callable[[nn.Module], Any]) -> None:
     """The same parameters elsewhere: a pull reaches what is trained, and that is what is pushed."""
@@ -181,9 +168,8 @@ def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
 def test_a_function_makes_masters_after_every_install() -> None:
     """For an optimizer of any other kind."""
     model, called = nn.Linear(3, 2, dtype=BF16), []
-    for kind in (HostMemory, StreamedMemory):
-        pull(memory_of(model, lambda: called.append(float(model.bias.detach()[0])), kind), 2.0)
-    assert called == [2.0, 2.0]
+    pull(memory_of(model, lambda: called.append(float(model.bias.detach()[0]))), 2.0)
+    assert called == [2.0]
 
 
 def test_an_optimizer_of_other_tensors_is_refused() -> None:
@@ -199,7 +185,7 @@ def test_an_optimizer_of_other_tensors_is_refused() -> None:
 # ---- 16 bits without masters -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, StreamedMemory])
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory, UntouchedMemory])
 def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type[HostMemory]) -> None:
     """Bit for bit, whatever rounding took; and what it trains is added to that."""
     model = nn.Linear(3, 2, dtype=BF16)
@@ -221,26 +207,6 @@ def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type
     assert not memory.remainders.restore_state(rounded[1:])
     assert memory.remainders.restore_state(rounded) and memory.remainders.restore_state(None)
     assert pushed(memory) == coarse, "an older checkpoint has none"
-
-
-def test_layer_by_layer_every_element_keeps_its_own_remainder() -> None:
-    """Each chunk of a push reads those of its place, however small it is; a later pull replaces them."""
-    model = nn.Sequential(nn.Linear(30, 20, dtype=BF16), nn.Linear(20, 3, dtype=BF16))
-    memory = memory_of(model, kind=StreamedMemory)
-    assert isinstance(memory, StreamedMemory)
-    for seed in (0, 1):
-        drawn = np.random.default_rng(seed)
-        pulled = {piece.range: drawn.standard_normal(piece.length).astype(np.float32) for piece in memory.pieces}
-        for layer in memory.layers:
-            for piece in memory.pieces_of_layer(layer):
-                piece.array[:] = pulled[piece.range]
-            memory.install_layer(layer)
-        memory.gather_pieces()
-        assert memory.encode_chunk is not None
-        for whole, values in pulled.items():
-            for chunk in split_chunks([whole], 4 * 7):
-                body = bytes(memory.encode_chunk(chunk, memoryview(b"")))
-                assert body == values[chunk.offset : chunk.offset + chunk.length].tobytes()
 
 
 def test_a_merge_keeps_the_remainder() -> None:

@@ -25,9 +25,8 @@ class TwoRanks:
         return [min(pair) for pair in zip(numbers, self._other, strict=True)]
 
 
-def begin(ranks: TwoRanks, thread: TransferThread, ended: list[str] | None = None) -> ThreadedTransfer:
-    on_end = (lambda: ended.append("once")) if ended is not None else (lambda: None)
-    return ThreadedTransfer(thread, SEQ, lambda: 100, ranks, lambda: "", on_end)  # type: ignore[arg-type]
+def begin(ranks: TwoRanks, thread: TransferThread) -> ThreadedTransfer:
+    return ThreadedTransfer(thread, SEQ, lambda: 100, ranks, lambda: "")  # type: ignore[arg-type]
 
 
 def moves_until_cancelled(cancel: threading.Event) -> TransferStats:
@@ -44,9 +43,8 @@ def test_ranks_in_different_transfers_give_up(seq: int) -> None:
 
 def test_ranks_in_the_same_transfer_agree() -> None:
     """The same seq, no failure, all done."""
-    ended: list[str] = []
-    result = begin(TwoRanks(), TransferThread(None), ended).poll()
-    assert result is not None and (result.ok, result.reason, ended) == (True, "", ["once"])
+    result = begin(TwoRanks(), TransferThread(None)).poll()
+    assert result is not None and (result.ok, result.reason) == (True, "")
 
 
 def test_a_rank_that_is_done_waits_for_the_others() -> None:

@@ -1,0 +1,168 @@
+"""Docstrings, comments and messages of assertions name what exists: files, members of classes, functions, keys."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import keyword
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("dips", "tests", "benchmarks")
+FILE = re.compile(r"(?<![\w./{*<-])((?:\w[\w-]*/)*\w+\.py)\b")
+CALLED = re.compile(r"(?<![\w.`])([a-z_][a-z_0-9]*)\(\)")  # plain text: fold()
+MEMBER = re.compile(r"\b([A-Z]\w+)\.([a-z_]\w*)\b")  # Class.member
+TICKED = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`")  # `name`, `a.b`
+# Files that a text names as an example, or that belong to somebody else's repository.
+FOREIGN_FILES = frozenset({"EXAMPLE.py", "mymodel.py", "pretrain_gpt.py", "train.py", "subprocess.py"})
+FOREIGN_NAMES = frozenset(dir(builtins)) | frozenset(keyword.kwlist)
+# Of torch, Megatron-core, transformers, gRPC and CPython, and the one metric whose name is made of a prefix.
+FOREIGN_NAMES |= {"get_device_module", "make_vocab_size_divisible_by", "tok_embeddings", "initial_metadata", "unshard"}
+FOREIGN_NAMES |= {"posix_fallocate", "_posixsubprocess", "fork_exec", "dips_refusals_total"}
+FOREIGN_CLASSES = frozenset({"Trainer"})  # transformers' own; ours has the name, too
+
+
+def _sources() -> list[Path]:
+    files = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    return sorted(path for path in files if "generated" not in path.parts)
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each docstring, comment and message of an assertion."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node, clean=False):
+                yield node.body[0].lineno, text
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            said = (part.value for part in ast.walk(node.msg) if isinstance(part, ast.Constant))
+            yield from ((node.lineno, text) for text in said if isinstance(text, str))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+@cache
+def members() -> dict[str, tuple[set[str], set[str]]]:
+    """By class: its own members, and the names of its bases."""
+    found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for path in _sources():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                own, bases = found[node.name]
+                bases |= {base.id if isinstance(base, ast.Name) else "?" for base in node.bases}
+                for each in ast.walk(node):
+                    if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                        own.add(each.name)
+                    elif isinstance(each, ast.AnnAssign | ast.Assign):
+                        targets = [each.target] if isinstance(each, ast.AnnAssign) else each.targets
+                        own |= {t.id for t in targets if isinstance(t, ast.Name)}
+                    elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+                        own |= {each.attr} if each.value.id in ("self", "cls") else set()
+    return dict(found)
+
+
+def has_member(cls: str, name: str) -> bool:
+    """Whether a class has a member; True where a base is not ours."""
+    if cls not in members() or cls in FOREIGN_CLASSES:
+        return True
+    own, bases = members()[cls]
+    return name in own or any(has_member(base, name) for base in bases - {cls, "Protocol", "ABC", "object", "StrEnum"})
+
+
+@cache
+def names() -> frozenset[str]:
+    """Every identifier of the code, and every word of a string that is no sentence: keys, paths, modules of others."""
+    found = set(FOREIGN_NAMES)
+    for path in (p for p in _sources() if p != Path(__file__)):
+        found |= {path.stem, *path.relative_to(ROOT).parts}
+        docs = {id(n.body[0].value) for n in ast.walk(_tree(path)) if _has_docstring(n)}
+        for node in ast.walk(_tree(path)):
+            for field in ("id", "attr", "arg", "name", "asname", "module"):
+                if isinstance(value := getattr(node, field, None), str):
+                    found |= set(value.split("."))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                found |= set(re.findall(r"\w+", node.value)) if " " not in node.value else set()
+    for path in (*(ROOT / "protos").rglob("*.proto"), *(ROOT / "dips" / "templates").iterdir()):
+        found |= set(re.findall(r"\w+", path.read_text()))
+    return frozenset(found)
+
+
+@cache
+def callables() -> frozenset[str]:
+    """Every name that is defined as a function or a class, or called."""
+    found = set(FOREIGN_NAMES)
+    for path in (p for p in _sources() if p != Path(__file__)):
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Call):
+                found.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
+    return frozenset(found)
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    return documented and ast.get_docstring(node, clean=False) is not None  # type: ignore[arg-type]
+
+
+@cache
+def files() -> frozenset[str]:
+    """Each Python file by its name and by every tail of its path."""
+    found = set()
+    for path in (p for p in ROOT.rglob("*.py") if not {".venv", "build", ".git"} & set(p.parts)):
+        parts = path.relative_to(ROOT).parts
+        found |= {"/".join(parts[i:]) for i in range(len(parts))}
+    return frozenset(found)
+
+
+def strays(text: str) -> list[str]:
+    """What a text names that is nowhere."""
+    found = [name for name in FILE.findall(text) if name not in files() and name not in FOREIGN_FILES]
+    plain = FILE.sub("", text)
+    found += [f"{name}()" for name in CALLED.findall(plain) if name not in callables()]
+    found += [f"{cls}.{name}" for cls, name in MEMBER.findall(plain) if not has_member(cls, name)]
+    found += [
+        ticked for ticked in TICKED.findall(plain) if not set(ticked.split(".")) <= names() and "__" not in ticked
+    ]
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_a_text_names_exists(room: str) -> None:
+    """A rename or a deletion mends the sentences that name what was renamed or deleted."""
+    paths = (path for path in _sources() if path.relative_to(ROOT).parts[0] == room and path != Path(__file__))
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {stray}"
+        for path in paths
+        for line, text in texts(path)
+        for stray in strays(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "stray"),
+    [
+        ("See nowhere/mover.py.", "nowhere/mover.py"),
+        ("As fold_sideways() does.", "fold_sideways()"),
+        ("Coordinator.view_everything says it.", "Coordinator.view_everything"),
+        ("Of `no_such_name_anywhere`.", "no_such_name_anywhere"),
+    ],
+)
+def test_what_does_not_exist_is_found(text: str, stray: str) -> None:
+    """A file, a function, a member and a name."""
+    assert strays(text) == [stray]
+    assert not strays("`Coordinator.step` of dips/protocol/coordinator.py, and fold().")
