@@ -8,9 +8,10 @@ runs in production: a call whose value nobody takes is left out, a comparison or
 from __future__ import annotations
 
 import ast
-import random
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -55,8 +56,9 @@ ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # o
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of different places; the same ones for the same seed and tree."""
-    return [_mutant(*place) for place in random.Random(seed).sample(_find_places(), count)] if count else []
+    """Draw `count` mutants of different places; for a seed the same ones, but for those whose code has changed."""
+    places = _find_places() if count else []
+    return [_mutant(place) for place in sorted(places, key=lambda place: place.draw_lot(seed))[:count]]
 
 
 def widened(mutant: Mutant) -> Mutant:
@@ -64,25 +66,41 @@ def widened(mutant: Mutant) -> Mutant:
     return replace(mutant, tests=WIDE.get(mutant.room, ELSEWHERE))
 
 
-def _files() -> list[Path]:
-    files = sorted((ROOT / "dips").rglob("*.py"))
-    return [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node that can be turned, in the definition of this name; `number` tells it from its like in there."""
 
+    path: Path
+    name: str
+    node: ast.AST
+    around: tuple[ast.AST, ...]
+    new: str
+    number: int
 
-Place = tuple[Path, ast.AST, str]  # a node, and the text that takes its place
+    def draw_lot(self, seed: int) -> bytes:
+        """Return what depends on the seed and on this code alone, neither on its file nor on other code."""
+        words = f"{seed} {self.name} {ast.unparse(self.node)} {self.new} {self.number}"
+        return hashlib.blake2b(words.encode(), digest_size=8).digest()
 
 
 @cache
 def _find_places() -> list[Place]:
-    return [place for path in _files() for place in _places_of(path)]
+    files = sorted((ROOT / "dips").rglob("*.py"))
+    drawn = [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
+    return [place for path in drawn for place in _places_of(path)]
 
 
 def _places_of(path: Path) -> Iterator[Place]:
-    (tree,) = find_definitions(path)[""]
+    definitions = find_definitions(path)
+    (tree,) = definitions[""]
     told = {id(node) for part in _told(tree) for node in ast.walk(part)}
-    for node in ast.walk(tree):
+    names = {id(one): name for name, found in definitions.items() for one in found}
+    seen = Counter[tuple[str, str, str]]()
+    for node, around in walk_around(tree):
         if id(node) not in told and (new := _turned(node)):
-            yield path, node, new
+            name = next(names[id(one)] for one in (node, *reversed(around)) if id(one) in names)
+            seen[like := (name, ast.unparse(node), new)] += 1
+            yield Place(path, name, node, around, new, seen[like])
 
 
 def _told(tree: ast.AST) -> Iterator[ast.AST]:
@@ -118,15 +136,12 @@ def _turned(node: ast.AST) -> str:
     return ""
 
 
-def _mutant(path: Path, node: ast.AST, new: str) -> Mutant:
-    definitions = find_definitions(path)
-    (around,) = (around for one, around in walk_around(definitions[""][0]) if one is node)
-    names = {id(one): name for name, found in definitions.items() for one in found}
-    name = next(names[id(one)] for one in (node, *reversed(around)) if id(one) in names)
-    file = path.relative_to(ROOT)
-    where = ".".join([*file.relative_to("dips").with_suffix("").parts, name]).removesuffix(".")
-    title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {new[:60]}"
-    return Mutant(title, where, *grow(node, new, around, definitions[name]), _nearest(path))
+def _mutant(place: Place) -> Mutant:
+    file, node = place.path.relative_to(ROOT), place.node
+    where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
+    title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
+    change = grow(node, place.new, place.around, find_definitions(place.path)[place.name])
+    return Mutant(title, where, *change, _nearest(place.path))
 
 
 def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list[ast.AST]) -> tuple[str, str]:
