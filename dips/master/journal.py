@@ -32,12 +32,15 @@ from dips.protocol import codec
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
+from dips.protocol.view import JournalView
 from dips.telemetry.logs import Log
 
 FORMAT = 1
 SEGMENT_BYTES = 64 << 20  # 600,000 events: days of ten clusters and a round a minute
 RAISED = "raised"
-MOST_WAITING = 20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk cannot keep up
+MOST_WAITING = (
+    20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
+)
 AT_ONCE = 256  # steps encoded into one write
 RETRY_S = 60.0  # after it stopped, until a new segment is tried
 CLOSE_S = 2.0  # a graceful end waits this long for the disk
@@ -117,13 +120,10 @@ class Journal:
             return
         self._queue.put(JournalStep(now, event, effects))
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status(self) -> JournalView:
         """Return for the status whether it writes, how much it wrote, and how many steps wait."""
-        return {
-            "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
-            "bytes": self._writer.bytes_written,
-            "waiting": self._queue.qsize(),
-        }
+        writing = self._begun and self._stopped_at is None and not self._writer.failed
+        return JournalView(writing, self._writer.bytes_written, self._queue.qsize())
 
     def close(self) -> None:
         """Write the waiting steps, for at most CLOSE_S."""

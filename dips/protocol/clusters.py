@@ -10,7 +10,7 @@ from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
-from dips.protocol.enums import ClusterStanding, Role
+from dips.protocol.enums import ClusterCause, ClusterStanding, Role
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterExpelled,
@@ -121,10 +121,11 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
     inc = run.next_incarnation(old.inc if old is not None else 0)
     if old is not None:
         if old.live:
-            end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
-        old.begin_incarnation(inc, event.nonce)
+            reason = f"fenced by its next incarnation {old.name}/{inc}"
+            end_incarnation(run, old, ClusterCause.FENCED, reason, old.consumed, old.lost)
+        old.begin_incarnation(inc, event.nonce, run.now)
         run.follow_cluster(old)
-    cluster = old or Cluster(event.cluster, inc, event.nonce)
+    cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now)
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
@@ -132,7 +133,9 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
     return cluster
 
 
-def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+def end_incarnation(
+    run: RunState, cluster: Cluster, cause: ClusterCause, reason: str, consumed: int, reported_lost: int = 0
+) -> None:
     """End an incarnation: a committed push stays in its round, everything else is freed.
 
     Tokens that it is known to have consumed and that are not settled are lost; a push may have been settled after the
@@ -143,7 +146,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     if cluster.push and not committed:
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
-        movement.close_pull(run, cluster, reason)
+        movement.close_pull(run, cluster, cause, reason)
     cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())
@@ -153,9 +156,9 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
-    run.set_cluster_state(cluster, ClusterState.GONE, reason)
+    run.set_cluster_state(cluster, ClusterState.GONE, cause, reason)
     run.emit_record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
-    run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+    run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, cause=cause, reason=reason)
 
 
 def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
@@ -172,9 +175,9 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
-        run.set_cluster_state(cluster, ClusterState.IDLE, event.reason)
+        run.set_cluster_state(cluster, ClusterState.IDLE, ClusterCause.STALLED, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
-        run.set_cluster_state(cluster, ClusterState.TRAINING, event.reason)
+        run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.TRAINS, event.reason)
     run.follow_cluster(cluster)
 
 
@@ -222,8 +225,9 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End an incarnation at its own request; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
+        cause = ClusterCause.GAVE_UP if event.reason else ClusterCause.LEFT
         reason = event.reason[:REASON_CHARS] or "left"
-        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed)
+        end_incarnation(run, run.clusters[event.cluster], cause, reason, event.tokens_consumed)
     run.reply_to(event.req, Acknowledged())
 
 
@@ -231,7 +235,8 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     """End an incarnation whose lease has run out."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
-        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
+        cluster = run.clusters[event.cluster]
+        end_incarnation(run, cluster, ClusterCause.SILENT, reason, event.tokens_consumed, event.tokens_lost)
 
 
 def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
@@ -240,7 +245,8 @@ def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
     """
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.live:
-        end_incarnation(run, cluster, event.reason[:REASON_CHARS], cluster.consumed, cluster.lost)
+        reason = event.reason[:REASON_CHARS]
+        end_incarnation(run, cluster, ClusterCause.EXPELLED, reason, cluster.consumed, cluster.lost)
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:

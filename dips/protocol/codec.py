@@ -28,7 +28,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any, cast
 
-from dips import ids, outer_step
+from dips import codecs, ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
@@ -56,6 +56,7 @@ from dips.protocol import (
 
 FORMAT = 1  # raised by every change of the encoding of a state
 MODULES: tuple[ModuleType, ...] = (
+    codecs,
     ids,
     outer_step,
     admission,

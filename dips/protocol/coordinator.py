@@ -307,8 +307,8 @@ class Coordinator:
         """Return why no outer step is possible now, whatever clusters do; empty if one is."""
         return view.explain_unready(self._run)
 
-    def build_view(self, now: float) -> dict[str, Any]:
-        """Return the status as plain data: every state with its reason."""
+    def build_view(self, now: float) -> view.RunView:
+        """Return the Coordinator's part of the view of the run: every state with its cause."""
         return view.build_view(self._run, now)
 
 

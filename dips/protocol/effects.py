@@ -5,12 +5,13 @@ Effects of one step leave in their order. No effect behind a Record leaves befor
 
 from __future__ import annotations
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
-from dips.protocol.enums import OutcomeKind, PushCodec
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
 
@@ -24,7 +25,7 @@ class OpenPush:
     push: PushId
     ranks: int  # speaking ranks
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # encoding of its chunks
+    codec: Codec = Codec.FP32  # encoding of its chunks
     base: VersionId | None = None  # the version that fills the slot before the first difference arrives; None for fp32
     first: int = 0  # rank r is worker first + r; no other moving push has the same worker numbers
     keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
@@ -275,7 +276,7 @@ class Grant:
     version: VersionId  # pull: the pinned version; push: the present head, for information
     slaves: tuple[SlaveAddress, ...]
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # push: encoding of its chunks, as in OpenPush; slaves choose that of pulls
+    codec: Codec = Codec.FP32  # of a push, as in OpenPush; for a pull the slaves decide
     base: VersionId | None = None  # push with a lossy codec: the version that its differences refer to
     first: int = 0  # rank r is worker first + r: its turns come after those of ranks of other transfers
 

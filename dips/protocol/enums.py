@@ -85,6 +85,70 @@ class ClusterStanding(StrEnum):
     FENCED = "fenced"  # a newer incarnation exists: exit
 
 
+class ClusterCause(StrEnum):
+    """The cause of a cluster's state, as a word for programs; the state's `reason` says the same in a sentence."""
+
+    JOINED = "joined"
+    RECALLED = "recalled"  # from the ledger, by a master that has just started
+    PULLS = "pulls"
+    AWAITS_PULL = "awaits_pull"  # its push is settled; the cluster must ask for its pull
+    TRAINS = "trains"
+    ASKS_PUSH = "asks_push"
+    AWAITS_SLOT = "awaits_slot"
+    OPENS_PUSH = "opens_push"
+    PUSHES = "pushes"
+    COMMITTED = "committed"
+    GATED = "gated"
+    SKIPPED = "skipped"
+    PUSH_DROPPED = "push_dropped"
+    PULL_ENDED = "pull_ended"  # the pull ended before its version was installed
+    STALLED = "stalled"  # its trainer died or hangs
+    LEFT = "left"  # it ended its work as planned
+    ENDED = "ended"  # its incarnation ended before this master started
+    GAVE_UP = "gave_up"  # it left and named a reason
+    SILENT = "silent"
+    FENCED = "fenced"
+    EXPELLED = "expelled"
+
+
+class SlaveCause(StrEnum):
+    """The cause of a slave's state, as a word for programs; the state's `reason` says the same in a sentence."""
+
+    UNREGISTERED = "unregistered"
+    SERVES = "serves"
+    LOADS = "loads"  # it was ordered to load, commit or abort a version
+    AWAITS = "awaits"  # it must register again, after the event that `reason` names
+    LACKS_HEAD = "lacks_head"  # the head's snapshot is not on its disk
+    OFFERS = "offers"  # the master asks which versions it holds, before a rollback
+    DRAINED = "drained"
+    REGISTERS = "registers"  # as a new process, or again
+    SILENT = "silent"
+    UNRESPONSIVE = "unresponsive"
+    REFUSED = "refused"  # it refused to commit a version for which it was prepared
+
+
+class Severity(StrEnum):
+    """How urgently a state needs an operator."""
+
+    GOOD = "good"
+    PLAIN = "plain"
+    ATTENTION = "attention"
+    BROKEN = "broken"  # no version can be made
+
+
+class RemarkSubject(StrEnum):
+    """The subject of a remark, which a cluster's agent sends in its heartbeats."""
+
+    CRASH = "crash"  # the training command crashed and is started again
+    STEPS = "steps"  # the trainer takes no inner steps
+    TOKENS = "tokens"  # the trainer reports no tokens
+    GATED = "gated"
+    RANGES = "ranges"  # the cluster waits for data ranges
+    SCRIPT = "script"  # a notice of the training script
+    CERTIFICATE = "certificate"  # a renewed certificate cannot be used
+    END = "end"  # the training command ended without an accepted push
+
+
 class TrainerState(StrEnum):
     """State of a cluster's trainer, from its heartbeat."""
 
@@ -104,23 +168,6 @@ class Activity(StrEnum):
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
-
-
-class PushCodec(StrEnum):
-    """Encoding of a push's chunks."""
-
-    FP32 = "fp32"  # parameters, exact
-    BF16 = "bf16"  # differences to a base
-    INT8 = "int8"  # differences to a base
-    INT4 = "int4"  # differences to a base
-
-
-class PullCodec(StrEnum):
-    """Encoding of a pull's chunks for a rank that holds a slightly older version."""
-
-    FP32 = "fp32"  # parameters, always
-    BF16 = "bf16"  # the update to the version
-    INT8 = "int8"  # the update, or the last two
 
 
 class DurabilityMode(StrEnum):

@@ -13,13 +13,22 @@ import math
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
-from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, RemarkSubject, TrainerState
 from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # slower transfers count as not moving: durations made of such rates leave the finite
-NOTE_CHARS = 240  # most characters of ClusterHeartbeat.note; texts in messages have at most 256
+REMARK_CHARS = 240  # longest text of a remark, below the 256 characters of any text in a message
+MOST_LINES = 8  # of ClusterHeartbeat.lines
 MOST_WAITS = 64  # most orders in SlaveHeartbeat.waits; a round's orders and some retirements may wait for one disk
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A sentence for an operator about a present problem of a cluster, with its remedy."""
+
+    subject: RemarkSubject
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,8 @@ class ClusterHeartbeat:
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # of this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # seq of the push or pull that its ranks prepare or move; 0: none
-    note: str = ""  # a remark for people on this cluster; for display only
+    remarks: tuple[Remark, ...] = ()  # one for each subject
+    lines: tuple[str, ...] = ()  # last lines of the trainer's standard error, while they may explain a failure
     idle_s: float = 0.0  # expected idle time of a push: see PushRequested
 
 

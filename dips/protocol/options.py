@@ -10,6 +10,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.protocol import plugins
@@ -18,7 +19,6 @@ from dips.protocol.enums import (
     GateName,
     MergeRule,
     PersistFailurePolicy,
-    PushCodec,
     RequeuePolicy,
     StepRule,
     WeightRule,
@@ -129,9 +129,7 @@ class PenaltyOptions:
     e_cap: float = 2.0  # limits the threshold, so that large past scores do not disarm the gate
     sigma_floor: float = 0.02  # of μ: small past scores must not gate all pushes
     hard_cap: float = 10.0  # of the reference; applies in warm-ups too
-    joiner_cap: float = (
-        5.0  # of the others' median, in a cluster's first warm-up; a 10 × longer pace makes norms 3 × larger
-    )
+    joiner_cap: float = 5.0  # of the others' median, in a cluster's first warm-up; paces 10 × apart make norms 3 × so
     warmup_rounds: int = 10  # accepted pushes of a cluster before its scores count
     history: int = 50  # rounds whose scores determine the threshold
     gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
@@ -185,8 +183,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Targets:
-    """How far the run goes, outside the digest of `shared`, so that an operator may change it in a running run (`dips
-    set`).
+    """The end of the run. It is outside the digest of `shared`, so that an operator can change it in a running run
+    (`dips set`).
     """
 
     tokens: int = 0  # as in StopOptions
@@ -247,7 +245,7 @@ _TIMING_BOUNDS = {
     "min_push_bps": BITS_PER_S,
 }
 _WORDS: dict[str, type[StrEnum]] = {
-    "codec": PushCodec,
+    "codec": Codec,
     "durability": DurabilityMode,
     "on_persist_failure": PersistFailurePolicy,
     "requeue": RequeuePolicy,
@@ -264,7 +262,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # versions that are complete on all slaves; never fewer than 2
-    codec: PushCodec = PushCodec.FP32  # of pushes whose base is the head; all others are sent as fp32
+    codec: Codec = Codec.FP32  # of pushes whose base is the head; all others travel as fp32
     durability: DurabilityMode = DurabilityMode.COMMIT
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
     requeue: RequeuePolicy = RequeuePolicy.NONE

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from dips import daemon
+from dips.codecs import Codec
 from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
@@ -95,7 +96,7 @@ class Parts:
     work: WorkMeter
     mirror: SnapshotMirror | None
     log: logs.Log
-    pull_codec: str
+    pull_codec: Codec
     room: DiskRoom
     nonce: str
     last: LastProcess
@@ -191,21 +192,21 @@ async def serve(
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:
-            others = (
-                "clusters",
-                "limits.*",
-                "master.*",
-                *(f"slaves.{s.name}.*" for s in config.slaves if s is not section),
-            )
             watching = daemon.watch_file(
-                "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level, ignored=others
-            )
+                "run file", file, config, load_run, log, runtime.fail,
+                fixed_level=fixed_level, ignored=list_foreign_keys(config, section),
+            )  # fmt: skip
             stack.callback(watching.cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
+
+
+def list_foreign_keys(config: RunFile, section: SlaveSection) -> tuple[str, ...]:
+    """Return patterns of the run file's keys which the slave of this section does not use."""
+    return ("clusters", "limits.*", "master.*", *(f"slaves.{s.name}.*" for s in config.slaves if s is not section))
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:

@@ -5,6 +5,7 @@ rebalance`.
 from __future__ import annotations
 
 from dips.cgroup import available_memory
+from dips.codecs import Codec
 from dips.config import SlaveSection
 from dips.outer.pool import MemorySum
 from dips.outer.updates import bytes_per_parameter
@@ -12,7 +13,7 @@ from dips.outer.updates import bytes_per_parameter
 TRANSIT_BYTES = 256 << 20  # asked for and not yet staged, over all streams: in flight on four lanes of 10 Gbit/s
 
 
-def memory_of(section: SlaveSection, numel: int, pull_codec: str) -> MemorySum:
+def memory_of(section: SlaveSection, numel: int, pull_codec: Codec) -> MemorySum:
     """Return the memory of a slave with this many parameters, as a sum of its parts."""
     updates = bytes_per_parameter(pull_codec, section.pinned)
     return MemorySum(numel, section.slots, section.pinned, TRANSIT_BYTES, updates)

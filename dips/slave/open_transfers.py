@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -30,7 +31,7 @@ class Receiving:
     """An open push, which is moving or waits here until it is folded."""
 
     opened: Opened
-    codec: str
+    codec: Codec
     base: VersionId | None  # initial contents of the slot, if differences are added to it
     nbytes: int | None = None  # None while it moves, its bytes once it is staged
     measured: int | None = None  # the round in which it was measured against the served version

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
@@ -36,14 +37,14 @@ class Flow(Protocol):
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str,
+        codec: Codec,
         keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's len(places) ranks and ask for their chunks, by their places, into `buffers`.
 
         places      place of each rank in the line of all pushes; the smallest is asked first
         deadline_s  from one rank's HELLO to the next one's
-        codec       "fp32": chunks are written; other codecs: they are added to the base in `buffers`
+        codec       fp32: chunks are written; a lossy one: they are added to the base in `buffers`
         keys        public key of each rank; not needed for lanes without encryption
         Errors      RemoteProtocolError: the lanes are encrypted, and these are no keys of that many ranks
         """

@@ -15,9 +15,12 @@ import select
 import signal
 import threading
 
+from dips.printable import make_printable
+
 TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and the page that torchrun prints after them
 PIECE_BYTES = 65536
 LINE_CHARS = 160  # shown of the line
+PAST_CHARS = 4 * LINE_CHARS  # looked at for a line that is shown
 END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
 # Python's last line of a traceback, as torch prints it for a rank; torchrun's own comes after it and says nothing.
 RAISED = re.compile(
@@ -48,6 +51,11 @@ class ErrorTail:
         """The process has its own copy: the pipe ends when that does."""
         os.close(self.writer)
         self._thread.start()
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        """The newest whole lines so far that have words in them."""
+        text = bytes(self._tail[-most * PAST_CHARS :]).decode(errors="replace")
+        return tuple(make_printable(line)[:LINE_CHARS] for line in _list_spoken(text)[-most:])
 
     def finish(self) -> str:
         """Return what seems to be the cause of its end, in one line; empty if nothing was said."""

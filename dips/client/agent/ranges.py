@@ -19,9 +19,9 @@ from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, 
 from dips.dataclass import replace
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
+from dips.protocol.enums import RemarkSubject
 from dips.protocol.events import RangesRequested
 
-WAITS = "ranges"  # subject of the remark on whose data ranges it waits for
 END_S = 600.0  # at the end of the data, the last push is tried for so long
 
 NONE_LEFT = "no data range is left to lease"
@@ -124,7 +124,7 @@ def is_asked(s: AgentState) -> bool:
 def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
     s.range_requests.waits = ""
-    drop_remark(s, WAITS)
+    drop_remark(s, RemarkSubject.RANGES)
     # named ranges that are not to be had say nothing about those that are
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
     if not result.ranges and not s.range_requests.claimed:
@@ -143,5 +143,5 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
 def on_ranges_pending(s: AgentState, result: Pending) -> None:
     """Others hold all that is left: it comes back, or the run ends with it."""
     s.range_requests.waits = result.reason
-    make_remark(s, WAITS, f"waits: {result.reason}")
+    make_remark(s, RemarkSubject.RANGES, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)

@@ -1,39 +1,41 @@
 """What a person should know of this cluster: said once in the log, and in `dips status` as long as it holds.
 
-Subjects are few and fixed, so nothing grows; a remark that is made again with the same text is silent.
+There is one for each subject, so nothing grows; a remark that is made again with the same text is silent.
 """
 
 from __future__ import annotations
 
 from dips.client.agent.state import AgentState
-from dips.protocol.heartbeats import NOTE_CHARS
+from dips.printable import make_printable
+from dips.protocol.enums import RemarkSubject
+from dips.protocol.heartbeats import REMARK_CHARS, Remark
 
 WAIT_TOLD_S = 5.0  # what holds everything up for so long is logged
 
 
-def make_remark(s: AgentState, subject: str, text: str) -> None:
+def make_remark(s: AgentState, subject: RemarkSubject, text: str) -> None:
     """Say it, with its remedy; it holds until it is dropped."""
     if s.remarks.get(subject) != text:
         s.remarks[subject] = text
         s.record_mark("remark", subject=subject, text=text)
 
 
-def drop_remark(s: AgentState, subject: str) -> None:
+def drop_remark(s: AgentState, subject: RemarkSubject) -> None:
     """It holds no more."""
     s.remarks.pop(subject, None)
 
 
-def write_note(s: AgentState) -> str:
-    """All that holds, for a heartbeat."""
-    return "; ".join(s.remarks.values())[:NOTE_CHARS]
+def list_remarks(s: AgentState) -> tuple[Remark, ...]:
+    """All that hold, for a heartbeat."""
+    return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
 
 
 def tell_certificate(s: AgentState, problem: str) -> None:
     """Say why a renewed certificate is not used, while the former one still is; empty: nothing is wrong."""
     if problem:
-        make_remark(s, "certificate", f"certificate: {problem}")
+        make_remark(s, RemarkSubject.CERTIFICATE, f"certificate: {problem}")
     else:
-        drop_remark(s, "certificate")
+        drop_remark(s, RemarkSubject.CERTIFICATE)
 
 
 def tell_wait(s: AgentState) -> None:

@@ -24,7 +24,7 @@ from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
-from dips.protocol.enums import DivergencePolicy
+from dips.protocol.enums import DivergencePolicy, RemarkSubject
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
@@ -208,7 +208,7 @@ class AgentState:
     questions: dict[Channel, OpenQuestion] = field(default_factory=dict)
     questions_asked: int = 0
     crashes: deque[Crash] = field(default_factory=deque)  # of the training command, within the window
-    remarks: dict[str, str] = field(default_factory=dict)  # what a person should know now, by subject: remarks.py
+    remarks: dict[RemarkSubject, str] = field(default_factory=dict)  # what a person should know now: remarks.py
     waits_for: tuple[str, float, bool] = ("", 0.0, False)  # why nothing goes on, since when, whether that was logged
     leaves_for: str = ""  # why the agent ends, for the master
     failure: ErrorReply | None = None  # why this agent cannot go on, for the ranks
@@ -251,7 +251,7 @@ class AgentState:
     def fail_training(self, error: DipsError) -> None:
         """End trainer and agent: going on cannot help."""
         self.failure = ErrorReply(type(error).__name__, str(error))
-        self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}"))
+        self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}", type(error)))
 
     def end_training(self, stop: StopTrainer) -> None:
         """The first reason to stop is the agent's exit code."""

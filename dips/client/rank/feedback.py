@@ -20,10 +20,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.transport.shares import F32, Piece, Share
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
@@ -43,7 +44,7 @@ class Feedback:
         self._taken: VersionId | None = None  # whose values `_base` has, but for
         self._lacking: set[int] = set()  # these pieces
         self._inc = 0  # the incarnation that owes
-        self._codec = codecs.FP32
+        self._codec = Codec.FP32
         self._seq = 0  # the push that is frozen in the host buffer, until its Outcome is known; 0: none
         self._sent: dict[Range, None] = {}  # its chunks, as they were asked for
         self._contained = False  # what is owed is still in the model: accepted, and nothing installed since
@@ -74,7 +75,7 @@ class Feedback:
                 np.copyto(host, base)
         return self._version
 
-    def freeze_push(self, seq: int, codec: str, numbers: Iterable[int] | None = None) -> None:
+    def freeze_push(self, seq: int, codec: Codec, numbers: Iterable[int] | None = None) -> None:
         """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element.
 
         numbers  the pieces that are frozen now, others of the same push later or before; None: all
@@ -82,7 +83,7 @@ class Feedback:
         if seq != self._seq:  # the first that is frozen of it
             if self._contained:
                 self._clear_owed()
-            self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
+            self._seq, self._sent, self._codec = seq, {}, codec
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for number in range(len(self._host)) if numbers is None else numbers:
                 host, base, owed = self._host[number], self._base[number], self._owed[number]
@@ -93,7 +94,7 @@ class Feedback:
     def encode_chunk(self, chunk: Range, view: memoryview) -> Buffer:
         """Encode one chunk of the frozen push, identically if it is asked for again. Runs on the transfer's thread."""
         self._sent[chunk] = None
-        return self._codec.encode(np.frombuffer(view, np.float32))
+        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
 
     def set_base(self, version: VersionId, numbers: Iterable[int] | None = None) -> None:
         """Take `version`, which the host buffer and the model hold, as the base of the next differences.
@@ -128,7 +129,8 @@ class Feedback:
             return
         for chunk in self._sent:
             difference, owed = self._chunk_elements(self._frozen_at, chunk), self._chunk_elements(self._owed_at, chunk)
-            np.subtract(difference, self._codec.decode(self._codec.encode(difference), chunk.length), out=owed)
+            brought = bodies.decode(self._codec, bodies.encode(self._codec, difference), chunk.length)
+            np.subtract(difference, brought, out=owed)
 
     @staticmethod
     def _chunk_elements(share: Share, chunk: Range) -> F32:

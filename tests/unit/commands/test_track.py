@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.master.trackers import TrackProcesses
 from dips.protocol.records import RoundReserved
+from dips.protocol.view import TrackView
 from dips.telemetry import logs
 from dips.telemetry.track_sinks import TensorBoardSink, WandbSink
 from tests.unit.commands.test_plot import V3, committed, run_with_a_story  # noqa: F401 (a fixture)
@@ -99,6 +101,17 @@ def test_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(tmp_path.glob("wandb/offline-run-*dips-my-run/*.wandb"))
 
 
+def test_wandb_shows_all_numbers_by_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of versions come later than their rounds, and W&B's own steps only grow; what is called is recorded."""
+    called: list[tuple[object, ...]] = []
+    run = SimpleNamespace(
+        define_metric=lambda name, step_metric=None: called.append((name, step_metric)), log=called.append
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
+    WandbSink("project", "my-run", tmp_path).write_point(7, 1000.5, {"loss/run": 0.5})
+    assert called == [("round", None), ("*", "round"), {"loss/run": 0.5, "round": 7, "unix_seconds": 1000.5}]
+
+
 async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> None:
     """The master's process writes the event files beside it, knows how far it came, and ends with its master."""
     pytest.importorskip("tensorboard")
@@ -114,7 +127,7 @@ async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> N
     track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
         while "900" in position.read_text():
-            assert track.view() == {"to": ["tensorboard"], "red": False, "reason": ""}
+            assert track.view() == TrackView(("tensorboard",))
             await asyncio.sleep(0.02)
     await track.stop()
     assert json.loads(position.read_text()) == {"round": 4, "result": 4}
@@ -132,9 +145,9 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     track = TrackProcesses(run_file, TrackSection(wandb="project"), tmp_path / "m", logs.configure_log("master", "r"))
     track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
-        while not track.view()["red"]:
+        while not track.view().red:
             await asyncio.sleep(0.02)
-    reason: Any = track.view()["reason"]
+    reason = track.view().reason
     await track.stop()
     assert "wandb: exit code 78" in reason and "pip install wandb" in reason
 

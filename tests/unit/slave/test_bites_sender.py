@@ -7,15 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dips.codecs import UPDATE_BLOCK, Codec
 from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.moves import Say
+from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource
 from dips.slave.sender import Sender
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
+from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BLOCK, BadFrame, Kind
+from dips.wire.frame import BadFrame, Kind
 from dips.wire.streams import StreamName
 
 PULL, V = PullId("a", 1, 1), VersionId(2, 2)
@@ -81,6 +84,17 @@ def test_large_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     assert refused.value.reason == "credit"
 
 
+@pytest.mark.parametrize("jobs", [0, 2 * MOST_CHUNKS])
+def test_libzmq_is_given_twice_the_credit(jobs: int) -> None:
+    """Not a byte more, and not a chunk more: it lets go of what has arrived late."""
+    source = PullSource({})
+    stream = OutStream(OutgoingPull(PULL, V, source, 0.0, Rate(0.0)), 0, b"p", 1, 1, 0, queued=MOST_BYTES, jobs=jobs)
+    stream.held.append((LaggingTracker(), MOST_BYTES - 8, source))
+    assert (stream.has_room(8), stream.has_room(9)) == (not jobs, False)
+    stream.jobs = 2 * MOST_CHUNKS - 2
+    assert stream.has_room(8)
+
+
 class LaggingTracker:
     """libzmq holds a chunk until the test says otherwise, as it may long after the rank has it."""
 
@@ -126,7 +140,12 @@ def offering(*parents: VersionId) -> Sender:
     sender = Sender(4096, 10.0, lambda: 0.0)
     sender.set_layers(LayerLayout(MANIFEST, (0,)))
     chain = tuple(
-        Update({0: np.full(ITEMS, k, np.int8)}, {0: np.ones(-(-ITEMS // BLOCK), np.float32)}, parent=parent)
+        Update(
+            Codec.INT8,
+            {0: np.full(ITEMS, k, np.int8)},
+            {0: np.ones(-(-ITEMS // UPDATE_BLOCK), np.float32)},
+            parent=parent,
+        )
         for k, parent in enumerate(parents, 1)
     )
     sender.open_pull(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 0.0, chain)
