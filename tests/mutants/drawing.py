@@ -46,7 +46,7 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "data": "tests/unit/data tests/integration/test_ranges.py",
     "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
     "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
-    "commands": "tests/unit/commands tests/unit/test_cli.py tests/unit/test_recover.py "
+    "commands": "tests/unit/commands tests/unit/telemetry tests/unit/test_cli.py tests/unit/test_recover.py "
     "tests/integration/test_operator.py",
     "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
     "http": "tests/unit/http tests/integration/test_http_port.py",
@@ -67,7 +67,7 @@ def widened(mutant: Mutant) -> Mutant:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DrawnPlace:
     """A node that can be turned, in the definition of this name; `number` tells it from its like in there."""
 
     path: Path
@@ -84,13 +84,13 @@ class Place:
 
 
 @cache
-def _find_places() -> list[Place]:
+def _find_places() -> list[DrawnPlace]:
     files = sorted((ROOT / "dips").rglob("*.py"))
     drawn = [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
     return [place for path in drawn for place in _places_of(path)]
 
 
-def _places_of(path: Path) -> Iterator[Place]:
+def _places_of(path: Path) -> Iterator[DrawnPlace]:
     definitions = find_definitions(path)
     (tree,) = definitions[""]
     told = {id(node) for part in _told(tree) for node in ast.walk(part)}
@@ -100,7 +100,7 @@ def _places_of(path: Path) -> Iterator[Place]:
         if id(node) not in told and (new := _turned(node)):
             name = next(names[id(one)] for one in (node, *reversed(around)) if id(one) in names)
             seen[like := (name, ast.unparse(node), new)] += 1
-            yield Place(path, name, node, around, new, seen[like])
+            yield DrawnPlace(path, name, node, around, new, seen[like])
 
 
 def _told(tree: ast.AST) -> Iterator[ast.AST]:
@@ -136,7 +136,7 @@ def _turned(node: ast.AST) -> str:
     return ""
 
 
-def _mutant(place: Place) -> Mutant:
+def _mutant(place: DrawnPlace) -> Mutant:
     file, node = place.path.relative_to(ROOT), place.node
     where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
     title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
