@@ -46,7 +46,7 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "data": "tests/unit/data tests/integration/test_ranges.py",
     "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
     "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
-    "commands": "tests/unit/commands tests/unit/test_cli.py tests/unit/test_recover.py "
+    "commands": "tests/unit/commands tests/unit/telemetry tests/unit/test_cli.py tests/unit/test_recover.py "
     "tests/integration/test_operator.py",
     "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
     "http": "tests/unit/http tests/integration/test_http_port.py",
