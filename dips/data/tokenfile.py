@@ -1,4 +1,4 @@
-"""A file of tokens with its document boundaries, in the forms in which tokenised text comes.
+"""A file of tokens with its document boundaries, in each supported format of tokenised text.
 
     corpus.bin + corpus.idx             Megatron's indexed data set
     corpus.npy + corpus.documents.npy   one array of tokens, and where each document begins

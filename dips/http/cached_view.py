@@ -38,6 +38,6 @@ class CachedView(Generic[T]):
     def _build_anew(self) -> None:
         try:
             self._built, self._failure = [self._build()], None
-        except Exception as error:  # noqa: BLE001 (whatever it is, everyone who reads is told)
+        except Exception as error:  # noqa: BLE001 (any exception is raised to every reader)
             self._failure = error
         self._until = self._clock() + self._most_age_s

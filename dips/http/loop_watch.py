@@ -36,7 +36,7 @@ class LoopWatch:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(ask())
-                except Exception as error:  # noqa: BLE001 (whoever asked is told)
+                except Exception as error:  # noqa: BLE001 (any exception is returned to the caller)
                     answer.set_exception(error)
 
         try:

@@ -1,4 +1,4 @@
-"""Reads the ledger's history for people: how each round ended, its folds and the outcomes of its clusters."""
+"""Reads past rounds from the ledger for display: the result of each round, its folds, its clusters' outcomes."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class ManifestWanted:
-    """The cluster's model differs from the run's: join again with the manifest itself, to be told where they differ."""
+    """The cluster's model differs from the run's: send the manifest itself; the answer will name the differences."""
 
     digest: str  # digest of the run's manifest
 

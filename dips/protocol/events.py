@@ -130,7 +130,7 @@ class ClusterJoined:
 
 @dataclass(frozen=True, slots=True)
 class ManifestOffered:
-    """A cluster sent its manifest after ManifestWanted, to be told where the models differ. Not an event of
+    """A cluster sent its manifest after ManifestWanted, so that the answer can name the differences. Not an event of
     Coordinator.step: the master compares outside its event loop.
     """
 

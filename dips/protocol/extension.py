@@ -1,4 +1,4 @@
-"""Changes of how far the run goes (`dips set`): its stop values and epochs, which are in no digest.
+"""Changes of the run's targets (`dips set`): its stop values and epochs, which are in no digest.
 
 The ledger keeps each change, so every later master has it; clusters learn it from the answers to their heartbeats, from
 which `outer.progress` is computed. A finished run goes on: the same row takes back its end.
