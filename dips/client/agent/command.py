@@ -1,4 +1,4 @@
-"""Runs the training command: launches it, waits for its end, ends it when it must stop, and launches it again."""
+"""Runs the training command: launches it, waits for its end, stops it when necessary, and launches it again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dips.client.agent.signals import AgentSignals
 from dips.client.agent.trainer import TrainerProcess, kill_leftovers
 from dips.telemetry.logs import Log
 
-FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
+FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
 
 
 class CommandRunner:
-    """One training command, or none: then others start the trainer."""
+    """Runs one training command, or serves a trainer that others start."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class CommandRunner:
         log: Log,
         end_grace_s: float,
     ) -> None:
-        """`end_grace_s`: between SIGTERM and SIGKILL of the trainer."""
+        """Create a runner; `end_grace_s` is the time between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
         self._end_grace_s = end_grace_s
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
-        """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
+        """Launch the command until it ends by itself, is stopped, or has crashed too often; return the exit code."""
         plan: LaunchCommand | EndAgent = self._core.plan_first_launch()
         while isinstance(plan, LaunchCommand):
             code, last_line = await self._launch_once(plan.launch, command, environment)
@@ -46,7 +46,7 @@ class CommandRunner:
         return plan.code
 
     async def serve_others(self) -> int:
-        """Wait until the trainer that others started detaches, or must stop; return the exit code."""
+        """Wait until the trainer that others started detaches or must stop; return the exit code."""
         events = (self._signals.detached, self._signals.terminated, self._signals.stopped)
         ends = [asyncio.create_task(event.wait()) for event in events]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -57,12 +57,12 @@ class CommandRunner:
             return 0
         self._log.error("stopped", reason=stop.reason)
         until = time.monotonic() + FAILURE_GRACE_S
-        while self._core.state.trainer.alive and time.monotonic() < until:  # it gets the reason as an answer
+        while self._core.state.trainer.alive and time.monotonic() < until:  # the trainer gets the reason as an answer
             await asyncio.sleep(0.1)
         return stop.code
 
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-        """Return its exit code, and what it said last on standard error."""
+        """Launch the command and wait for its end; return its exit code and its last line on standard error."""
         tail = ErrorTail()
         try:
             process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)}, tail.writer)
@@ -76,12 +76,12 @@ class CommandRunner:
         return code, await asyncio.to_thread(tail.finish)
 
     async def _wait_or_end(self, process: TrainerProcess) -> int:
-        """Wait for its end, or bring it about."""
+        """Wait for the process to end; stop it if SIGTERM arrived or the core ordered it. Return its exit code."""
         ended = asyncio.create_task(process.wait())
         must_end = [asyncio.create_task(e.wait()) for e in (self._signals.terminated, self._signals.stopped)]
         try:
             await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done() and self._signals.stopped.is_set():  # it gets the reason as an answer, and reports it
+            if not ended.done() and self._signals.stopped.is_set():  # the trainer gets and reports the reason
                 await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
             return ended.result() if ended.done() else await process.end_within(self._end_grace_s)
         finally:
