@@ -1,6 +1,6 @@
-"""How messages between agent and rank 0 travel: a 4-byte big-endian length, then a msgpack map.
+"""The encoding of messages between agent and rank 0: a 4-byte big-endian length, then a msgpack map.
 
-The map holds the message's fields, and its class name as `kind`. Knows no socket and no clock.
+The map holds the message's fields, and its class name as `kind`. No socket, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgpack
 from dips.client.ipc.messages import Answer, Message, Notice, Question
 from dips.errors import LocalProtocolError, RemoteProtocolError
 
-MOST_BYTES = 1 << 20  # of one message; the largest is ManifestSent, if the model is not the run's
+MOST_BYTES = 1 << 20  # in one message; the largest is ManifestSent, sent if the model is not the run's
 LENGTH = struct.Struct(">I")
 
 MESSAGES: dict[str, type[Message]] = {
@@ -27,7 +27,7 @@ FIELDS = {kind: tuple(field.name for field in dataclasses.fields(cls)) for kind,
 
 
 def encode_message(message: Message) -> bytes:
-    """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
+    """Encode a message with its length in front. Raises LocalProtocolError if it is too long."""
     body: bytes = msgpack.packb({"kind": type(message).__name__, **_read_fields(message)}, default=_read_fields)
     if len(body) > MOST_BYTES:
         raise LocalProtocolError(
@@ -37,7 +37,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def body_length(head: bytes) -> int:
-    """Read the length in front of a message; raise RemoteProtocolError if it claims too much."""
+    """Decode the length in front of a message. Raises RemoteProtocolError if it exceeds the limit."""
     length: int = LENGTH.unpack(head)[0]
     if length > MOST_BYTES:
         raise RemoteProtocolError(f"a local message claims {length} bytes, at most {MOST_BYTES} were expected")
@@ -45,7 +45,7 @@ def body_length(head: bytes) -> int:
 
 
 def decode_message(body: bytes) -> Message:
-    """Read a message's body; raise RemoteProtocolError on anything that `encode_message` did not write."""
+    """Decode a message's body. Raises RemoteProtocolError for anything that `encode_message` did not write."""
     try:
         fields = msgpack.unpackb(body)
         kind = fields.pop("kind")
@@ -56,7 +56,9 @@ def decode_message(body: bytes) -> Message:
 
 
 def _read_fields(message: Any) -> dict[str, Any]:
-    """Its fields as they are: one may go out with every inner step, and `asdict` would copy all of it."""
+    """Return the fields without copying: a message may be sent with every inner step, and `asdict` would copy all of
+    it.
+    """
     if not dataclasses.is_dataclass(message):
         raise TypeError(f"expected a message, got {message!r}")
     cls: Any = type(message)
@@ -76,7 +78,7 @@ def _to_msgpack(cls: Any, fields: Any) -> Any:
 
 
 def _from_msgpack(hint: Any, value: Any) -> Any:
-    """Turn what msgpack gives into what the annotation names; raise TypeError if it is something else."""
+    """Convert a msgpack value to the annotated type. Raises TypeError if it is of another."""
     if get_origin(hint) in (Union, UnionType):
         options = [h for h in get_args(hint) if h is not NoneType]
         return None if value is None else _from_msgpack(options[0], value)
