@@ -24,6 +24,7 @@ from benchmarks.cast import RANDOM, TURNS, Cast, random_order
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
+from dips.codecs import Codec
 from dips.protocol.order import Worker, make_lines, places_for_slave
 from dips.transport.pipeline import available_cores
 
@@ -151,7 +152,7 @@ def limit(took: Took, cast: Cast, mbit: float) -> str:
 
 def pipeline(bench: Bench) -> None:
     """One rank, one slave; int8 gives the processor more to do for a byte. Held where the two times can be equal."""
-    for codec, mib in (("fp32", 512), ("int8", 384)):
+    for codec, mib in ((Codec.FP32, 512), (Codec.INT8, 384)):
         cast = Cast(slaves=1, ranks=1, layers=16, numel=(mib // (4 if bench.quick else 1)) << 18, codec=codec)
         bench.say(f"pipeline, {codec}: the processor's stages")
         with network(hosts_of(cast, None)) as hosts, ends(cast, hosts, IN_TURN) as serial:
@@ -235,7 +236,7 @@ def second_cluster(bench: Bench) -> None:
 
 def together(bench: Bench) -> None:
     """Four workers, two slaves, where processor and wire take the same time, all parts against none."""
-    cast = Cast(slaves=2, ranks=4, layers=16, numel=(128 if bench.quick else 384) << 18, codec="int8")
+    cast = Cast(slaves=2, ranks=4, layers=16, numel=(128 if bench.quick else 384) << 18, codec=Codec.INT8)
     bench.say("all together: the processor's stages")
     with network(hosts_of(cast, None)) as hosts, ends(cast, hosts, IN_TURN) as serial:
         free = middle(in_turns({"free": lambda: serial.push(TURNS)}, bench.runs)["free"])

@@ -9,10 +9,10 @@ from typing import Self
 
 import numpy as np
 
+from dips.codecs import Codec
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Layer, Manifest, Parameter
 from dips.transport.shares import Piece
-from dips.wire import codecs
-from dips.wire.chunks import Range, split_chunks
+from dips.wire.chunks import Range, encode_ranges, split_chunks
 
 RUN, SINC, CHUNK_BYTES, WAIT_S = "ablation", 1, 1 << 20, 120.0
 
@@ -25,11 +25,12 @@ class Cast:
     ranks: int  # of one cluster
     layers: int
     numel: int
-    codec: str = "fp32"
+    codec: Codec = Codec.FP32
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+        told = json.loads(text)
+        return cls(**{**told, "codec": Codec[told["codec"].upper()]})
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -66,8 +67,8 @@ class Cast:
 
     def chunks(self, layer: int, share: Range) -> list[Range]:
         """How a share of a layer travels."""
-        codec = codecs.codec_named(self.codec)
-        whole = codec.encoded_ranges([Range(layer, 0, share.offset, share.length)])
+        codec = self.codec
+        whole = encode_ranges(codec.dtype, [Range(layer, 0, share.offset, share.length)])
         return list(split_chunks(whole, codec.chunk_bytes(CHUNK_BYTES)))
 
 

@@ -24,13 +24,11 @@ import torch
 
 from benchmarks.codecs import CLUSTERS, F32, CodecChannel, average, channels, train
 from benchmarks.harness import Bench, main
+from dips.codecs import Codec
 from dips.transport.pipeline import available_cores
-from dips.wire.codecs import CODECS
-from dips.wire.frame import INT4_BLOCK
 
 SEEDS, STARTS, ROUNDS = (0, 1, 2), (1, 2, 3, 4, 5), 20
 LEAST = 0.995  # fp32's mean loss over a codec's, of each seed: it may not be worse by more
-STEPS4 = 7  # from 0 to a block's largest element, int4
 
 
 class CodecWay(NamedTuple):
@@ -65,8 +63,8 @@ class RandomErrors(CodecChannel):
 
     def bring(self, difference: F32) -> F32:
         carried = np.asarray(difference + self.owed, np.float32)
-        blocks = np.pad(carried, (0, -carried.size % INT4_BLOCK)).reshape(-1, INT4_BLOCK)
-        steps = np.abs(blocks).max(axis=1, keepdims=True) / STEPS4
+        blocks = np.pad(carried, (0, -carried.size % Codec.INT4.block)).reshape(-1, Codec.INT4.block)
+        steps = np.abs(blocks).max(axis=1, keepdims=True) / Codec.INT4.largest
         errors = (steps * self.drawn.uniform(-0.5, 0.5, blocks.shape)).reshape(-1)[: carried.size]
         brought: F32 = (carried + errors).astype(np.float32)
         self.owed = carried - brought
@@ -76,13 +74,13 @@ class RandomErrors(CodecChannel):
 def take(case: LossCase, rounds: int) -> float:
     """The loss of one run."""
     torch.set_num_threads(1)
-    push = channels(case.way.push, True) if case.way.push in CODECS else random_channels(case)
-    return train(partial(average, push), rounds, pull=case.way.pull, seed=case.seed, start=case.start)
+    push = channels(Codec[case.way.push.upper()], True) if case.way.push in list(Codec) else random_channels(case)
+    return train(partial(average, push), rounds, pull=Codec[case.way.pull.upper()], seed=case.seed, start=case.start)
 
 
 def random_channels(case: LossCase) -> list[CodecChannel]:
     drawn = np.random.default_rng((case.seed, case.start))
-    return [RandomErrors(CODECS["fp32"], True, drawn=drawn) for _ in range(CLUSTERS)]
+    return [RandomErrors(Codec.FP32, True, drawn=drawn) for _ in range(CLUSTERS)]
 
 
 def measure(bench: Bench) -> None:

@@ -22,17 +22,17 @@ from torch import nn
 
 from benchmarks.harness import Bench, main
 from benchmarks.wire_bytes import bytes_of_round
+from dips.codecs import PULL_CODECS, Codec
 from dips.demo import data
 from dips.demo.model import Decoder, Shape, loss_of
 from dips.outer import kernels
-from dips.outer.updates import Codes, Update, count_blocks
+from dips.outer.updates import Update, count_blocks
 from dips.outer_step import nesterov_numbers, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.update_chunks import cut_updates
-from dips.wire.chunks import LayerLayout, Range, split_chunks
-from dips.wire.codecs import CODECS, Codec
-from dips.wire.frame import Dtype
-from dips.wire.updates import spelling_of
+from dips.quantisers import QUANTISERS, Codes
+from dips.slave.outgoing_pull import cut_updates
+from dips.wire import bodies
+from dips.wire.chunks import LayerLayout, Range, range_type, split_chunks
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -43,9 +43,9 @@ CLUSTERS, INNER_STEPS, SEQUENCES, LENGTH = 3, 10, 8, 128
 INNER_LR, OUTER_LR, MOMENTUM = 3e-3, 0.7, 0.8
 LEAST_LR = 0.1  # of INNER_LR, at the end
 NUDGE = 1e-3  # of each element of θ at the begin, times a normal number: another start that is as good
-LOSSY = ("bf16", "int8", "int4")
-WAYS = (("bf16", "bf16"), ("int8", "int8"), ("int4", "int8"))  # push, pull
-MOST_BYTES = {("int8", "int8"): 2.1, ("int4", "int8"): 1.6}  # of a round, a parameter
+LOSSY = tuple(codec for codec in Codec if codec.lossy)
+WAYS = tuple((codec, codec if codec in PULL_CODECS else Codec.INT8) for codec in LOSSY)  # push, pull
+MOST_BYTES = {(Codec.INT8, Codec.INT8): 2.1, (Codec.INT4, Codec.INT8): 1.6}  # of a round, a parameter
 NUMEL = 16 << 20  # of the counted round
 
 
@@ -59,7 +59,7 @@ class CodecChannel:
 
     def bring(self, difference: F32) -> F32:
         carried = np.asarray(difference + self.owed, np.float32)
-        brought = self.codec.decode(self.codec.encode(carried), carried.size)
+        brought = bodies.decode(self.codec, bodies.encode(self.codec, carried), carried.size)
         self.owed = carried - brought if self.feedback else 0.0
         return brought
 
@@ -70,8 +70,8 @@ def average(channels: list[CodecChannel], differences: list[F32]) -> F32:
     return np.asarray(np.mean(arrived, axis=0), np.float32)
 
 
-def channels(name: str, feedback: bool) -> list[CodecChannel]:
-    return [CodecChannel(CODECS[name], feedback) for _ in range(CLUSTERS)]
+def channels(codec: Codec, feedback: bool) -> list[CodecChannel]:
+    return [CodecChannel(codec, feedback) for _ in range(CLUSTERS)]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Shadow:
     brought: F64 | float = 0.0
 
     def watch(self, differences: list[F32]) -> None:
-        exact, brought = average(channels("fp32", False), differences), self.mean(differences)
+        exact, brought = average(channels(Codec.FP32, False), differences), self.mean(differences)
         self.rounds.append(relative(brought.astype(np.float64), exact.astype(np.float64)))
         wide, wide_brought = exact.astype(np.float64), brought.astype(np.float64)
         self.norms.append(float(np.linalg.norm(wide_brought) / np.linalg.norm(wide)))
@@ -105,44 +105,41 @@ def relative(value: F64 | float, exact: F64 | float) -> float:
 class PulledVersions:
     """The slaves' outer step, and what the clusters have of it after their pulls."""
 
-    def __init__(self, theta: F32, codec: str) -> None:
+    def __init__(self, theta: F32, codec: Codec) -> None:
         numel = theta.size
         self._codec, self._momentum, self.theta = codec, np.zeros_like(theta), theta.copy()
         self._whole, layout = Range(0, 0, 0, numel), Manifest((Layer("all", (Parameter("all", (numel,)),)),))
         self._layout = LayerLayout(layout, (0,))
-        codes: Codes = np.zeros(numel, np.int8) if codec == "int8" else np.zeros(numel, np.uint16)
-        steps = {0: np.zeros(count_blocks(numel), np.float32)} if codec == "int8" else {}
-        self._update = Update({0: codes}, steps)
+        codes: Codes = np.zeros(numel, QUANTISERS[codec].codes if codec.lossy else np.uint8)
+        steps = {0: np.zeros(count_blocks(numel), np.float32)} if codec.block else {}
+        self._update = Update(codec, {0: codes}, steps)
 
     def step(self, difference: F32) -> None:
         """Take the outer step, and pull it."""
         acc, after = -difference, np.empty_like(self.theta)
         kernels.apply(self.theta, acc, self._momentum, 1.0, OUTER_LR, nesterov_numbers(MOMENTUM), after, 0)
-        if self._codec == "fp32":
+        if not self._codec.lossy:
             self.theta = after
         else:
-            kernel: Callable[..., None] = kernels.round_int8 if self._codec == "int8" else kernels.round_bf16
             back = returned_share(OUTER_LR, nesterov_numbers(MOMENTUM))
             steps = self._update.steps.get(0, np.zeros(0, np.float32))
-            kernel(self.theta, after, acc, back, self._update.codes[0], steps)
+            kernels.round_update(self._codec, self.theta, after, acc, back, self._update.codes[0], steps)
             self._pull()
             assert self.theta.tobytes() == after.tobytes(), "a pull is not the version"
         self._momentum = acc
 
     def _pull(self) -> None:
-        dtype = Dtype.INT8_UPDATE if self._codec == "int8" else Dtype.BF16_UPDATE
-        spelling = spelling_of(dtype, 1)
-        assert spelling is not None
-        for chunk in split_chunks([self._whole], 1 << 20):
+        whole = range_type(self._codec.update_dtype, 1)(*self._whole)
+        for chunk in split_chunks([whole], 1 << 20):
             cut = slice(chunk.offset, chunk.offset + chunk.length)
-            spelling.add_updates(cut_updates(self._layout, (self._update,), chunk), chunk, self.theta[cut])
+            bodies.put_pulled(chunk, cut_updates(self._layout, (self._update,), chunk), self.theta[cut])
 
 
 def train(
     mean: Mean,
     rounds: int,
     watch: Callable[[list[F32]], None] = lambda _: None,
-    pull: str = "fp32",
+    pull: Codec = Codec.FP32,
     seed: int = 0,
     start: int = 0,
 ) -> float:
@@ -199,10 +196,9 @@ def speeds(bench: Bench) -> None:
             work()
 
     works = {"copy": partial(repeat, partial(np.copyto, slot, x))}
-    for name in LOSSY:
-        codec = CODECS[name]
-        works[f"encode {name}"] = partial(repeat, partial(codec.encode, x))
-        works[f"decode and add {name}"] = partial(repeat, partial(codec.put, codec.encode(x), slot))
+    for codec in LOSSY:
+        works[f"encode {codec}"] = partial(repeat, partial(bodies.encode, codec, x))
+        works[f"decode and add {codec}"] = partial(repeat, partial(bodies.put, codec, bodies.encode(codec, x), slot))
     took = bench.together(works)
     moved = x.nbytes * len(again)
     for name in [n for n in works if n != "copy"]:
@@ -219,7 +215,7 @@ def measure(bench: Bench) -> None:
         for shadow in shadows.values():
             shadow.watch(differences)
 
-    train(partial(average, channels("fp32", False)), rounds, watch)
+    train(partial(average, channels(Codec.FP32, False)), rounds, watch)
     for (name, feedback), shadow in shadows.items():
         what = f"{name}, {'with' if feedback else 'without'} feedback"
         bench.row(f"error in a round, {what}", float(np.median(shadow.rounds)), "")
@@ -241,7 +237,7 @@ def measure(bench: Bench) -> None:
 def bytes_of_rounds(bench: Bench) -> None:
     """A push and the pull after it, on the wire."""
     numel = NUMEL // 16 if bench.quick else NUMEL
-    plain = sum(bytes_of_round("fp32", "fp32", numel))
+    plain = sum(bytes_of_round(Codec.FP32, Codec.FP32, numel))
     bench.row("bytes of a round, fp32 both ways", plain, "B")
     for push, pull in WAYS:
         total, most = sum(bytes_of_round(push, pull, numel)), MOST_BYTES.get((push, pull))

@@ -26,7 +26,7 @@ from benchmarks.cast import CHUNK_BYTES, RUN, TURNS, Cast, random_order
 from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.protocol.order import slaves_for_worker
 from dips.transport.memory import keep_message_memory
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import Range
 from dips.wire.frame import Header, Kind, check_body, pack_header, run_id, unpack_header
 
@@ -87,13 +87,13 @@ def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], concurre
 
 
 def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
-    codec = codecs.codec_named(cast.codec)
+    codec = cast.codec
     headers = [unpack_header(head.buffer, run_id(RUN), len(body.buffer), CHUNK_BYTES) for head, body in frames]
     for header, (_, body) in zip(headers, frames, strict=True):
         check_body(header, body.buffer)
     lengths = {chunk.offset: chunk.length for rank in range(cast.ranks) for chunk in cast.chunks(0, cast.share(rank))}
     for header, (_, body) in zip(headers, frames, strict=True):
-        codec.put(body.buffer, target[header.offset : header.offset + lengths[header.offset]])
+        bodies.put(codec, body.buffer, target[header.offset : header.offset + lengths[header.offset]])
 
 
 def rank(cast: Cast, number: int) -> None:
@@ -119,17 +119,17 @@ def rank(cast: Cast, number: int) -> None:
 
 def _send(dealer: zmq.Socket[bytes], cast: Cast, layer: int, share: Range, values: Any) -> float:
     """Send a rank's share of a layer; return the seconds of spelling and checksums."""
-    codec, begun = codecs.codec_named(cast.codec), time.perf_counter()
+    codec, begun = cast.codec, time.perf_counter()
     chunks = cast.chunks(layer, share)
-    bodies = [codec.encode(values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
+    made = [bodies.encode(codec, values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
     headers = [
         pack_header(
             Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype)
         )
-        for chunk, body in zip(chunks, bodies, strict=True)
+        for chunk, body in zip(chunks, made, strict=True)
     ]
     made_s = time.perf_counter() - begun
-    for header, body in zip(headers, bodies, strict=True):
+    for header, body in zip(headers, made, strict=True):
         dealer.send(header, zmq.SNDMORE)
         dealer.send(body, copy=False)
     return made_s

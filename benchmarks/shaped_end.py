@@ -25,7 +25,6 @@ from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.enums import PushCodec
 from dips.slave.flow import ZmqFlow
 from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.transport import curve
@@ -95,7 +94,7 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
-        grant = Grant(VersionId(seq, seq), there, WAIT_S, PushCodec(cast.codec), GENESIS)
+        grant = Grant(VersionId(seq, seq), there, WAIT_S, cast.codec, GENESIS)
         begun, used = time.perf_counter(), processor_s()
         transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number, keys), pieces)
         print_answer([time.perf_counter() - begun, processor_s() - used])

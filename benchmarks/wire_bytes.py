@@ -15,6 +15,7 @@ import numpy as np
 
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.transfer import TransferIdentity, pull_pieces, push_pieces
+from dips.codecs import PULL_CODECS, Codec
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
@@ -22,7 +23,6 @@ from dips.outer.pool import Arrays
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.enums import PushCodec
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.slave.moves import FlowEvent, PushOver, Staged
@@ -81,7 +81,7 @@ class StagedEvents:
 class CountedRounds:
     """A cluster of one rank and its slave."""
 
-    def __init__(self, flow: ZmqFlow, door: ByteCounter, numel: int, codec: str, pull_codec: str) -> None:
+    def __init__(self, flow: ZmqFlow, door: ByteCounter, numel: int, codec: Codec, pull_codec: Codec) -> None:
         self._flow, self._door, self._codec = flow, door, codec
         self._events = StagedEvents()
         manifest = Manifest((Layer("model", (Parameter("model.w", (numel,)),)),))
@@ -115,7 +115,7 @@ class CountedRounds:
         push = PushId(CLUSTER, 1, self._seq)
         self.host += 1e-3 * np.random.default_rng(self._seq).standard_normal(self.host.size, np.float32)
         self._feedback.freeze_push(self._seq, self._codec)
-        slot = self.versions.open_slot(push, None if self._codec == "fp32" else base)
+        slot = self.versions.open_slot(push, base if self._codec.lossy else None)
         self._events.staged.clear()
         self._flow.open_push(push, (0,), slot, WAIT_S, self._codec)
         push_pieces(self._grant(base, self._codec), self._name(), self._pieces, encode=self._feedback.encode_chunk)
@@ -126,9 +126,9 @@ class CountedRounds:
         self.versions.flip_version(version)
         return self._door.nbytes - before
 
-    def _grant(self, version: VersionId, codec: str = "fp32") -> Grant:
+    def _grant(self, version: VersionId, codec: Codec = Codec.FP32) -> Grant:
         there = (SlaveAddress(SLAVE, 1, (self._door.address,), (0,)),)
-        return Grant(version, there, WAIT_S, PushCodec(codec), None if codec == "fp32" else version)
+        return Grant(version, there, WAIT_S, codec, version if codec.lossy else None)
 
     def _name(self) -> TransferIdentity:
         return TransferIdentity(RUN, CLUSTER, 1, self._seq, 0)
@@ -140,7 +140,7 @@ def _begin(theta: Arrays, momentum: Arrays) -> None:
 
 
 @contextmanager
-def _rounds(codec: str, pull_codec: str, numel: int) -> Iterator[CountedRounds]:
+def _rounds(codec: Codec, pull_codec: Codec, numel: int) -> Iterator[CountedRounds]:
     flow = ZmqFlow(RUN, SLAVE, ("127.0.0.1:0",), 1 << 20, 64 << 20, 2, WAIT_S)
     door = ByteCounter(flow.lane_addresses()[0])
     try:
@@ -150,7 +150,7 @@ def _rounds(codec: str, pull_codec: str, numel: int) -> Iterator[CountedRounds]:
         door.close()
 
 
-def bytes_of_round(codec: str, pull_codec: str, numel: int) -> tuple[float, float]:
+def bytes_of_round(codec: Codec, pull_codec: Codec, numel: int) -> tuple[float, float]:
     """Bytes per parameter of a push and of the pull after it, when the cluster holds the version before."""
     with _rounds(codec, pull_codec, numel) as rounds:
         rounds.pull(GENESIS)
@@ -161,5 +161,6 @@ def bytes_of_round(codec: str, pull_codec: str, numel: int) -> tuple[float, floa
 
 
 if __name__ == "__main__":
-    for codecs in (("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int8")):
-        print(codecs, bytes_of_round(*codecs, 4 << 20))
+    for codec in Codec:
+        pull = codec if codec in PULL_CODECS else Codec.INT8
+        print(codec, pull, bytes_of_round(codec, pull, 4 << 20))

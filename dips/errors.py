@@ -5,7 +5,6 @@ A message says what was expected, what came, and from whom. A lost round is a va
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 
@@ -120,13 +119,13 @@ class Treatment:
     status: str
     exit_code: int
     label: str
-    advice: str
+    advice: str  # empty: the message says it
 
 
 # The first row whose class matches is used, so the special stand before the general.
 TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
     (DifferentModel, Treatment("INVALID_ARGUMENT", 78, "config", "train the model that `dips init` made the run of")),
-    (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "correct the named key and start again")),
+    (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "")),
     (LocalProtocolError, Treatment("INTERNAL", 70, "local_protocol", "report this: it is a bug of Di-PS")),
     (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
     (Stale, Treatment("FAILED_PRECONDITION", 75, "stale", "refresh or rejoin")),
@@ -142,16 +141,6 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 def treatment_of(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
-
-
-# "dips.yaml: shared.outer.lr: …" names a key, "dips.yaml: cannot be read" and "--model x: …" name none.
-_KEY = re.compile(r"(?:^|: |; )(?!\S+\.(?:yaml|yml|json|safetensors|sqlite): )[a-z_][a-z0-9_]*(?:\.[\w-]+)*: ")
-
-
-def advice_for(error: DipsError) -> str:
-    """What to do about `error`; empty if its message must say that itself, since no key of a file is to blame."""
-    advice = treatment_of(error).advice
-    return "" if type(error) is ConfigError and not _KEY.search(str(error)) else advice
 
 
 def class_named(name: str) -> type[DipsError] | None:

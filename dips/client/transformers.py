@@ -176,8 +176,8 @@ class OuterCallback(TrainerCallback):
         outer_state, feed = found
         outer.install()
         held.put_back()
-        told = outer.load_state_dict(outer_state)
-        if told.startswith("resumed"):
+        outer.load_state_dict(outer_state)
+        if outer.resumed:
             self.resumed_feed = feed
 
     def _find_faults(self, args: TrainingArguments, state: TrainerState) -> list[str]:

@@ -16,8 +16,8 @@ from dips.commands.history_audit import show_audit
 from dips.commands.options import CONFIG
 from dips.config import load_run
 from dips.ids import VersionId
-from dips.telemetry import status as picture
 from dips.telemetry.listing import Column, Listing, ListingRow
+from dips.view.terminal import NONE, format_count
 
 COLUMNS = (
     *(Column(name, left=True) for name in ("round", "ended", "version")),
@@ -141,9 +141,9 @@ def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> Listin
     cells = (
         f"r{r['round']}",
         ended,
-        r["version"] or picture.NONE,
+        r["version"] or NONE,
         _format_loss(r),
-        picture.format_count(r["tokens"]),
+        format_count(r["tokens"]),
         _format_seconds(r, before),
         _format_staleness(r),
         _format_norm(r),
@@ -169,19 +169,19 @@ def _describe_result(result: Mapping[str, Any] | None) -> str:
 
 
 def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:
-    none = picture.NONE
+    none = NONE
     told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
     return ListingRow((none, r["kind"], r["version"], *[none] * 5), (f"from {', '.join(r['before'])} to {told}",))
 
 
 def _extended_row(r: Mapping[str, Any]) -> ListingRow:
-    none = picture.NONE
+    none = NONE
     again = f"; it was finished at {r['version']} and goes on" if r["version"] else ""
     return ListingRow((none, r["kind"], *[none] * 6), (f"until {r['said']}{again}",))
 
 
 def _tuned_row(r: Mapping[str, Any]) -> ListingRow:
-    none, value = picture.NONE, r["value"]
+    none, value = NONE, r["value"]
     return ListingRow((none, r["kind"], *[none] * 6), (f"{r['key']} = {'off' if value is None else f'{value:.15g}'}",))
 
 
@@ -193,24 +193,24 @@ def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) 
 def _format_loss(r: Mapping[str, Any]) -> str:
     told = [(f["tokens"], f["loss"]) for f in r.get("folds", ()) if f["loss"] is not None and f["tokens"]]
     tokens = sum(weight for weight, _ in told)
-    return f"{sum(weight * loss for weight, loss in told) / tokens:.3f}" if tokens else picture.NONE
+    return f"{sum(weight * loss for weight, loss in told) / tokens:.3f}" if tokens else NONE
 
 
 def _format_seconds(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
     """Since the end of the row above."""
     ended, since = r.get("ended"), (before or {}).get("ended")
-    return f"{ended - since:.0f}" if ended is not None and since is not None else picture.NONE
+    return f"{ended - since:.0f}" if ended is not None and since is not None else NONE
 
 
 def _format_staleness(r: Mapping[str, Any]) -> str:
     folds = r.get("folds", ())
     if not folds or not r["parent"]:
-        return picture.NONE
+        return NONE
     return str(VersionId.parse(r["parent"]).version - min(f["base"]["version"] for f in folds))
 
 
 def _format_norm(r: Mapping[str, Any]) -> str:
-    return f"{r['delta_norm']:.3g}" + (" clipped" if r["clipped"] else "") if r["version"] else picture.NONE
+    return f"{r['delta_norm']:.3g}" + (" clipped" if r["clipped"] else "") if r["version"] else NONE
 
 
 def _list_contributions(r: Mapping[str, Any]) -> str:

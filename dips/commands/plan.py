@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from dips.codecs import Codec
 from dips.commands.options import AS_JSON
 from dips.commands.planning import MemoryPlan, kubernetes_resources, plan_cluster, plan_memory, plan_slave
 from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
@@ -89,7 +90,7 @@ def make_plan(
 ) -> MemoryPlan:
     """The sums for these shares; sections that no file names have their defaults."""
     shared = run_file.shared if run_file else cluster_file.shared if cluster_file else None
-    codec, pull_codec = (str(shared.codec), str(shared.pull_codec)) if shared else ("fp32", "fp32")
+    codec, pull_codec = (shared.codec, shared.pull_codec) if shared else (Codec.FP32, Codec.FP32)
     keep = run_file.master.keep_snapshots if run_file else KEEP_SNAPSHOTS
     sections = {s.name: s for s in run_file.slaves} if run_file else {}
     planned = [

@@ -11,15 +11,12 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
+from dips.codecs import OWED_BYTES, Codec
 from dips.config import ClusterFile, SlaveSection
-from dips.outer.updates import ELEMENT_BYTES
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.slave.machine import memory_of
-from dips.wire.frame import BLOCK, INT4_BLOCK
 
-PUSH_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK, "int4": 0.5 + 4 / INT4_BLOCK}  # an element
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
-OWED_BYTES = 8  # of a rank, an element: base and remainder of a lossy codec
 RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/host_sum.py, which needs torch
 MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for clusters at work
 LEDGER_BYTES_ROUND = 2_000  # a round of ten clusters; a journal and a timeline besides
@@ -65,7 +62,7 @@ class MemoryPlan:
         return asdict(self)
 
 
-def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: str, keep_snapshots: int) -> PlannedSlave:
+def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, keep_snapshots: int) -> PlannedSlave:
     """What it prints at its start, and the snapshots that it keeps, the one that is written included."""
     memory = memory_of(section, numel, pull_codec)
     disk = SNAPSHOT_BYTES * numel * (keep_snapshots + 1)
@@ -73,20 +70,20 @@ def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: str, 
 
 
 def plan_cluster(
-    numel: int, ranks: int, codec: str, pull_codec: str, file: ClusterFile | None = None
+    numel: int, ranks: int, codec: Codec, pull_codec: Codec, file: ClusterFile | None = None
 ) -> PlannedCluster:
     """Of a model that is sharded evenly; `file` says whether ranks train on during a push."""
     share = ceil(numel / ranks)
     keeps = file is not None and file.overlap == "full"
-    lossy = codec != "fp32" or pull_codec != "fp32"
+    lossy = codec.lossy or pull_codec.lossy
     rank = (
         BYTES_PER_PARAMETER * share
         + BYTES_PER_PARAMETER * share * keeps
         + OWED_BYTES * share * lossy
         + RANK_PROCESS_BYTES
     )
-    pull = ELEMENT_BYTES[pull_codec] or BYTES_PER_PARAMETER
-    return PlannedCluster(ranks, rank, ceil(PUSH_BYTES[codec] * numel), ceil(pull * numel))
+    push, pull = (ceil(each.element_bytes * numel) for each in (codec, pull_codec))
+    return PlannedCluster(ranks, rank, push, pull)
 
 
 def plan_memory(model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, rounds: int) -> MemoryPlan:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dips.commands.options import CONFIG
 from dips.config import load_run
 from dips.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dips.master.loss_curve import PushPoint, ResultPoint
+from dips.plain import to_plain
+from dips.view.points import PushPoint, ResultPoint, RoundPoint, list_points, write_csv
 
 EVERY_ROUND = (1 << 63) - 1  # SQLite's largest integer
 PUSHES, RESULTS, PICTURE = "loss.csv", "results.csv", "loss.png"
@@ -49,55 +46,45 @@ def read_numbers(config: Path) -> dict[str, Any]:
     """What the two tables say, by the names of their columns."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
-    from dips.master.loss_curve import list_pushes, list_results
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        rounds = ledger.read_history(EVERY_ROUND)
-    return {
-        "pushes": [_spell_point(point) for point in list_pushes(rounds)],
-        "results": [_spell_point(point) for point in list_results(rounds)],
-    }
+        points, results = list_points(ledger.read_history(EVERY_ROUND))
+    pushes = [push for point in points for push in point.pushes]
+    return {"pushes": [_spell_point(point) for point in pushes], "results": [_spell_point(r) for r in results]}
 
 
 def _spell_point(point: Any) -> dict[str, Any]:
-    """NaN becomes null, names become text."""
-    return {key: _spell_value(value) for key, value in asdict(point).items()}
-
-
-def _spell_value(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    return value if isinstance(value, bool | int | str | None) else str(value)
+    """A number that is not finite becomes null, the name of a version text."""
+    plain: dict[str, Any] = to_plain(point)
+    return plain | {"version": None if point.version is None else str(point.version)}
 
 
 def plot_run(config: Path, output: Path) -> list[Path]:
     """Write the files of `dips plot`; return their paths. Raise ConfigError if `output` cannot be written."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
-    from dips.master.loss_curve import PushPoint, ResultPoint, list_pushes, list_results, write_csv
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        rounds = ledger.read_history(EVERY_ROUND)
-    pushes, results = list_pushes(rounds), list_results(rounds)
+        points, results = list_points(ledger.read_history(EVERY_ROUND))
     try:
         output.mkdir(parents=True, exist_ok=True)
         written = [output / PUSHES]
-        write_csv(output / PUSHES, PushPoint, pushes)
+        write_csv(output / PUSHES, PushPoint, (push for point in points for push in point.pushes))
         if results:
             write_csv(output / RESULTS, ResultPoint, results)
             written.append(output / RESULTS)
-        written.append(_draw_picture(pushes, results, output / PICTURE))
+        written.append(_draw_picture(points, results, output / PICTURE))
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}") from error
     return written
 
 
-def _draw_picture(pushes: list[PushPoint], results: list[ResultPoint], path: Path) -> Path:
+def _draw_picture(points: list[RoundPoint], results: list[ResultPoint], path: Path) -> Path:
     try:
         from dips.commands.plot_drawing import draw_losses
     except ImportError as error:
         raise ConfigError(
             f"{path.name} needs matplotlib ({error}): pip install 'di-ps[plot]'; the numbers are in {path.parent}"
         ) from error
-    draw_losses(pushes, results).savefig(path, dpi=130)
+    draw_losses(points, results).savefig(path, dpi=130)
     return path

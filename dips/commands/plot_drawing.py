@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dips.master.loss_curve import PushPoint, ResultPoint, mean_losses
+from dips.view.points import PushPoint, ResultPoint, RoundPoint
 
 mpl.use("Agg")  # files only: there need not be a screen
 
@@ -17,11 +17,11 @@ MOST_PANELS = 4  # of numbers that are no losses
 RESULTS = ("#117733", "#aa3377", "#999933", "#882255")  # none of the clusters' colors
 RUN, GATED, VERSION = "black", "#d62728", "#7b3fa0"
 FAINT = 0.25  # what was rolled back
-Point = PushPoint | ResultPoint
+Point = PushPoint | ResultPoint | RoundPoint
 Place = Callable[[Point], float]
 
 
-def draw_losses(pushes: Sequence[PushPoint], results: Sequence[ResultPoint]) -> Figure:
+def draw_losses(points: Sequence[RoundPoint], results: Sequence[ResultPoint]) -> Figure:
     """Two columns, over tokens and over time; a row for losses and one for each other number of `on_version`."""
     others = sorted({r.name for r in results if r.name and not _is_loss(r.name)})[:MOST_PANELS]
     figure = Figure(figsize=(13, 5 + 2.5 * len(others)), layout="constrained")
@@ -29,11 +29,11 @@ def draw_losses(pushes: Sequence[PushPoint], results: Sequence[ResultPoint]) -> 
         1 + len(others), 2, sharex="col", sharey="row", squeeze=False, height_ratios=[2.0] + [1.0] * len(others)
     )
     columns: tuple[tuple[str, Place], ...] = (
-        ("accepted tokens of the run, millions", lambda p: p.run_tokens / 1e6),
+        ("accepted tokens of the run, millions", lambda p: (p.run_tokens or 0) / 1e6),
         ("minutes", lambda p: p.seconds / 60),
     )
     for column, (label, place) in enumerate(columns):
-        _draw_column(grid[0][column], pushes, results, place)
+        _draw_column(grid[0][column], points, results, place)
         for row, name in enumerate(others, 1):
             _draw_result(grid[row][column], [r for r in results if r.name == name], place, name)
             grid[row][column].legend(fontsize=8)
@@ -48,14 +48,17 @@ def _is_loss(name: str) -> bool:
     return "loss" in name
 
 
-def _draw_column(axes: Axes, pushes: Sequence[PushPoint], results: Sequence[ResultPoint], place: Place) -> None:
+def _draw_column(axes: Axes, points: Sequence[RoundPoint], results: Sequence[ResultPoint], place: Place) -> None:
+    pushes = [push for point in points for push in point.pushes]
     for number, cluster in enumerate(sorted({p.cluster for p in pushes})):
         _draw_cluster(axes, [p for p in pushes if p.cluster == cluster], place, f"C{number % 10}", number < MOST_NAMED)
-    run = [(place(p), loss) for p, loss in mean_losses(pushes) if not p.undone]
+    run = [(place(p), p.loss) for p in points if p.loss is not None and not p.undone]
     axes.plot([x for x, _ in run], [y for _, y in run], color=RUN, lw=1.4, label="run, mean by tokens")
     for number, name in enumerate(sorted({r.name for r in results if _is_loss(r.name)})):
         _draw_result(axes, [r for r in results if r.name == name], place, name, RESULTS[number % len(RESULTS)])
-    _mark_bottom(axes, [place(p) for p in _one_a_version(pushes)], "|", VERSION, "version", 0.02)
+    _mark_bottom(
+        axes, [place(p) for p in points if p.version is not None and not p.undone], "|", VERSION, "version", 0.02
+    )
     _mark_bottom(axes, [place(p) for p in pushes if p.kind == "gated"], "x", GATED, "gated push", 0.05)
     axes.grid(alpha=0.25)
 
@@ -80,7 +83,3 @@ def _mark_bottom(axes: Axes, xs: Sequence[float], marker: str, color: str, label
     if xs:
         at_bottom = axes.get_xaxis_transform()
         axes.plot(xs, [height] * len(xs), marker, color=color, ms=6, transform=at_bottom, label=label)
-
-
-def _one_a_version(pushes: Sequence[PushPoint]) -> list[PushPoint]:
-    return list({p.version: p for p in pushes if p.version is not None and not p.undone}.values())

@@ -90,11 +90,11 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
 
     watch = SeedWatch(bar.show_rate, bar.show_wait)
     found = await await_master(peer, watch, wait_s)
-    shared = found["shared"] if "waiting" in found else (await _describe(peer))["shared"]
+    shared = found["shared"] if found["waiting"] else (await _describe(peer))["shared"]
     grouping = Grouping(LayerUnit(shared["layers"]), tuple(shared["share_buffers"]))
     tensors: Tensors = load(grouping.share_buffers)
     proposed: RunProposed = propose_run(tensors, grouping)
-    if "waiting" in found:
+    if found["waiting"]:
         await operator.ask_master(peer, "Begin", proposed)
         bar.show_wait("the run's ledger is made")
     manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))

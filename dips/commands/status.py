@@ -15,9 +15,11 @@ from rich.live import Live
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.errors import UnavailableMaster
 from dips.printable import make_tree_printable
-from dips.telemetry import status as picture
+from dips.protocol.view import RunView
 from dips.transport import control
 from dips.transport.endpoints import Endpoint
+from dips.view import terminal
+from dips.view.judging import read_view
 from dips.wire.generated.status_pb2 import StatusRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
@@ -52,8 +54,13 @@ def status(
         return None
 
 
+async def ask_view(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> RunView:
+    """Ask the master once for the run as it sees it; raise UnavailableMaster if nobody answers in time."""
+    return read_view(await ask_status(master, deadline_s))
+
+
 async def ask_status(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
-    """Ask the master once; raise UnavailableMaster if nobody answers in time."""
+    """The same as what --json prints."""
     channel = control.open_channel(master)
     try:
         return await _ask_status(StatusServiceStub(channel), master, deadline_s)
@@ -78,12 +85,11 @@ def _print_status(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        Console().print(picture.render_status(answer))
+        Console().print(terminal.render_status(read_view(answer)))
 
 
 async def _watch_status(master: Endpoint, as_json: bool) -> None:
     console, channel = Console(), control.open_channel(master)
-    show = json.dumps if as_json else picture.one_line
     drawn = console.is_terminal and not as_json  # in a file or a pipe nothing can be drawn anew
     try:
         with Live(console=console, auto_refresh=False, screen=True) if drawn else nullcontext() as live:
@@ -97,9 +103,9 @@ async def _watch_status(master: Endpoint, as_json: bool) -> None:
                         print(f"{error}; asking again", file=sys.stderr)
                 else:
                     if live is not None:
-                        live.update(picture.FittedStatus(answer), refresh=True)
+                        live.update(terminal.FittedStatus(read_view(answer)), refresh=True)
                     else:
-                        print(show(answer), flush=True)
+                        print(json.dumps(answer) if as_json else terminal.one_line(read_view(answer)), flush=True)
                 await asyncio.sleep(1.0)
     finally:
         await channel.close()

@@ -9,7 +9,7 @@ import typer
 
 from dips.commands import operator
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
-from dips.commands.status import ask_status
+from dips.commands.status import ask_view
 from dips.ids import VersionId
 from dips.protocol.effects import Extended, Refused
 from dips.protocol.events import ExtensionAsked, TargetChange
@@ -45,9 +45,9 @@ async def _ask_to_stop(master: Endpoint) -> tuple[VersionId, Extended | Refused 
     """Return the last version and the master's answer; None: it had ended before."""
     answer: Any = None
     for _ in range(TRIES):
-        status = await ask_status(master)
-        head = VersionId.parse(status["head"])
-        if status["finished"]:
+        view = await ask_view(master)
+        head = view.head_version
+        if view.finished:
             return head, None
         head = VersionId(head.version + 1, head.round)
         change = TargetChange("versions", float(head.version))

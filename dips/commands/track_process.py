@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +24,9 @@ from dips.errors import ConfigError
 from dips.fsync import write_aside
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
-from dips.master.track_points import RunTotals, TrackPoint, point_of_result, point_of_round
 from dips.telemetry import exits
 from dips.telemetry.track_sinks import TensorBoardSink, TrackSink, WandbSink
+from dips.view.points import PointMaker, name_numbers, name_results
 
 LOOK_EVERY_S = 2.0  # for rounds that have ended
 PAGE = 256  # rounds that are read at once
@@ -44,8 +45,8 @@ class Follower:
 
     def __init__(self, ledger: Ledger, sink: TrackSink, position: TrackPosition) -> None:
         self._ledger, self._sink, self.position = ledger, sink, position
-        self._totals = RunTotals()
-        self._read = 0  # rounds that `_totals` counts: a new process counts them from the first on
+        self._maker = PointMaker()
+        self._read = 0  # rounds that it has seen: a new process counts tokens from the first on
 
     def write_new(self) -> int:
         """Write all that has ended since the last call; return how many points that were."""
@@ -61,7 +62,9 @@ class Follower:
                 if r.ended is None and i == len(rounds) - 1 and len(rounds) < PAGE:
                     return written  # it is open: the next look finds its end, or a later round
                 self._read = r.round
-                written += self._write_point(point_of_round(r, self._totals), r.round > self.position.round)
+                point = self._maker.make_point(r)
+                if point is not None and r.round > self.position.round:
+                    written += self._write_numbers(r.round, point.wall, name_numbers(point))
                 self.position.round = max(self.position.round, r.round)
         return written
 
@@ -69,15 +72,14 @@ class Follower:
         written = 0
         while rounds := self._ledger.read_rounds_after(self.position.result, PAGE, with_result=True):
             for r in rounds:
-                written += self._write_point(point_of_result(r), True)
+                written += self._write_numbers(r.round, r.result.wall if r.result else 0.0, name_results(r))
                 self.position.result = r.round
         return written
 
-    def _write_point(self, point: TrackPoint | None, new: bool) -> int:
-        if point is None or not new:
-            return 0
-        self._sink.write_point(point.round, point.wall, point.numbers)
-        return 1
+    def _write_numbers(self, number: int, wall: float, numbers: Mapping[str, float]) -> int:
+        if numbers:
+            self._sink.write_point(number, wall, numbers)
+        return int(bool(numbers))
 
 
 def main(argv: list[str]) -> None:

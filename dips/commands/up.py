@@ -18,8 +18,8 @@ from dips.errors import ConfigError
 from dips.local import run as local
 from dips.local.processes import LocalProcess, LocalProcesses
 from dips.master.genesis import ledger_path
-from dips.telemetry import status as picture
 from dips.transport.endpoints import Endpoint
+from dips.view import terminal
 
 MODEL_FILE = "model.py"
 DEFAULT_FACTORY = "model:build"
@@ -130,7 +130,7 @@ def _watch_agent(running: LocalProcesses, agent: LocalProcess, master: Endpoint)
 
 def _tell_status(master: Endpoint) -> None:
     if (status := local.read_status(master)) is not None:
-        print(f"status: {picture.one_line(status)}", flush=True)
+        print(f"status: {terminal.one_line(status)}", flush=True)
 
 
 def _check_daemons(running: LocalProcesses, agent: LocalProcess) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from dips.codecs import PULL_CODECS, Codec
 
 MIB = 1 << 20
 
+
+def _require_updates(codec: Codec) -> Codec:
+    if codec not in PULL_CODECS:
+        raise ValueError(f"expected one of {', '.join(PULL_CODECS)}: {codec} is for pushes only")
+    return codec
+
+
+PullCodec = Annotated[Codec, AfterValidator(_require_updates)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 

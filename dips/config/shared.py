@@ -8,8 +8,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dips.config.section import MIB, Section
-from dips.protocol.enums import LayerUnit, PullCodec, PushCodec
+from dips.codecs import Codec
+from dips.config.section import MIB, PullCodec, Section
+from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
 
@@ -45,8 +46,8 @@ class Shared(Section):
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
-    codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
-    pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
+    codec: Codec = Codec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
+    pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
     layers: LayerUnit = LayerUnit.BLOCK  # what rules that weigh each layer alone weigh: `merge: rda`, for one
     share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
 
@@ -58,7 +59,7 @@ class Shared(Section):
 
     @model_validator(mode="after")
     def _require_momentum(self) -> Self:
-        if self.pull_codec is not PullCodec.FP32 and not self.outer.has_momentum:
+        if self.pull_codec.lossy and not self.outer.has_momentum:
             raise ValueError(
                 "a lossy pull_codec needs outer.momentum above 0, and a step other than sgd: by momentum comes back "
                 "what rounding leaves over"

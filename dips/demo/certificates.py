@@ -12,7 +12,7 @@ from pathlib import Path
 from dips.commands.status import ask_status
 from dips.demo.layout import CLUSTERS, RUN, SLAVES, DemoLayout
 from dips.demo.verdict import Check
-from dips.errors import DipsError
+from dips.errors import Denied, UnavailableMaster, treatment_of
 from dips.identity.authority import REVOCATIONS, ROOT
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.local import run as local
@@ -20,7 +20,6 @@ from dips.local.processes import ProcessEnded
 from dips.transport.endpoints import master_peer
 
 AUTHORITY, CERTIFICATES = "ca", "certs"  # directories
-PLAIN_REFUSED = "it expects certificates"  # of dips/transport/endpoints.py
 VIEWER = "watch"  # whose certificate the demo's own view of the status shows
 _ENROLLED = (
     (MASTER_NAME, PeerRole.MASTER),
@@ -61,8 +60,8 @@ def check_strangers(files: DemoLayout, address: str) -> list[Check]:
 def _ask_plainly(address: str) -> tuple[bool, str]:
     try:
         asyncio.run(ask_status(master_peer(address, None)))
-    except DipsError as error:
-        return PLAIN_REFUSED in str(error), str(error)
+    except UnavailableMaster as error:
+        return True, str(error)
     return False, "it was answered"
 
 
@@ -70,5 +69,5 @@ def _ask_to_drain(address: str, viewer: tuple[str, str]) -> tuple[bool, str]:
     try:
         local.run_word("drain", SLAVES[0], "--master", address, *viewer)
     except ProcessEnded as error:
-        return "is for operator" in str(error), str(error).rpartition("error: ")[2].partition("\n")[0]
+        return error.code == treatment_of(Denied()).exit_code, str(error).rpartition("error: ")[2].partition("\n")[0]
     return False, "it was drained"

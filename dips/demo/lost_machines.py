@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dips.demo.layout import SLAVES, DemoLayout
 from dips.demo.watch import Watch
 from dips.ids import VersionId
 from dips.local import run as local
 from dips.local.processes import LocalProcesses, ProcessEnded
+from dips.protocol.enums import SlaveCause
+from dips.protocol.moves import SlaveState
+from dips.protocol.view import RunView
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
 from dips.transport.endpoints import Endpoint
 
@@ -51,7 +54,7 @@ class DemoRun:
     watch: Watch
     master: Endpoint
 
-    def wait_for(self, holds: Callable[[Mapping[str, Any]], bool], what: str) -> Mapping[str, Any]:
+    def wait_for(self, holds: Callable[[RunView], bool], what: str) -> RunView:
         """Show the status until it is as said; raise ProcessEnded if that does not come."""
         until = time.monotonic() + BACK_S
         while time.monotonic() < until:
@@ -90,7 +93,7 @@ def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
     status = demo.wait_for(_serves, "the run goes on from its mirrors")
     watch.print_event(
         f"both restored themselves from their mirrors: after {time.monotonic() - begun:.0f} s the run goes on "
-        f"at {status['head']}; the clusters trained on meanwhile"
+        f"at {status.head}; the clusters trained on meanwhile"
     )
     return LostMachines("mirrored", (slave, "master"), head, left, models)
 
@@ -120,7 +123,7 @@ def export_head(demo: DemoRun) -> VersionId:
     said = local.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
     version = VersionId.parse(said.split()[1])
     demo.watch.print_event(f"dips export: {version} is saved in {demo.files.saved_file.name}")
-    demo.wait_for(lambda s: head_of(s).version >= version.version + AFTER_EXPORT, "outer steps after the export")
+    demo.wait_for(lambda s: s.head_version.version >= version.version + AFTER_EXPORT, "outer steps after the export")
     return version
 
 
@@ -131,8 +134,8 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
     watch.print_event(f"rm -rf {slave}/: its machine is gone with its disk, and nothing mirrored it")
     time.sleep(AWAY_S)
     local.start_slave(running, files.run_file, slave)
-    status = demo.wait_for(lambda s: "snapshot" in _reason(s, slave), f"{slave} says what it lacks")
-    watch.print_event(f"started {slave} again, on an empty disk; dips status says: {_reason(status, slave)}")
+    status = demo.wait_for(lambda s: s.slaves[slave].cause is SlaveCause.LACKS_HEAD, f"{slave} says what it lacks")
+    watch.print_event(f"started {slave} again, on an empty disk; dips status says: {status.slaves[slave].reason}")
     for name in ("master", *SLAVES):
         running.processes[name].ask_to_end()
     for name in ("master", *SLAVES):
@@ -148,7 +151,7 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
     begun = time.monotonic()
     status = demo.wait_for(_serves, "the run goes on from the saved model")
     watch.print_event(
-        f"started them again: after {time.monotonic() - begun:.0f} s the run goes on at {status['head']}; the clusters "
+        f"started them again: after {time.monotonic() - begun:.0f} s the run goes on at {status.head}; the clusters "
         "trained on meanwhile"
     )
     return LostMachines("unmirrored", (slave,), head, left, (files.saved_file,))
@@ -157,13 +160,5 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
 # ---- leaves ----------------------------------------------------------------------------------------------------------
 
 
-def head_of(status: Mapping[str, Any]) -> VersionId:
-    return VersionId.parse(status["head"])
-
-
-def _serves(status: Mapping[str, Any]) -> bool:
-    return all(slave["state"] == "ready" for slave in status["slaves"].values())
-
-
-def _reason(status: Mapping[str, Any], slave: str) -> str:
-    return str(status["slaves"][slave].get("reason") or "")
+def _serves(status: RunView) -> bool:
+    return all(slave.state is SlaveState.READY for slave in status.slaves.values())

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,7 +21,7 @@ from dips.commands.plot import plot_run
 from dips.config import load_run
 from dips.demo import certificates, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
-from dips.demo.lost_machines import DemoRun, Way, head_of
+from dips.demo.lost_machines import DemoRun, Way
 from dips.demo.model import build
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
@@ -30,8 +29,9 @@ from dips.local import run as local
 from dips.local.processes import LocalProcesses, ProcessEnded
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
+from dips.protocol.view import RunView
 from dips.telemetry import timeline
+from dips.view.points import RoundHistory
 
 RANKS = {"fast": 2, "slow": 1}
 SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
@@ -85,7 +85,7 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 def _train_and_kill(
     files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool, preset: Path | None
-) -> tuple[Mapping[str, Any], Kill, list[Check]]:
+) -> tuple[RunView, Kill, list[Check]]:
     """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
     with Watch(seconds) as watch, LocalProcesses() as running:
         corpus = data.load_corpus(seed)
@@ -112,7 +112,7 @@ def _train_and_kill(
         if status is None:
             raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         watch.show_status(status)
-        watch.print_event(f"the run is finished at {status['finished']}")
+        watch.print_event(f"the run is finished at {status.finished}")
     _check_codes(running)
     return status, killed, refused
 
@@ -154,7 +154,7 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
         answered = answered or status is not None
         demo.watch.show_status(status)
         demo.running.check_alive()
-        if status and status.get("finished"):
+        if status and status.finished:
             return killed
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
@@ -169,9 +169,9 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
         time.sleep(LOOK_EVERY_S)
 
 
-def _may_be_lost(files: DemoLayout, status: Mapping[str, Any], way: Way) -> bool:
+def _may_be_lost(files: DemoLayout, status: RunView, way: Way) -> bool:
     """Whether there is something to go on from."""
-    enough = head_of(status).version >= lost_machines.LEAST_VERSION[way]
+    enough = status.head_version.version >= lost_machines.LEAST_VERSION[way]
     return enough and (way != "mirrored" or lost_machines.newest_mirrored(files, KILLED_SLAVE).version > 0)
 
 
@@ -187,9 +187,9 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     status = demo.wait_for(lambda status: True, "the master answers")
     demo.running.processes[KILLED_SLAVE].kill()
     after = local.read_status(demo.master)  # what was made between the look and the kill is passed over
-    head = head_of(after or status)
+    head = (after or status).head_version
     demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
-    kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
+    kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status.slaves[KILLED_SLAVE].sinc, head)
     if exported is not None:
         return replace(kill, lost=lost_machines.lose_unmirrored(demo, KILLED_SLAVE, head, exported))
     if way == "mirrored":
@@ -200,9 +200,9 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     return kill
 
 
-def _run_progress(status: Mapping[str, Any]) -> float:
-    progress = status["progress"]
-    return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
+def _run_progress(status: RunView) -> float:
+    progress = status.progress
+    return progress.tokens / progress.tokens_target if progress.tokens_target else 0.0
 
 
 def _check_codes(running: LocalProcesses) -> None:
@@ -218,7 +218,7 @@ def _check_codes(running: LocalProcesses) -> None:
 
 def _report_results(
     files: DemoLayout,
-    status: Mapping[str, Any],
+    status: RunView,
     killed: Kill,
     seconds: float,
     seed: int,
@@ -228,7 +228,7 @@ def _report_results(
     """Evaluate, plot, print; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
-    head = str(status["head"])
+    head = status.head
     with console.status("exporting and evaluating"):
         local.run_word(
             "export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head

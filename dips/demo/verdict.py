@@ -19,8 +19,10 @@ from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
 from dips.demo.lost_machines import LostMachines
 from dips.demo.model import build, loss_of, next_byte_loss
 from dips.ids import VersionId
-from dips.master.ledger_history import RoundHistory
+from dips.protocol.moves import SlaveState
+from dips.protocol.view import RunView
 from dips.slave.snapshot_manifest import MODEL_FILE, MOMENTUM, THETA
+from dips.view.points import RoundHistory
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256
 BATCH = 32
@@ -120,7 +122,7 @@ def _mean_loss(loss_of_batch: Callable[[torch.Tensor], torch.Tensor], sample: Te
 def check_claims(
     found: Losses,
     rounds: Sequence[RoundHistory],
-    status: Mapping[str, Any],
+    status: RunView,
     kill: Kill,
     timelines: Mapping[str, Sequence[Mark]],
     seconds: float,
@@ -203,8 +205,8 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _about_end(status: Mapping[str, Any]) -> list[Check]:
-    finished, head = status.get("finished"), status["head"]
+def _about_end(status: RunView) -> list[Check]:
+    finished, head = status.finished, status.head
     return [Check("the run is finished at its head", finished == head, f"finished {finished}, head {head}")]
 
 
@@ -216,11 +218,11 @@ def _about_killed_cluster(name: str, rounds: Sequence[RoundHistory], timeline: S
     return Check(f"{name}, whose trainer was killed, has accepted contributions after that", bool(after), text)
 
 
-def _about_killed_slave(kill: Kill, status: Mapping[str, Any], timelines: Mapping[str, Sequence[Mark]]) -> Check:
+def _about_killed_slave(kill: Kill, status: RunView, timelines: Mapping[str, Sequence[Mark]]) -> Check:
     """Serving means: its new incarnation has sent its layers of a version made after the kill, and a cluster installed
     it.
     """
-    slave = status["slaves"].get(kill.slave, {})
+    slave = status.slaves[kill.slave or ""]
     pulled = [
         version
         for marks in timelines.values()
@@ -228,9 +230,9 @@ def _about_killed_slave(kill: Kill, status: Mapping[str, Any], timelines: Mappin
         if mark["kind"] == "pull_end" and mark["installed"]
         if (version := VersionId.parse(mark["version"])) > kill.head
     ]
-    reborn = slave.get("sinc", 0) > kill.slave_sinc and slave.get("state") == "ready"
-    sent = slave.get("bytes_out") or 0
-    text = f"{len(pulled)} pulls of versions after {kill.head}, {sent / 1e6:.0f} MB; it holds {slave.get('version')}"
+    reborn = slave.sinc > kill.slave_sinc and slave.state is SlaveState.READY
+    sent = slave.heartbeat.bytes_out if slave.heartbeat is not None else 0
+    text = f"{len(pulled)} pulls of versions after {kill.head}, {sent / 1e6:.0f} MB; it holds {slave.version}"
     claim = f"{kill.slave}, which was killed, serves versions made after that"
     return Check(claim, bool(pulled) and reborn and sent > 0, text)
 

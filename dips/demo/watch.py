@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from dips.telemetry import status as picture
+from dips.protocol.view import RunView
+from dips.view import terminal
 
 PLAIN_EVERY_S = 10.0
 NEWS_LINES = 8
@@ -26,7 +25,7 @@ class Watch:
         self._console = console or Console()
         self._seconds, self._begun = seconds, time.monotonic()
         self._news: deque[str] = deque(maxlen=NEWS_LINES)
-        self._status: Mapping[str, Any] | None = None
+        self._status: RunView | None = None
         self._drawn_at = -PLAIN_EVERY_S
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
 
@@ -48,14 +47,14 @@ class Watch:
         else:
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def show_status(self, status: Mapping[str, Any] | None) -> None:
+    def show_status(self, status: RunView | None) -> None:
         """Draw a status; None: the master did not answer this time."""
         if self._live:
             self._status = status or self._status
             self._live.update(self._draw_status(), refresh=True)
         elif status and time.monotonic() - self._drawn_at >= PLAIN_EVERY_S:
             self._drawn_at = time.monotonic()
-            line = f"[{self._elapsed_s():5.0f} s] {picture.one_line(status)}"
+            line = f"[{self._elapsed_s():5.0f} s] {terminal.one_line(status)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _elapsed_s(self) -> float:
@@ -65,4 +64,4 @@ class Watch:
         done = min(1.0, self._elapsed_s() / self._seconds)
         bar = Text("▰" * round(40 * done) + "▱" * round(40 * (1 - done)) + f" {self._elapsed_s():.0f} s", style="cyan")
         news = Panel("\n".join(self._news) or " ", title="the demo", title_align="left")
-        return Group(bar, picture.render_status(self._status), news) if self._status else Group(bar, news)
+        return Group(bar, terminal.render_status(self._status), news) if self._status else Group(bar, news)

@@ -24,7 +24,11 @@ TAIL_LINES = 15
 
 
 class ProcessEnded(DipsError):
-    """A process ended that should go on."""
+    """A process ended that should go on, or a command with another exit code than 0."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class LocalProcess:

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from dips.commands.status import ask_status
+from dips.commands.status import ask_view
 from dips.errors import Unavailable
 from dips.local.processes import LocalProcess, LocalProcesses, ProcessEnded
+from dips.protocol.view import RunView
 from dips.transport.endpoints import Endpoint
 
 LOGS = "logs"  # beside the run file: NAME.log of each process
@@ -50,13 +50,14 @@ def run_word(*arguments: str) -> str:
     """Run a `dips` command to its end and return what it printed; raise ProcessEnded with that if it fails."""
     done = subprocess.run(module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
+        said = f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}"
+        raise ProcessEnded(said, done.returncode)
     return done.stdout.strip()
 
 
-def read_status(master: Endpoint) -> dict[str, Any] | None:
+def read_status(master: Endpoint) -> RunView | None:
     """Return the master's status; None if it does not answer."""
     try:
-        return asyncio.run(ask_status(master, deadline_s=STATUS_S))
+        return asyncio.run(ask_view(master, deadline_s=STATUS_S))
     except Unavailable:
         return None

@@ -19,7 +19,7 @@ from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import begin, genesis, metrics, operate, restore, status, waiting
+from dips.master import begin, genesis, operate, restore, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
@@ -44,6 +44,7 @@ from dips.transport import control
 from dips.transport.guard import Guard
 from dips.transport.limits import MASTER_LIMITS, CallLimits
 from dips.transport.tls import TlsSource
+from dips.view import prometheus
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
@@ -146,7 +147,7 @@ async def serve(
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
-        page = MasterPage(config.master.timing.heartbeat_s)
+        page = MasterPage(config.shared.agreed)
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
         checker = await _add_services(server, runtime, guard, row, _describe_run(config, row), _name_page(config))
         await server.start()
@@ -191,7 +192,7 @@ def _build_runtime(
     _warn_of_other_targets(config, ledger, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
-    for reason in coordinator.build_view(now)["untuned"]:
+    for reason in coordinator.build_view(now).untuned:
         log.warning("what the ledger has tuned cannot be", reason=reason)
     page.recall_ledger(ledger, state)
     step = page.watch_steps(_logged_step(coordinator, journal, log))
@@ -225,7 +226,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing.make_options(),
-        lambda: runtime.build_view()["slaves"], log, runtime.fail,
+        lambda: runtime.build_view().slaves, log, runtime.fail,
     )  # fmt: skip
     if ours:
         runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat
@@ -263,7 +264,7 @@ async def _add_services(
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime, ManifestDesk(row.manifest)), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
-    add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed, page), server)
+    add_StatusServiceServicer_to_server(StatusServicer(runtime, agreed, page), server)
     return await control.serve_health(server, SERVICES)
 
 
@@ -278,11 +279,10 @@ async def _serve_http(
     section = config.master
 
     def read_status() -> dict[str, Any]:
-        merged = status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
-        return {**merged, "meters": runtime.meters.read_meters()}
+        return {"view": runtime.build_view(), "meters": runtime.meters}
 
     subject = HttpSubject(
-        "master", read_status, metrics.collect, runtime.explain_unready,
+        "master", read_status, prometheus.collect, runtime.explain_unready,
         daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
     await daemon.open_http(section, tls, subject, log, stack, page.make_routes(runtime))

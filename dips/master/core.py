@@ -12,8 +12,9 @@ had arrived meanwhile is read before anybody is judged.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeGuard, get_args
+from typing import TypeGuard, get_args
 
 from dips.dataclass import replace
 from dips.errors import StaleTerm
@@ -29,6 +30,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, S
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import ClusterEnded, RangesLeased
 from dips.protocol.slaves import EXIT_STALE
+from dips.protocol.view import RunView
 
 EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads what is true
 LEAST_SLEEP_S = 0.001  # a deadline that has passed does not make the shell spin
@@ -66,6 +68,7 @@ class MasterCore:
         self._expected_at = now  # when the shell meant to run again
         self._judging_from = now  # after a gap: nobody is judged before this time
         self.heartbeats: Heartbeats = {}
+        self.heartbeat_s = timing.heartbeat_s
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -149,13 +152,15 @@ class MasterCore:
         """Why the run cannot take an outer step now; empty: it can."""
         return self._coordinator.explain_unready()
 
-    def build_view(self, now: float) -> dict[str, Any]:
-        """The status as plain data."""
-        timing, picture = self._coordinator.window_timing(), self._coordinator.build_view(now)
-        for name, cluster in picture.get("clusters", {}).items():
-            cluster["pace"] = self._alignment.explain_pace(name, timing, now)
-        picture["pace_warning"] = self._alignment.warn_pace(self._timing.heartbeat_s)
-        return picture
+    def build_view(self, now: float) -> RunView:
+        """The run for people, as far as it is known here."""
+        timing, view = self._coordinator.window_timing(), self._coordinator.build_view(now)
+        clusters = dict(view.clusters)
+        for name, c in view.clusters.items():
+            if pace := self._alignment.explain_pace(name, timing, now):
+                clusters[name] = dataclasses.replace(c, pace=pace)
+        warning = self._alignment.warn_pace(self._timing.heartbeat_s)
+        return dataclasses.replace(view, clusters=clusters, pace_warning=warning)
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from dips.protocol import codec
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
+from dips.protocol.view import JournalView
 from dips.telemetry.logs import Log
 
 FORMAT = 1
@@ -119,13 +120,10 @@ class Journal:
             return
         self._queue.put(JournalStep(now, event, effects))
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status(self) -> JournalView:
         """For the status: whether it is writing, how much it wrote, and how much is waiting."""
-        return {
-            "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
-            "bytes": self._writer.bytes_written,
-            "waiting": self._queue.qsize(),
-        }
+        writing = self._begun and self._stopped_at is None and not self._writer.failed
+        return JournalView(writing, self._writer.bytes_written, self._queue.qsize())
 
     def close(self) -> None:
         """Write what waits, for at most CLOSE_S."""

@@ -20,7 +20,6 @@ from dips.master.ledger_chain import ChainedRows, verify_chain, verify_pages
 from dips.master.ledger_errors import refuse_failing
 from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
-    RoundHistory,
     find_unprocessed,
     read_history,
     read_results_after,
@@ -32,6 +31,7 @@ from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
+from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
 BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails

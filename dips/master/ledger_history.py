@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from dips.dataclass import dataclass
 from dips.ids import VersionId
 from dips.master.ledger_rows import (
     OUTCOME_COLUMNS,
@@ -21,44 +20,11 @@ from dips.master.ledger_rows import (
     read_real,
     read_step,
 )
-from dips.outer_step import NO_STEP, Factors, OuterStep
+from dips.outer_step import NO_STEP, Factors
 from dips.protocol.records import FoldRow, OutcomeRow
+from dips.view.points import ResultHistory, RoundHistory
 
 STEP_NUMBERS = STEP_COLUMNS.count(",") + 1
-
-
-@dataclass(frozen=True, slots=True)
-class ResultHistory:
-    """What the process of `master.on_version` said of a version."""
-
-    ok: bool
-    reason: str
-    numbers: dict[str, float]
-    seconds: float
-    wall: float
-
-
-@dataclass(frozen=True, slots=True)
-class RoundHistory:
-    """One round, as it ended; times are Unix seconds."""
-
-    round: int
-    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or its master died)
-    reason: str
-    opened: float
-    ended: float | None
-    version: VersionId | None  # applied: what it made
-    parent: VersionId | None
-    tokens: int  # accepted
-    step: OuterStep  # by which it was made
-    delta_norm: float  # of the merged pseudo-gradient, before clipping
-    clipped: bool
-    folds: tuple[FoldRow, ...]
-    outcomes: tuple[OutcomeRow, ...]
-    durable: bool = False  # applied: it lay complete on every disk
-    undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
-    recovered: str | None = None  # applied: of what an operator made it (`dips recover`); None if it was made by pushes
-    result: ResultHistory | None = None  # applied: of its process (`master.on_version`); None if it had none
 
 
 def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from random import Random
-from typing import Any
 
 from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
@@ -24,6 +23,7 @@ from dips.master import mirror_files
 from dips.master.ledger_rebuild import MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol.records import Record
+from dips.protocol.view import LedgerMirrorView
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -99,17 +99,12 @@ class LedgerMirror:
         if self._fenced:
             raise StaleTerm(self._reason)
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> LedgerMirrorView:
         """How far it lags, for status and metrics."""
         with self._changed:
             lags = self._unqueued + len(self._queue) if self._behind else 0
             behind_s = max(0.0, self._clock() - self._behind_since) if self._behind else 0.0
-            return {
-                "red": self._behind,
-                "behind_transactions": lags,
-                "behind_s": behind_s,
-                "reason": self._reason if self._behind else "",
-            }
+            return LedgerMirrorView(self._behind, lags, behind_s, self._reason if self._behind else "")
 
     # ---- under the lock ----------------------------------------------------------------------------------------------
 

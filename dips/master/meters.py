@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
 
 from dips.telemetry.histogram import Histogram
 
@@ -31,9 +30,6 @@ class RoundMeters:
         self.push = Histogram()
         self._phase, self._since = "", 0.0
         self._granted: OrderedDict[str, float] = OrderedDict()
-
-    def read_meters(self) -> dict[str, Any]:
-        return {"phases": self.phases, "push": self.push}
 
     def on_note(self, kind: str, fields: Mapping[str, str], now: float) -> None:
         """Hear of every note, in order."""

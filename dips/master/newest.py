@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from dips.dataclass import dataclass, replace
-from dips.master.last_loss import mean_loss
-from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import Record, VersionCommitted, VersionDurable
+from dips.protocol.view import NewestView
+from dips.view.points import RoundHistory, mean_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,8 @@ class NewestVersion:
                 newest = replace(newest, durable=newest.committed)
         return newest
 
-    def view(self, wall: float) -> dict[str, Any]:
-        return {
-            "age_s": _age_of(self.committed, wall),
-            "durable_age_s": _age_of(self.durable, wall),
-            "clusters": self.clusters,
-        }
+    def view(self, wall: float) -> NewestView:
+        return NewestView(_age_of(self.committed, wall), _age_of(self.durable, wall), self.clusters, self.loss)
 
 
 def _age_of(then: float | None, wall: float) -> float | None:

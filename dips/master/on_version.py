@@ -15,12 +15,12 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from dips.config import OnVersionSection
 from dips.ids import VersionId
 from dips.master.children import Child, truncate_log
 from dips.protocol.records import Record, VersionResult
+from dips.protocol.view import VersionProcessView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
@@ -69,18 +69,18 @@ class VersionProcesses:
         if self._child is not None:
             await self._child.wait(KILLED_S)
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> VersionProcessView:
         """What runs, since when, and how the last one ended."""
         running, last = self._running, self._last
-        return {
-            "every": self._config.every,
-            "running": str(running[0]) if running else None,
-            "running_s": self._clock() - running[1] if running else None,
-            "version": str(last.version) if last else None,
-            "numbers": dict(last.numbers) if last else {},
-            "red": bool(self._failed or (last and not last.ok)),
-            "reason": self._failed or (last.reason if last else ""),
-        }
+        return VersionProcessView(
+            every=self._config.every,
+            running=str(running[0]) if running else None,
+            running_s=self._clock() - running[1] if running else None,
+            version=str(last.version) if last else None,
+            numbers=dict(last.numbers) if last else {},
+            red=bool(self._failed or (last and not last.ok)),
+            reason=self._failed or (last.reason if last else ""),
+        )
 
     async def _run_forever(self) -> None:
         while True:

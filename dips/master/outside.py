@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dips.config import RunFile
 from dips.errors import ConfigError
@@ -22,6 +22,7 @@ from dips.master.trackers import TrackProcesses
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.records import Record
+from dips.protocol.view import RunView
 from dips.tasks import Fail
 from dips.telemetry import logs
 from dips.transport.tls import TlsSource
@@ -82,11 +83,15 @@ class MasterOutside:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
 
-    def view(self) -> dict[str, Any]:
-        """What status says of it: the ledger's mirror, what is done for versions, the newest one's loss; null: none."""
-        parts = {"ledger_mirror": self._mirror, "on_version": self._on_version, "track": self._track}
-        ours = {"last_loss": self._newest.loss, "newest": self._newest.view(time.time())}
-        return ours | {name: part and part.view() for name, part in parts.items()}
+    def complete_view(self, view: RunView) -> RunView:
+        """Add the ledger's mirror, what is done for versions, and the newest version."""
+        return replace(
+            view,
+            newest=self._newest.view(time.time()),
+            ledger_mirror=None if self._mirror is None else self._mirror.view(),
+            on_version=None if self._on_version is None else self._on_version.view(),
+            track=None if self._track is None else self._track.view(),
+        )
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""

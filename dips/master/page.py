@@ -1,26 +1,27 @@
-"""The master's side of the page (dips/page): watches the Coordinator, recalls the ledger, and answers who asks."""
+"""The master's side of the page (dips/view/page): watches the Coordinator, recalls the ledger, and answers who asks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from dips.errors import UnavailableMaster
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
-from dips.master.status import build_status
-from dips.page.memory import PageMemory, RoundMemory
-from dips.page.rates import SeenTransfers, SlaveRates
-from dips.page.spans import SpanKind
-from dips.page.view import make_state
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
+from dips.protocol.moves import ClusterState
 from dips.protocol.records import LedgerState
+from dips.protocol.view import SlaveView
 from dips.telemetry.refusals import refusals_by_reason
+from dips.view.page.document import make_state
+from dips.view.page.memory import PageMemory
+from dips.view.page.spans import SpanKind
+from dips.view.points import RoundHistory
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -28,24 +29,29 @@ if TYPE_CHECKING:
     from dips.master.core import Step
     from dips.master.runtime import Runtime
 
+SAMPLES = 6  # heartbeats over which a rate is the mean
 ROUNDS_RECALLED = 1_000  # of the ledger at the start; 0.2 s for rounds of ten clusters, on one core
 READ_S = 5.0  # the loop answers, or the page says that it does not
 # What a cluster's state says of the span that is open in its lane.
-_BUSY_WITH = {"pushing": SpanKind.PUSH, "committed": SpanKind.WAIT, "pulling": SpanKind.PULL}
+_BUSY_WITH = {
+    ClusterState.PUSHING: SpanKind.PUSH,
+    ClusterState.COMMITTED: SpanKind.WAIT,
+    ClusterState.PULLING: SpanKind.PULL,
+}
 
 
 class MasterPage:
     """What one term of the master shows. All but the routes' reading belongs to the event loop."""
 
-    def __init__(self, heartbeat_s: float) -> None:
-        """`heartbeat_s` of the master's timing."""
-        self._memory, self._heartbeat_s = PageMemory(), heartbeat_s
-        self._rates, self._seen = SlaveRates(), SeenTransfers()
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """`options` of the run, to be shown."""
+        self._memory, self._options = PageMemory(), options
+        self._rates = SlaveRates()
 
     def recall_ledger(self, ledger: Ledger, state: LedgerState) -> None:
         """What the ledger has of the newest rounds; before the first step."""
-        self._memory.begin_lineage(tokens := sum(v.tokens for v in state.versions))
-        recall_rounds(self._memory, ledger.read_history(ROUNDS_RECALLED), state.versions[-1].version, tokens)
+        tokens, head = sum(v.tokens for v in state.versions), state.versions[-1].version
+        recall_rounds(self._memory, ledger.read_history(ROUNDS_RECALLED), head, tokens)
 
     def watch_steps(self, step: Step) -> Step:
         """The same step, seen by the page."""
@@ -59,7 +65,7 @@ class MasterPage:
 
     def make_routes(self, runtime: Runtime) -> list[Route]:
         """The routes for an HTTP server, which may call them in a thread of its own; called on the master's loop."""
-        from dips.page.routes import page_routes  # starlette: only for those who serve it
+        from dips.view.page.routes import page_routes  # starlette: only for those who serve it
 
         loop = asyncio.get_running_loop()
 
@@ -81,38 +87,48 @@ class MasterPage:
 
     def read_state(self, runtime: Runtime) -> dict[str, Any]:
         """The whole document as of now."""
-        now, wall = time.monotonic(), time.time()
-        status = build_status(runtime.build_view(), runtime.heartbeats, now)
-        busy = {
-            name: kind for name, c in status["clusters"].items() if (kind := _BUSY_WITH.get(c["state"])) is not None
-        }
+        now, wall, view = time.monotonic(), time.time(), runtime.build_view()
+        busy = {name: kind for name, c in view.clusters.items() if (kind := _BUSY_WITH.get(c.state)) is not None}
         self._memory.end_idle_lanes(busy, wall)
-        rates = self._rates.measure_rates(status["slaves"], now)
-        seen = self._seen.note_transfers(status["slaves"], status["clusters"])
+        rates = self._rates.measure_rates(view.slaves, now)
         return make_state(
-            status, self._memory, rates=rates, seen=seen, heartbeat_s=self._heartbeat_s, wall=wall,
-            refusals=refusals_by_reason(),
-        )  # fmt: skip
+            view, self._memory, wall=wall, rates=rates, refusals=refusals_by_reason(), options=self._options
+        )
 
 
 def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> None:
     """Tell the memory of rounds, oldest first; `tokens` of the lineage that ends at `head`."""
-    known = _tokens_of_lineage(rounds, head, tokens)
+    parents = {r.version: (r.parent, r.tokens) for r in rounds if r.version is not None}
+    oldest: VersionId | None = head
+    while oldest in parents:
+        oldest, share = parents[oldest]
+        tokens -= share
+    memory.begin_lineage(oldest or GENESIS, tokens)
     for r in rounds:
-        if r.ended is None:
-            continue
-        outcomes = tuple((o.push.cluster, str(o.kind), o.reason) for o in r.outcomes)
-        version = str(r.version) if r.version is not None else None
-        reason = r.reason or (f"undone: {r.undone}" if r.undone else "")
-        kept = RoundMemory(r.round, "undone" if r.undone else r.kind, version, reason, r.opened, r.ended, {}, outcomes)
-        losses = [(f.push.cluster, f.tokens, f.loss) for f in r.folds]
-        memory.recall_round(kept, known.get(r.version) if r.version is not None else None, losses)
+        memory.recall_round(r)
 
 
-def _tokens_of_lineage(rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> dict[VersionId, int]:
-    """Tokens of the head and of its ancestors among these rounds."""
-    known = {head: tokens}
-    for r in reversed(rounds):
-        if r.version in known and r.parent is not None:
-            known[r.parent] = known[r.version] - r.tokens
-    return known
+class SlaveRates:
+    """Bytes a second of each slave, from the sums that its heartbeats report."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[tuple[float, int, int]]] = {}  # (when, received, sent) of the last heartbeats
+
+    def measure_rates(self, slaves: Mapping[str, SlaveView], now: float) -> dict[str, tuple[float, float]]:
+        """Take the newest sums; return (in, out) of each slave that has told them twice."""
+        self._samples = {name: self._samples.get(name, deque(maxlen=SAMPLES)) for name in slaves}
+        for name, peer in slaves.items():
+            if peer.heartbeat is None or peer.heard_s is None:
+                continue
+            at, received, sent = now - peer.heard_s, peer.heartbeat.bytes_in, peer.heartbeat.bytes_out
+            samples = self._samples[name]
+            if samples and (received < samples[-1][1] or sent < samples[-1][2]):
+                samples.clear()  # a new process counts from 0
+            if not samples or at - samples[-1][0] > 1e-3:  # not the same heartbeat again
+                samples.append((at, received, sent))
+        return {name: _rate_of(s[0], s[-1]) for name, s in self._samples.items() if len(s) > 1}
+
+
+def _rate_of(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, float]:
+    seconds = b[0] - a[0]
+    return (b[1] - a[1]) / seconds, (b[2] - a[2]) / seconds

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dips.errors import UnavailableMaster
-from dips.master.core import Heartbeats, MasterCore
+from dips.master.core import MasterCore
 from dips.master.journal import Journal
 from dips.master.meters import RoundMeters
 from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
@@ -21,9 +22,11 @@ from dips.protocol.effects import Exit, Note, Order, Reply, Result
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
+from dips.protocol.view import RunView
 from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
+from dips.view.judging import judge_run
 
 EXIT_BUG = 70  # EX_SOFTWARE
 FLUSH_S = 5.0  # a graceful stop waits so long for what is being written
@@ -88,14 +91,13 @@ class Runtime:
         finally:
             self._answers.pop(req, None)
 
-    @property
-    def heartbeats(self) -> Heartbeats:
-        return self._core.heartbeats
-
-    def build_view(self) -> dict[str, Any]:
-        """The status as plain data."""
-        picture = {**self._core.build_view(self._clock()), **self._outside.view()}
-        return picture if self._journal is None else {**picture, "journal": self._journal.read_status()}
+    def build_view(self) -> RunView:
+        """The run as it is shown: what is known of it, heard of its peers, and judged."""
+        now = self._clock()
+        view = self._outside.complete_view(self._core.build_view(now))
+        if self._journal is not None:
+            view = replace(view, journal=self._journal.read_status())
+        return judge_run(view, self._core.heartbeats, now, self._core.heartbeat_s)
 
     def explain_unready(self) -> str:
         """Why the run cannot take an outer step now; empty: it can."""

@@ -6,19 +6,22 @@ decides.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
 from dips.errors import UnavailableMaster
-from dips.master import status
 from dips.master.manifest_desk import ManifestDesk
 from dips.master.runtime import Runtime
+from dips.plain import to_plain
 from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Result
 from dips.transport.guard import Guard
+from dips.view.judging import spell_view
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
@@ -157,24 +160,21 @@ class OperatorServicer(OperatorServiceServicer):
 class StatusServicer(StatusServiceServicer):
     """Calls of `dips status`, of the live view and of `dips-client check`."""
 
-    def __init__(
-        self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any], page: str | None = None
-    ) -> None:
+    def __init__(self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None) -> None:
         """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest; empty before
         it has a ledger. `page`: where a browser finds the run.
         """
-        self._runtime, self._clock, self._agreed, self._page = runtime, clock, agreed, page
+        self._runtime, self._agreed, self._page = runtime, agreed, page
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
-        merged = status.build_status(self._runtime.build_view(), self._runtime.heartbeats, self._clock())
-        return status_pb2.StatusReply(json=status.to_json({**merged, **({"page": self._page} if self._page else {})}))
+        return status_pb2.StatusReply(json=spell_view(replace(self._runtime.build_view(), page=self._page)))
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.build_view()
         if not self._agreed:
-            raise UnavailableMaster(f"run {view['run']!r} {view['waiting']}")
-        present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
-        return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
+            raise UnavailableMaster(f"run {view.run!r} {view.waiting}")
+        present = {key: to_plain(getattr(view, key)) for key in ("term", "head", "finished", "clusters", "slaves")}
+        return status_pb2.DescribeReply(json=json.dumps({**present, **self._agreed}))
 
 
 async def _ask_master(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:

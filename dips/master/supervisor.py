@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from dips.config import SlaveSection
 from dips.master.children import Child, truncate_log
@@ -31,6 +30,7 @@ from dips.pidlock import lock_holder
 from dips.protocol.heartbeats import SlaveHeartbeat
 from dips.protocol.moves import SlaveState
 from dips.protocol.options import TimingOptions
+from dips.protocol.view import SlaveView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
@@ -45,7 +45,7 @@ LOG_BYTES = 16 << 20  # of each slave's log, and as much of the one before
 
 LOST, AWAITED = SlaveState.LOST.value, SlaveState.AWAITED.value
 
-Seen = Mapping[str, Mapping[str, Any]]  # of each slave: state, sinc (Coordinator.build_view)
+Seen = Mapping[str, SlaveView]
 
 
 @dataclass
@@ -189,7 +189,8 @@ class Supervisor:
         watch = ProcessWatch(self._timing, child.adopted, self._seen_sinc(slave), self._clock())
         while not await child.wait(self._timing.heartbeat_s):
             _, worked_at = self._worked.get(slave.name, (0, -inf))
-            state, moved = self._seen.get(slave.name, {}).get("state", ""), child.read_moved_bytes()
+            seen, moved = self._seen.get(slave.name), child.read_moved_bytes()
+            state = seen.state.value if seen is not None else ""
             if why := watch.explain_hang(state, self._seen_sinc(slave), worked_at, moved, self._clock()):
                 await self._kill_child(slave, child, why)
 
@@ -199,7 +200,8 @@ class Supervisor:
         await child.wait()
 
     def _seen_sinc(self, slave: SlaveSection) -> int:
-        return int(self._seen.get(slave.name, {}).get("sinc", 0))
+        seen = self._seen.get(slave.name)
+        return seen.sinc if seen is not None else 0
 
     def _log_path(self, slave: SlaveSection) -> Path:
         return self._directory / f"{slave.name}.log"

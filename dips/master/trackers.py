@@ -10,10 +10,10 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from dips.config import TrackSection
 from dips.master.children import Child, truncate_log
+from dips.protocol.view import TrackView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
@@ -45,10 +45,10 @@ class TrackProcesses:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> TrackView:
         """Where numbers go, and why not."""
         reasons = [f"{kind}: {reason}" for kind, reason in self._reasons.items() if reason]
-        return {"to": self._kinds, "red": bool(reasons), "reason": "; ".join(reasons)}
+        return TrackView(tuple(self._kinds), bool(reasons), "; ".join(reasons))
 
     async def _run_forever(self, kind: str) -> None:
         while True:

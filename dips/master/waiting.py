@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from dips.master.ledger import hold_ledger
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.seeding import WAITS
+from dips.protocol.view import RunView
 from dips.telemetry.logs import Log
 from dips.transport import control
 from dips.transport.gate import Report
@@ -40,8 +41,6 @@ GRACE_S = 2.0  # the answer to Begin may leave for so long
 class ModelAwaiting:
     """Stands where a runtime will: it answers every question with what is waited for."""
 
-    heartbeats: Mapping[tuple[str, str], Any] = {}  # of nobody
-
     def __init__(self, config: RunFile) -> None:
         self._config = config
 
@@ -54,9 +53,9 @@ class ModelAwaiting:
     def put_event(self, event: Any) -> NoReturn:
         self._refuse_all()
 
-    def build_view(self) -> dict[str, Any]:
+    def build_view(self) -> RunView:
         """What is waited for, and what a model must fit."""
-        return {"run": self._config.shared.run, "waiting": WAITS, "shared": self._config.shared.agreed}
+        return RunView(self._config.shared.run, WAITS, shared=self._config.shared.agreed)
 
     def _refuse_all(self) -> NoReturn:
         run = self._config.shared.run
@@ -76,13 +75,13 @@ async def wait_for_ledger(
     awaiting: Any = ModelAwaiting(config)
     add_ClusterServiceServicer_to_server(ClusterServicer(awaiting), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
-    add_StatusServiceServicer_to_server(StatusServicer(awaiting, time.monotonic, {}), server)
+    add_StatusServiceServicer_to_server(StatusServicer(awaiting, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
     await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, GRACE_S)
-        subject = HttpSubject("master", awaiting.build_view, lambda _: (), lambda: WAITS)  # lives, and is not ready
+        subject = HttpSubject("master", dict, lambda _: (), lambda: WAITS)  # lives, and is not ready
         await daemon.open_http(config.master, tls, subject, log, stack)
         stack.enter_context(daemon.end_signals(stopped.set))
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.outer.pool import BYTES, Arrays
 from dips.outer.updates import Fields, Update, cut_parameters
 from dips.outer.work_meter import WorkMeter
 from dips.outer_step import Numbers, OuterStep
+from dips.quantisers import Codes
 
 F32 = npt.NDArray[np.float32]
 
@@ -67,12 +69,8 @@ class Kernels(Protocol):
         first: int,
     ) -> tuple[float, int]: ...
 
-    def round_int8(
-        self, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Any, steps: F32
-    ) -> None: ...
-
-    def round_bf16(
-        self, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Any, steps: F32
+    def round_update(
+        self, codec: Codec, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Codes, steps: F32
     ) -> None: ...
 
 
@@ -141,7 +139,7 @@ class KernelPool:
 
     def round_update(
         self,
-        codec: str,
+        codec: Codec,
         theta: Arrays,
         theta_next: Arrays,
         momentum: Arrays,
@@ -150,7 +148,7 @@ class KernelPool:
         at: Fields,
     ) -> None:
         """Make θ′ of what `codec` brings of it, and write that; of what is left over `back` of it goes into m′."""
-        kernel = self._kernels.round_int8 if codec == "int8" else self._kernels.round_bf16
+        kernel = self._kernels.round_update
         blocks: dict[tuple[int, int], slice] = {}
         tasks = []
         for layer, cut, held in cut_parameters(at, SLICE):
@@ -159,7 +157,7 @@ class KernelPool:
 
         def round_slice(i: int, cut: slice) -> float:
             steps = update.steps[i][blocks[i, cut.start]] if update.steps else _NO_STEPS
-            kernel(theta[i][cut], theta_next[i][cut], momentum[i][cut], back[i], update.codes[i][cut], steps)
+            kernel(codec, theta[i][cut], theta_next[i][cut], momentum[i][cut], back[i], update.codes[i][cut], steps)
             return 0.0
 
         self._run_tasks(tasks, round_slice)

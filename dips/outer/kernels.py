@@ -17,10 +17,11 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.outer import reference
-from dips.outer.reference import BLOCK as UPDATE_BLOCK
-from dips.outer.reference import SUMMED, TINIEST
+from dips.outer.reference import SUMMED
 from dips.outer_step import Numbers, nesterov_numbers
+from dips.quantisers import Codes
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
@@ -28,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 BLOCK = SUMMED  # elements, 16 KiB: what fold has written is still in the L1 cache when its squares are summed
 _SUMS = {"reassoc", "contract", "nsz"}
+_INT8_BLOCK, _INT8_LARGEST = Codec.INT8.block, np.float32(Codec.INT8.largest)
 _HALF, _BITS = np.uint32(0xFFFF), np.uint32(16)
 
 
@@ -199,10 +201,10 @@ def _round_loop(
     theta: F32, theta_next: F32, momentum: F32, back: np.float32, codes: npt.NDArray[np.int8], steps: F32, tiniest: Any
 ) -> None:
     for block in range(steps.size):
-        begin = block * UPDATE_BLOCK
-        end = min(begin + UPDATE_BLOCK, theta.size)
+        begin = block * _INT8_BLOCK
+        end = min(begin + _INT8_BLOCK, theta.size)
         top = _largest_change(theta[begin:end], theta_next[begin:end])
-        step = top / np.float32(127) if top >= tiniest else np.float32(0)
+        step = top / _INT8_LARGEST if top >= tiniest else np.float32(0)
         if _zero_if_finite(theta[begin:end], theta_next[begin:end]) != 0:  # NaN is not 0 either
             step = np.float32(np.nan)
         steps[block] = step
@@ -286,25 +288,26 @@ def apply(
     return total, int(digest)
 
 
-def round_int8(
-    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.int8], steps: F32
+def round_update(
+    codec: Codec, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Codes, steps: F32
 ) -> None:
-    """Make θ′ of what an int8 update brings; what that leaves over goes into m′, to come back in later steps.
+    """Make θ′ of what an update brings; what that leaves over goes into m′, to come back in later steps.
 
     theta          f32[n]  in      θ of the version being left, one parameter of it or a slice from a block's begin
     theta_next     f32[n]  in/out  θ′ of `apply`; afterwards θ + codes·steps, in one fp32 addition
     momentum_next  f32[n]  in/out  m′ −= back·(θ′ of `apply` − θ′)
     back           ≥ 0             outer_step.returned_share
-    codes          i8[n]   out     whole steps, −127 to 127
-    steps          f32[n/256]  out   of each block, its largest |change| / 127; NaN if one is not finite
+    codes          n of the codec  out
+    steps          f32[blocks]     out   of each block, its largest |change| / codec.largest; NaN if one is not finite
 
-    Cost    reads 5n floats, writes 2n and n bytes, allocates nothing.
+    Cost    int8, compiled: reads 5n floats, writes 2n and n bytes, allocates nothing. Others are the reference:
+            passes over spans in the cache.
     Errors  none; equal lengths are the caller's promise.
     """
-    _round_loop(theta, theta_next, momentum_next, np.float32(back), codes, steps, TINIEST)
-
-
-round_bf16 = reference.round_bf16  # passes over spans in the cache: no bits to be had of a float in numba
+    if codec is Codec.INT8:
+        _round_loop(theta, theta_next, momentum_next, np.float32(back), codes, steps, np.float32(codec.tiniest))
+    else:
+        reference.round_update(codec, theta, theta_next, momentum_next, back, codes, steps)
 
 
 def warm_up() -> None:
@@ -315,4 +318,4 @@ def warm_up() -> None:
     fold_first(a, b)
     fold(b, a, c, 1.0)
     apply(a, b, c, 1.0, 0.7, nesterov_numbers(0.8), d)
-    round_int8(a, d, b, 1.0, np.zeros(8, np.int8), c[:1])
+    round_update(Codec.INT8, a, d, b, 1.0, np.zeros(8, np.int8), c[:1])

@@ -9,14 +9,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.outer_step import Numbers
+from dips.quantisers import SPAN, Codes, add_codes, quantise
 
 F32 = npt.NDArray[np.float32]
 
-BLOCK = 256  # elements of an update that share one fp32 step
 SUMMED = 4096  # elements that one factor of a digest is for
-TINIEST = np.float32(2.0**-119)  # a block of smaller changes is zeros: its step would not be a normal number
-_SPAN = 64 * BLOCK  # elements done at once: what one pass writes the next reads in the cache
 
 
 def measure(theta: F32, theta_j: F32, acc: F32 | None = None, first: int = 0) -> tuple[float, float, int]:
@@ -60,34 +59,23 @@ def apply(
     return square, digest
 
 
-def round_int8(
-    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.int8], steps: F32
+def round_update(
+    codec: Codec, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Codes, steps: F32
 ) -> None:
-    """Make θ′ = θ + codes·steps; m′ takes what that leaves over."""
-    with np.errstate(all="ignore"):
-        for block in range(steps.size):
-            cut = slice(block * BLOCK, (block + 1) * BLOCK)
-            change = theta_next[cut] - theta[cut]
-            top = np.abs(change).max()
-            step = np.float32(0) if top < TINIEST else top / np.float32(127)
-            steps[block] = step if np.isfinite(step) else np.nan
-            np.copyto(codes[cut], np.rint(change * (np.float32(1) / step if step > 0 else step)), casting="unsafe")
-            made = theta[cut] + codes[cut].astype(np.float32) * steps[block]
-            momentum_next[cut] -= np.float32(back) * (theta_next[cut] - made)
-            theta_next[cut] = made
+    """Make θ′ of what an update brings, θ + the change as `codec` has it; m′ takes `back` of what that leaves over.
 
-
-def round_bf16(
-    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.uint16], steps: F32
-) -> None:
-    """Make θ′ = θ + codes, read as bf16: to nearest, ties to even; m′ takes what that leaves over. No steps."""
+    theta          f32[n]        in      one parameter of θ, or a slice from a block's begin
+    theta_next     f32[n]        in/out  θ′ of `apply`; afterwards what a rank makes of θ and the update
+    momentum_next  f32[n]        in/out  m′ −= back·(θ′ of `apply` − θ′)
+    codes, steps                 out     as of quantisers.quantise
+    """
+    block = codec.block or SPAN
     with np.errstate(all="ignore"):
-        for begin in range(0, theta.size, _SPAN):
-            cut = slice(begin, begin + _SPAN)
-            change = theta_next[cut] - theta[cut]
-            bits = change.view(np.uint32)
-            codes[cut] = np.where(np.isnan(change), np.uint32(0x7FC0), (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
-            made = theta[cut] + (codes[cut].astype(np.uint32) << 16).view(np.float32)
+        for begin in range(0, theta.size, SPAN):
+            cut, blocks = slice(begin, begin + SPAN), slice(begin // block, (begin + SPAN) // block)
+            made = theta[cut].copy()
+            quantise(codec, theta_next[cut] - made, steps[blocks], codes[cut])
+            add_codes(codec, codes[cut], steps[blocks], made)
             momentum_next[cut] -= np.float32(back) * (theta_next[cut] - made)
             theta_next[cut] = made
 

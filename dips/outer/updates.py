@@ -1,8 +1,8 @@
-"""The newest outer steps as clusters pull them: whole steps of blocks (int8) or bf16, from one version to the next.
+"""The newest outer steps as clusters pull them: in a codec of fewer bits, from one version to the next.
 
 With a lossy `pull_codec` θ′ is *made* of what travels: θ′ = θ + update, so a cluster that holds θ and adds the update
 holds θ′ bit for bit, as one that pulls all of it does (docs/protocol.md#updates). What rounding leaves over comes back
-through the momentum (`kernels.round_int8`). Blocks begin with each parameter, so that any range can be cut out.
+through the momentum (`kernels.round_update`). Blocks begin with each parameter, so that any range can be cut out.
 
 What must stay true: a buffer is written by one unpublished update only, and never while a pull may read it; one buffer
 is always free of readers, so the next step never waits. All are allocated at start. Without a lossy codec it is empty.
@@ -16,37 +16,36 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import UPDATE_BLOCK, Codec
 from dips.ids import PullId, VersionId
-from dips.outer.reference import BLOCK
+from dips.quantisers import QUANTISERS, Codes
 
-CHAINED = {"fp32": 0, "bf16": 1, "int8": 2}  # updates that one pull may take, fewer bytes than its parameters
 WRITTEN = 1  # buffers that no pull may hold, so that the next update has one
-ELEMENT_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK}  # of one update, a parameter
-Codes = npt.NDArray[np.int8] | npt.NDArray[np.uint16]
 Fields = Mapping[int, tuple[tuple[int, int], ...]]  # layer → start and number of elements of each of its parameters
 
 
 def count_blocks(numel: int) -> int:
     """Blocks of one parameter: the last may be short."""
-    return -(-numel // BLOCK)
+    return -(-numel // UPDATE_BLOCK)
 
 
-def count_buffers(codec: str, pinned: int) -> int:
+def count_buffers(codec: Codec, pinned: int) -> int:
     """What a pull may take, and for each version that slow readers pin one more; one of all is being written."""
-    return CHAINED[codec] + max(WRITTEN, pinned) if codec != "fp32" else 0
+    return codec.updates + max(WRITTEN, pinned) if codec.updates else 0
 
 
-def bytes_per_parameter(codec: str, pinned: int) -> float:
+def bytes_per_parameter(codec: Codec, pinned: int) -> float:
     """Of all buffers; each parameter of a model has up to one step more."""
-    return count_buffers(codec, pinned) * ELEMENT_BYTES[codec]
+    return count_buffers(codec, pinned) * codec.element_bytes
 
 
 @dataclass(eq=False, slots=True)
 class Update:
     """One buffer, and what it holds: how `version` came of `parent`."""
 
+    codec: Codec
     codes: dict[int, Codes]  # by layer, an element each
-    steps: dict[int, npt.NDArray[np.float32]]  # by layer: of each parameter's blocks, one parameter after the other
+    steps: dict[int, npt.NDArray[np.float32]]  # by layer, if it has blocks: those of one parameter after another
     version: VersionId | None = None  # None: nothing, or what is being written
     parent: VersionId | None = None
     pulls: set[PullId] = field(default_factory=set)  # that may read it
@@ -55,7 +54,7 @@ class Update:
 class Updates:
     """All updates of one slave; empty for fp32."""
 
-    def __init__(self, codec: str, pinned: int) -> None:
+    def __init__(self, codec: Codec, pinned: int) -> None:
         self.codec, self._count = codec, count_buffers(codec, pinned)
         self._buffers: list[Update] = []  # the least recently published first
         self._writing: Update | None = None
@@ -65,9 +64,10 @@ class Updates:
         """Take and touch all memory."""
         blocks = {layer: sum(count_blocks(numel) for _, numel in fields[layer]) for layer in layers}
         for _ in range(self._count):
-            codes: dict[int, Codes] = {layer: _take_touched(numel, self.codec) for layer, numel in layers.items()}
-            steps = {layer: np.full(blocks[layer], 0, np.float32) for layer in layers if self.codec == "int8"}
-            self._buffers.append(Update(codes, steps))
+            kind = QUANTISERS[self.codec].codes
+            codes: dict[int, Codes] = {layer: np.full(numel, 0, kind) for layer, numel in layers.items()}
+            steps = {layer: np.full(blocks[layer], 0, np.float32) for layer in layers if self.codec.block}
+            self._buffers.append(Update(self.codec, codes, steps))
             self.nbytes += sum(a.nbytes for arrays in (codes, steps) for a in arrays.values())
 
     def begin_update(self) -> Update:
@@ -94,7 +94,7 @@ class Updates:
     def pin_chain(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:
         """Keep the updates that led to `version`, the last one last, for a pull: as many as there are and may be."""
         chain: list[Update] = []
-        while len(chain) < CHAINED[self.codec] and (last := self._update_to(version)) is not None:
+        while len(chain) < self.codec.updates and (last := self._update_to(version)) is not None:
             chain.insert(0, last)
             assert last.parent is not None
             version = last.parent
@@ -116,20 +116,16 @@ class Updates:
         return next((update for update in self._buffers if update.version == version), None)
 
 
-def _take_touched(numel: int, codec: str) -> Codes:
-    return np.full(numel, 0, np.int8) if codec == "int8" else np.full(numel, 0, np.uint16)
-
-
 def cut_parameters(fields: Fields, most: int) -> list[tuple[int, slice, slice]]:
     """Layer, elements and blocks of slices of at most `most` elements that cut no block in two."""
-    assert most % BLOCK == 0
+    assert most % UPDATE_BLOCK == 0
     cuts = []
     for layer, parameters in fields.items():
         block = 0
         for start, numel in parameters:
             for begin in range(0, numel, most):
                 end = min(begin + most, numel)
-                blocks = slice(block + begin // BLOCK, block + count_blocks(end))
+                blocks = slice(block + begin // UPDATE_BLOCK, block + count_blocks(end))
                 cuts.append((layer, slice(start + begin, start + end), blocks))
             block += count_blocks(numel)
     return cuts

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -47,7 +48,7 @@ class PushMeasures:
 class Versions:
     """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
-    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32") -> None:
+    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: Codec = Codec.FP32) -> None:
         """
         pull_codec   the run's: of the updates that clusters pull, and so of what every θ′ is made of
         """
@@ -220,7 +221,7 @@ class Versions:
         try:
             steps = self._averaged.step_layers(head.bank.arrays, step)
             measures = self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, steps, theta_next.arrays)
-            if self._updates.codec != "fp32":
+            if self._updates.codec.updates:
                 self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, steps)
                 measures = self._kernel_pool.measure(head.bank.arrays, theta_next.arrays)
         except BaseException:

@@ -9,7 +9,7 @@ from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
-from dips.protocol.enums import ClusterStanding, Role
+from dips.protocol.enums import ClusterCause, ClusterStanding, Role
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterExpelled,
@@ -120,10 +120,11 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
     inc = run.next_incarnation(old.inc if old is not None else 0)
     if old is not None:
         if old.live:
-            end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
-        old.begin_incarnation(inc, event.nonce)
+            reason = f"fenced by its next incarnation {old.name}/{inc}"
+            end_incarnation(run, old, ClusterCause.FENCED, reason, old.consumed, old.lost)
+        old.begin_incarnation(inc, event.nonce, run.now)
         run.follow_cluster(old)
-    cluster = old or Cluster(event.cluster, inc, event.nonce)
+    cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now)
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
@@ -131,7 +132,9 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
     return cluster
 
 
-def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+def end_incarnation(
+    run: RunState, cluster: Cluster, cause: ClusterCause, reason: str, consumed: int, reported_lost: int = 0
+) -> None:
     """An incarnation is over. Its committed push counts; everything else of it is freed.
 
     Of the tokens that it is known to have consumed, those are lost that are not settled: a push may have been settled
@@ -142,7 +145,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     if cluster.push and not committed:
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
-        movement.close_pull(run, cluster, reason)
+        movement.close_pull(run, cluster, cause, reason)
     cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())
@@ -152,9 +155,9 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
-    run.set_cluster_state(cluster, ClusterState.GONE, reason)
+    run.set_cluster_state(cluster, ClusterState.GONE, cause, reason)
     run.emit_record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
-    run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+    run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, cause=cause, reason=reason)
 
 
 def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
@@ -169,9 +172,9 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
-        run.set_cluster_state(cluster, ClusterState.IDLE, event.reason)
+        run.set_cluster_state(cluster, ClusterState.IDLE, ClusterCause.STALLED, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
-        run.set_cluster_state(cluster, ClusterState.TRAINING, event.reason)
+        run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.TRAINS, event.reason)
     run.follow_cluster(cluster)
 
 
@@ -218,8 +221,9 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End gracefully; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
+        cause = ClusterCause.GAVE_UP if event.reason else ClusterCause.LEFT
         reason = event.reason[:REASON_CHARS] or "left"
-        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed)
+        end_incarnation(run, run.clusters[event.cluster], cause, reason, event.tokens_consumed)
     run.reply_to(event.req, Acknowledged())
 
 
@@ -227,14 +231,16 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     """Its lease ran out."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
-        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
+        cluster = run.clusters[event.cluster]
+        end_incarnation(run, cluster, ClusterCause.SILENT, reason, event.tokens_consumed, event.tokens_lost)
 
 
 def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
     """It may take part no more: what moves is dropped on the slaves, and its questions are answered, at once."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.live:
-        end_incarnation(run, cluster, event.reason[:REASON_CHARS], cluster.consumed, cluster.lost)
+        reason = event.reason[:REASON_CHARS]
+        end_incarnation(run, cluster, ClusterCause.EXPELLED, reason, cluster.consumed, cluster.lost)
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:

@@ -29,7 +29,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any, cast
 
-from dips import ids, outer_step
+from dips import codecs, ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
@@ -57,6 +57,7 @@ from dips.protocol import (
 
 FORMAT = 1  # raised by every change of what a state is spelled with
 MODULES: tuple[ModuleType, ...] = (
+    codecs,
     ids,
     outer_step,
     admission,

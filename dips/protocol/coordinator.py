@@ -301,8 +301,8 @@ class Coordinator:
         """Why no outer step can be taken now, whatever clusters do; empty: one can."""
         return view.explain_unready(self._run)
 
-    def build_view(self, now: float) -> dict[str, Any]:
-        """The status as plain data: every state with its reason."""
+    def build_view(self, now: float) -> view.RunView:
+        """The run for people, as far as it is known here: every state with its cause."""
         return view.build_view(self._run, now)
 
 

@@ -11,6 +11,7 @@ from dips.errors import ConfigError
 from dips.protocol import window
 from dips.protocol.effects import Acknowledged, Failed, Pending, Refused
 from dips.protocol.entities import Slave
+from dips.protocol.enums import SlaveCause
 from dips.protocol.events import DrainAsked
 from dips.protocol.moves import SlaveState
 from dips.protocol.run_state import RunState
@@ -47,7 +48,7 @@ def settle_drains(run: RunState) -> None:
             del run.roster.draining[slave.name]
         elif not _open_on(run, slave):
             del run.roster.draining[slave.name]
-            run.set_slave_state(slave, SlaveState.DRAINING, DRAINED)
+            run.set_slave_state(slave, SlaveState.DRAINING, SlaveCause.DRAINED, DRAINED)
             run.emit_note("slave_drained", slave=slave.name, sinc=slave.sinc)
 
 

@@ -5,12 +5,13 @@ Effects of one step leave in their order. Nothing behind a Record leaves before 
 
 from __future__ import annotations
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import Factors, OuterStep
 from dips.protocol.data import BegunRange
-from dips.protocol.enums import OutcomeKind, PushCodec
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
 
@@ -24,7 +25,7 @@ class OpenPush:
     push: PushId
     ranks: int  # that speak
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # what its chunks carry
+    codec: Codec = Codec.FP32  # what its chunks carry
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
     first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
     keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
@@ -275,7 +276,7 @@ class Grant:
     version: VersionId  # pull: what is pinned; push: the head now (information only)
     slaves: tuple[SlaveAddress, ...]
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
+    codec: Codec = Codec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
     base: VersionId | None = None  # push in a lossy codec: what its differences are to
     first: int = 0  # rank r is worker first + r: so many ranks of other transfers walk before its own
 

@@ -10,13 +10,14 @@ from collections import deque
 from dataclasses import field
 from statistics import median
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
-from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
+from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, SlaveCause
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.records import OutcomeRow
@@ -38,7 +39,9 @@ class Slave:
     sinc: int = 0
     nonce: str = ""
     state: SlaveState = SlaveState.AWAITED
-    reason: str = "not registered since this master started"
+    cause: SlaveCause = SlaveCause.UNREGISTERED
+    reason: str = "not registered since this master started"  # the cause, for people
+    since: float = 0.0  # when state or cause changed last
     address: str = ""
     lanes: tuple[str, ...] = ()
     key: str = ""
@@ -52,10 +55,13 @@ class Slave:
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
-    def set_state(self, state: SlaveState, reason: str) -> None:
+    def set_state(self, state: SlaveState, cause: SlaveCause, reason: str, now: float) -> None:
+        """Enter a state, or stay in it for another reason."""
+        if (state, cause) != (self.state, self.cause):
+            self.since = now
         if state != self.state:
             self.state = check_move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
-        self.reason = reason
+        self.cause, self.reason = cause, reason
 
 
 @dataclass
@@ -69,7 +75,7 @@ class Push:
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     idle_s: float = 0.0  # in that time: open but not moving, as its cluster says
-    codec: PushCodec = PushCodec.FP32
+    codec: Codec = Codec.FP32
     opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False
     first: int = 0  # its rank r is worker first + r of all that push
@@ -142,7 +148,9 @@ class Cluster:
     nonce: str
     frozen_digest: str = ""  # of what it does not train; "": not known to this master
     state: ClusterState = ClusterState.JOINING
-    reason: str = "joined"
+    cause: ClusterCause = ClusterCause.JOINED
+    reason: str = "joined"  # the cause, for people
+    since: float = 0.0  # when state or cause changed last
     seq_high: int = 0  # the highest seq of a push or pull in this incarnation
     base: VersionId | None = None
     ranks: int = 1
@@ -165,6 +173,7 @@ class Cluster:
     closed_pull: Tombstone = Tombstone()
     outcome: OutcomeRow | None = None
     outcome_version: VersionId | None = None
+    last_outcome: OutcomeRow | None = None  # also while another push is open, and of its incarnation before
     bytes_per_s: float | None = None  # of its transfers, by its heartbeats; kept over incarnations: it is its link's
     measured_at: float = 0.0
     requested_at: float | None = None  # its last RequestPush that was granted
@@ -186,15 +195,18 @@ class Cluster:
         """Tokens that rounds have settled, over all its incarnations."""
         return self.tokens["accepted"] + self.tokens["gated"] + self.tokens["undone"]
 
-    def set_state(self, state: ClusterState, reason: str) -> None:
+    def set_state(self, state: ClusterState, cause: ClusterCause, reason: str, now: float) -> None:
+        """Enter a state, or stay in it for another reason."""
+        if (state, cause) != (self.state, self.cause):
+            self.since = now
         if state != self.state:
             self.state = check_move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
-        self.reason = reason
+        self.cause, self.reason = cause, reason
 
-    def begin_incarnation(self, inc: int, nonce: str) -> None:
+    def begin_incarnation(self, inc: int, nonce: str, now: float) -> None:
         """Start anew under the same name: counters stay, everything that moves is gone."""
         self.inc, self.nonce = inc, nonce
-        self.state, self.reason = ClusterState.JOINING, "joined"
+        self.state, self.cause, self.reason, self.since = ClusterState.JOINING, ClusterCause.JOINED, "joined", now
         self.seq_high, self.base, self.moving = 0, None, True
         self.consumed = self.lost = self.settled = self.settled_steps = 0
         self.told = None

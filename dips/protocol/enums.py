@@ -85,6 +85,70 @@ class ClusterStanding(StrEnum):
     FENCED = "fenced"  # a newer incarnation exists: exit
 
 
+class ClusterCause(StrEnum):
+    """Why a cluster is in its state: set beside the reason, which says the same to a person in words."""
+
+    JOINED = "joined"
+    RECALLED = "recalled"  # from the ledger, by a master that has just started
+    PULLS = "pulls"
+    AWAITS_PULL = "awaits_pull"  # its push is settled, and it is to ask for its pull
+    TRAINS = "trains"
+    ASKS_PUSH = "asks_push"
+    AWAITS_SLOT = "awaits_slot"
+    OPENS_PUSH = "opens_push"
+    PUSHES = "pushes"
+    COMMITTED = "committed"
+    GATED = "gated"
+    SKIPPED = "skipped"
+    PUSH_DROPPED = "push_dropped"
+    PULL_ENDED = "pull_ended"  # before it was installed
+    STALLED = "stalled"  # its trainer died or hangs
+    LEFT = "left"  # it is done
+    ENDED = "ended"  # before this master started
+    GAVE_UP = "gave_up"  # it left and said why
+    SILENT = "silent"
+    FENCED = "fenced"
+    EXPELLED = "expelled"
+
+
+class SlaveCause(StrEnum):
+    """Why a slave is in its state, likewise."""
+
+    UNREGISTERED = "unregistered"
+    SERVES = "serves"
+    LOADS = "loads"  # it was ordered to load, commit or abort a version
+    AWAITS = "awaits"  # something must happen before it can be told what to do
+    LACKS_HEAD = "lacks_head"  # what the head needs is not on its disk
+    OFFERS = "offers"  # it is asked which versions it holds
+    DRAINED = "drained"
+    REGISTERS = "registers"  # as a new process, or again
+    SILENT = "silent"
+    UNRESPONSIVE = "unresponsive"
+    REFUSED = "refused"  # it refused an order that it must be able to carry out
+
+
+class Severity(StrEnum):
+    """How much something asks of an operator."""
+
+    GOOD = "good"
+    PLAIN = "plain"
+    ATTENTION = "attention"
+    BROKEN = "broken"  # no version can be made
+
+
+class RemarkSubject(StrEnum):
+    """What a remark of a cluster's agent is about."""
+
+    CRASH = "crash"  # the training command crashed and is started again
+    STEPS = "steps"  # it takes no inner steps
+    TOKENS = "tokens"  # it counts none
+    GATED = "gated"
+    RANGES = "ranges"  # it waits for data ranges
+    SCRIPT = "script"  # the training script said something
+    CERTIFICATE = "certificate"  # a renewed one is not used
+    END = "end"  # it ended without one accepted push
+
+
 class TrainerState(StrEnum):
     """A cluster's trainer, by its heartbeat."""
 
@@ -104,23 +168,6 @@ class Activity(StrEnum):
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
-
-
-class PushCodec(StrEnum):
-    """What the chunks of a push carry."""
-
-    FP32 = "fp32"  # parameters, exact
-    BF16 = "bf16"  # differences to a base
-    INT8 = "int8"  # differences to a base
-    INT4 = "int4"  # differences to a base
-
-
-class PullCodec(StrEnum):
-    """What the chunks of a pull carry to a rank that holds a version not far before it."""
-
-    FP32 = "fp32"  # parameters, always
-    BF16 = "bf16"  # the update to the version
-    INT8 = "int8"  # the update, or the last two
 
 
 class DurabilityMode(StrEnum):

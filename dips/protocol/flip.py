@@ -9,7 +9,7 @@ from dips.ids import PullId, VersionId
 from dips.protocol import durability, movement, pulls
 from dips.protocol.effects import Commit, RankKeys
 from dips.protocol.entities import Cluster, Fanout
-from dips.protocol.enums import FanoutKind
+from dips.protocol.enums import ClusterCause, FanoutKind, SlaveCause
 from dips.protocol.moves import ClusterState
 from dips.protocol.rank_keys import MOST_FLIP_KEYS
 from dips.protocol.run_state import RunState
@@ -36,7 +36,8 @@ def _choose_served(run: RunState, pulling: Sequence[Cluster]) -> list[Cluster]:
         if keys <= MOST_FLIP_KEYS:
             served.append(cluster)
         else:
-            run.set_cluster_state(cluster, ClusterState.TRAINING, "its push is settled: it asks for its pull")
+            why = "its push is settled: it asks for its pull"
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.AWAITS_PULL, why)
     return served
 
 
@@ -46,7 +47,8 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
     run.update_s = run.now - run.closed_at
     complete = not run.roster.missing
     for slave in run.ready_slaves():
-        slave.memory, slave.reason = run.head, f"serves {run.head}"
+        slave.memory = run.head
+        run.set_slave_state(slave, slave.state, SlaveCause.SERVES, f"serves {run.head}")
     for cluster in [run.clusters[name] for name in run.transfers.pulls]:
         if not _waits_for_flip(cluster, fanout):
             continue
@@ -54,7 +56,7 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
             assert cluster.pull is not None
             cluster.pull.opened = True
         else:
-            movement.close_pull(run, cluster, "a slave was lost while it flipped")
+            movement.close_pull(run, cluster, ClusterCause.PULL_ENDED, "a slave was lost while it flipped")
 
 
 def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:

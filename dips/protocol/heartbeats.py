@@ -13,13 +13,22 @@ import math
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
-from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, RemarkSubject, TrainerState
 from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
-NOTE_CHARS = 240  # of ClusterHeartbeat.note, so that it arrives: any text has at most 256
+REMARK_CHARS = 240  # so that it arrives: any text has at most 256
+MOST_LINES = 8  # of ClusterHeartbeat.lines
 MOST_WAITS = 64  # orders in SlaveHeartbeat.waits: what waits for one disk is a round's and some retirements
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What a person should know of a cluster now, and its remedy."""
+
+    subject: RemarkSubject
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,8 @@ class ClusterHeartbeat:
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # of the push or pull that its ranks come to, or move; 0: none
-    note: str = ""  # what a person should know of this cluster; for showing only
+    remarks: tuple[Remark, ...] = ()  # one for each subject
+    lines: tuple[str, ...] = ()  # the last of its trainer's standard error, while that may explain something
     idle_s: float = 0.0  # of a push: see PushRequested
 
 

@@ -12,8 +12,6 @@ heard nothing, whatever the ledger has not retired may lie there, since a former
 
 from __future__ import annotations
 
-from typing import Any
-
 from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.protocol.entities import Slave
@@ -117,21 +115,14 @@ def _stays_for(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
     return tuple(on_offer if slave.mirror.unknown else on_offer[-1:])
 
 
-def view_mirror(run: RunState, slave: Slave, now: float) -> dict[str, Any] | None:
-    """How far a mirror lags, for people: outer steps, and seconds since it ceased to hold the head."""
-    if slave.mirror is None:
-        return None
-    newest = slave.mirrored[-1] if slave.mirrored and not slave.mirror.unknown else None
+def measure_lag(run: RunState, slave: Slave, now: float) -> tuple[str | None, int, float]:
+    """The newest version in a mirror, the outer steps that it lacks, and the seconds since it held the head."""
+    known = slave.mirrored and slave.mirror is not None and not slave.mirror.unknown
+    newest = slave.mirrored[-1] if known else None
     version = newest.version if newest is not None else 0
     missing = [v for v in run.versions if v.version > version]
     since = run.committed_at.get(missing[0], run.started) if missing else now
-    return {
-        "version": str(newest) if newest is not None else None,
-        "behind_versions": run.head.version - version,
-        "behind_s": max(0.0, now - since),
-        "failing": bool(slave.mirror.reason),
-        "reason": slave.mirror.reason,
-    }
+    return str(newest) if newest is not None else None, run.head.version - version, max(0.0, now - since)
 
 
 def _is_kept(run: RunState, version: VersionId) -> bool:

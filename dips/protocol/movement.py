@@ -13,7 +13,7 @@ from __future__ import annotations
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import ClosePull
 from dips.protocol.entities import Cluster, Tombstone
-from dips.protocol.enums import FanoutKind
+from dips.protocol.enums import ClusterCause, FanoutKind
 from dips.protocol.events import TransferAwaited
 from dips.protocol.moves import ClusterState
 from dips.protocol.run_state import RunState
@@ -30,7 +30,7 @@ def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
             run.transfers.keep_until(transfer, max(transfer.deadline, run.now + transfer.deadline_s))
 
 
-def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
+def close_pull(run: RunState, cluster: Cluster, cause: ClusterCause, reason: str) -> None:
     """Unpin on every slave; the cluster trains on."""
     pull = cluster.pull
     assert pull is not None
@@ -42,4 +42,5 @@ def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
     run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)
     run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
     if cluster.state is ClusterState.PULLING:
-        run.set_cluster_state(cluster, ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
+        resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
+        run.set_cluster_state(cluster, resting, cause if cluster.moving else ClusterCause.STALLED, reason)

@@ -10,6 +10,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.protocol import plugins
@@ -18,7 +19,6 @@ from dips.protocol.enums import (
     GateName,
     MergeRule,
     PersistFailurePolicy,
-    PushCodec,
     RequeuePolicy,
     StepRule,
     WeightRule,
@@ -243,7 +243,7 @@ _TIMING_BOUNDS = {
     "min_push_bps": BITS_PER_S,
 }
 _WORDS: dict[str, type[StrEnum]] = {
-    "codec": PushCodec,
+    "codec": Codec,
     "durability": DurabilityMode,
     "on_persist_failure": PersistFailurePolicy,
     "requeue": RequeuePolicy,
@@ -260,7 +260,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
-    codec: PushCodec = PushCodec.FP32  # of pushes whose base is the head; all others travel as fp32
+    codec: Codec = Codec.FP32  # of pushes whose base is the head; all others travel as fp32
     durability: DurabilityMode = DurabilityMode.COMMIT
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
     requeue: RequeuePolicy = RequeuePolicy.NONE

@@ -9,7 +9,7 @@ from dips.protocol import movement, pushes
 from dips.protocol.claims import find_absurd_seq
 from dips.protocol.effects import Acknowledged, Dropped, Failed, OpenPull, Pending, Refused, Result
 from dips.protocol.entities import Cluster, Fanout, Pull
-from dips.protocol.enums import FanoutKind
+from dips.protocol.enums import ClusterCause, FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS
@@ -75,7 +75,7 @@ def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId
     first = run.transfers.pull_ranks
     cluster.pull = Pull(pull, version, cluster.ranks, run.now + deadline_s, deadline_s, first=first)
     run.transfers.open_pull(cluster.pull)
-    run.set_cluster_state(cluster, ClusterState.PULLING, f"pulling {version}")
+    run.set_cluster_state(cluster, ClusterState.PULLING, ClusterCause.PULLS, f"pulling {version}")
 
 
 def on_pull_opened(run: RunState, fanout: Fanout) -> None:
@@ -92,9 +92,11 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
         return
     if cluster.pull and cluster.pull.id == event.pull:
         version = cluster.pull.version
-        movement.close_pull(
-            run, cluster, f"trains on {version}" if event.installed else "its pull failed: it trains on what it has"
+        failed = "its pull failed: it trains on what it has"
+        cause, reason = (
+            (ClusterCause.TRAINS, f"trains on {version}") if event.installed else (ClusterCause.PULL_ENDED, failed)
         )
+        movement.close_pull(run, cluster, cause, reason)
         if event.installed:
             cluster.base = version
     run.reply_to(event.req, Acknowledged())
@@ -103,7 +105,7 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
 def close_all_pulls(run: RunState, reason: str) -> None:
     """A slave that held a pin is gone: the others do not hold a whole version."""
     for name in list(run.transfers.pulls):
-        movement.close_pull(run, run.clusters[name], reason)
+        movement.close_pull(run, run.clusters[name], ClusterCause.PULL_ENDED, reason)
 
 
 def expire_pulls(run: RunState) -> None:
@@ -111,4 +113,5 @@ def expire_pulls(run: RunState) -> None:
     for name in run.transfers.pull_deadlines.take_due(run.now):
         cluster = run.clusters[name]
         assert cluster.pull is not None
-        movement.close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")
+        reason = f"it was not named for {cluster.pull.deadline_s:.4g} s"
+        movement.close_pull(run, cluster, ClusterCause.PULL_ENDED, reason)

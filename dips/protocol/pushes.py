@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import inf, isfinite
 
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -31,7 +32,7 @@ from dips.protocol.effects import (
     Result,
 )
 from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
-from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCodec
+from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
@@ -70,7 +71,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
     end_superseded(run, cluster, event.push)
     push = cluster.push
     if cluster.state is ClusterState.IDLE:
-        run.set_cluster_state(cluster, ClusterState.TRAINING, "asks for a push")
+        run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.ASKS_PUSH, "asks for a push")
     if push is not None:
         return Refused(run.options.timing.busy_retry_s, f"its push {push.id} still waits for its Outcome")
     if cluster.state is not ClusterState.TRAINING:
@@ -107,19 +108,19 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     if cluster.requested_at is not None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
-    run.set_cluster_state(cluster, ClusterState.PUSHING, "its push is being opened")
+    run.set_cluster_state(cluster, ClusterState.PUSHING, ClusterCause.OPENS_PUSH, "its push is being opened")
     order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), push.first, event.keys)
     run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 
-def _choose_codec(run: RunState, base: VersionId) -> PushCodec:
+def _choose_codec(run: RunState, base: VersionId) -> Codec:
     """Lossy only for differences to what every slave holds now; an older base, an orphan, a flip under way: fp32."""
-    return run.options.codec if base == run.head and run.flipping is None else PushCodec.FP32
+    return run.options.codec if base == run.head and run.flipping is None else Codec.FP32
 
 
 def _held_base(push: Push) -> VersionId | None:
     """What its differences are to; None if it carries parameters."""
-    return None if push.codec is PushCodec.FP32 else push.base
+    return None if push.codec is Codec.FP32 else push.base
 
 
 def on_push_opened(run: RunState, fanout: Fanout) -> None:
@@ -128,7 +129,7 @@ def on_push_opened(run: RunState, fanout: Fanout) -> None:
     if cluster is None or cluster.push is None:
         return
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
-    cluster.reason = "pushing"
+    run.set_cluster_state(cluster, cluster.state, ClusterCause.PUSHES, "pushing")
     window.extend_open_window(run)
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
@@ -194,7 +195,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
     run.waiting.append(push)
     run.transfers.commit_push(push)
     run.count_in_window(cluster, push, 1)
-    run.set_cluster_state(cluster, ClusterState.COMMITTED, "its push is committed")
+    run.set_cluster_state(cluster, ClusterState.COMMITTED, ClusterCause.COMMITTED, "its push is committed")
     run.emit_note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
 
@@ -294,7 +295,7 @@ def end_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> N
     if cluster.push is not None and not cluster.push.committed:
         drop_push(run, cluster, f"superseded by {later}")
     if cluster.pull is not None:
-        close_pull(run, cluster, f"superseded by {later}")
+        close_pull(run, cluster, ClusterCause.PULL_ENDED, f"superseded by {later}")
 
 
 def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
@@ -308,7 +309,7 @@ def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
     run.order_all(FanoutKind.STANDALONE, push.id, DropPush(push.id, reason), run.options.timing.order_s)
     if cluster.live:
         resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
-        run.set_cluster_state(cluster, resting, f"its push was dropped: {reason}")
+        run.set_cluster_state(cluster, resting, ClusterCause.PUSH_DROPPED, f"its push was dropped: {reason}")
     run.emit_note("push_dropped", push=push.id, reason=reason)
 
 

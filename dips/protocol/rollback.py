@@ -24,7 +24,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol import durability, flip, mirrors, pulls, pushes, settlement
 from dips.protocol.effects import Acknowledged, Failed, Pending, Refused, Result
 from dips.protocol.entities import Slave
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.enums import OutcomeKind, SlaveCause
 from dips.protocol.events import RollbackAsked, SlaveRegistered
 from dips.protocol.lineage import offers_genesis
 from dips.protocol.moves import SlaveState
@@ -182,7 +182,7 @@ def _describe_offers(run: RunState) -> str:
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """It serves on; the answer to its next heartbeat orders it to register."""
-    run.set_slave_state(slave, SlaveState.RESTORING, reason)
+    run.set_slave_state(slave, SlaveState.RESTORING, SlaveCause.OFFERS, reason)
     flip.stop_waiting_for(run, slave.name)
 
 

@@ -151,7 +151,7 @@ def _close_window(run: RunState, r: Round) -> None:
         settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {made.norm}")
         return
     r.delta_norm, r.clipped = made.norm, made.clipped
-    r.reason = f"applying {len(r.folded)} contributions"
+    r.reason = f"{len(r.folded)} contributions"
     run.closed_at = run.now
     version = VersionId(run.head.version + 1, r.number)
     reserve = durability.reserves_disk(run)
@@ -172,7 +172,7 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     assert r is not None and isinstance(version, VersionId)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
     r.theta_digest, r.step_norm = _read_step(run, fanout)
-    r.reason = f"persisting {version}"
+    r.reason = str(version)
     if not durability.row_waits_for_disks(run):
         settlement.commit_version(run, r, (), durable=False)
         return

@@ -30,7 +30,15 @@ from dips.protocol.entities import (
     Slave,
     Subject,
 )
-from dips.protocol.enums import ClusterStanding, FanoutKind, OutcomeKind, RequeuePolicy, RoundResult
+from dips.protocol.enums import (
+    ClusterCause,
+    ClusterStanding,
+    FanoutKind,
+    OutcomeKind,
+    RequeuePolicy,
+    RoundResult,
+    SlaveCause,
+)
 from dips.protocol.lineage import oldest_offered
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
@@ -58,7 +66,7 @@ class RunState:
         self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
         self.now = self.started = now
         self.out: list[Effect] = []
-        self.slaves = {name: Slave(name, layers, i) for i, (name, layers) in enumerate(state.row.placement)}
+        self.slaves = {name: Slave(name, layers, i, since=now) for i, (name, layers) in enumerate(state.row.placement)}
         for peer in state.slaves:
             if peer.name in self.slaves:
                 self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
@@ -73,7 +81,8 @@ class RunState:
         for peer in state.clusters:
             cluster = self.clusters[peer.name]
             cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
-            cluster.reason = "its incarnation ended" if peer.ended else "known from the ledger"
+            cluster.cause = ClusterCause.ENDED if peer.ended else ClusterCause.RECALLED
+            cluster.reason, cluster.since = "its incarnation ended" if peer.ended else "known from the ledger", now
             self.follow_cluster(cluster)
         self._restore_outcomes(state)
         self._restore_totals(state)
@@ -141,6 +150,8 @@ class RunState:
     def _restore_outcomes(self, state: LedgerState) -> None:
         for outcome, version in state.outcomes:
             cluster = self.clusters.get(outcome.push.cluster)
+            if cluster:
+                cluster.last_outcome = outcome
             if cluster and cluster.inc == outcome.push.inc:
                 cluster.outcome, cluster.outcome_version = outcome, version
                 cluster.last_tokens = outcome.tokens if outcome.kind is OutcomeKind.ACCEPTED else 0
@@ -208,14 +219,14 @@ class RunState:
 
     # ---- states, and what is found by them ----
 
-    def set_slave_state(self, slave: Slave, state: SlaveState, reason: str) -> None:
-        """Move a slave to a state, with its reason."""
-        slave.set_state(state, reason)
+    def set_slave_state(self, slave: Slave, state: SlaveState, cause: SlaveCause, reason: str) -> None:
+        """Move a slave to a state, with its cause, and the same in words."""
+        slave.set_state(state, cause, reason, self.now)
         self.roster.follow_state(slave)
 
-    def set_cluster_state(self, cluster: Cluster, state: ClusterState, reason: str) -> None:
-        """Move a cluster to a state, with its reason."""
-        cluster.set_state(state, reason)
+    def set_cluster_state(self, cluster: Cluster, state: ClusterState, cause: ClusterCause, reason: str) -> None:
+        """Move a cluster to a state, with its cause, and the same in words."""
+        cluster.set_state(state, cause, reason, self.now)
         self.follow_cluster(cluster)
 
     def follow_cluster(self, cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from dips.ids import VersionId
 from dips.protocol import durability, flip, held_pushes, pushes
 from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
-from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
+from dips.protocol.enums import ClusterCause, FanoutKind, OutcomeKind, RoundResult
 from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
 from dips.protocol.options import Targets
 from dips.protocol.records import (
@@ -114,7 +114,7 @@ def end_unchanged(run: RunState, r: Round) -> None:
     for push in r.gated:
         cluster = _settle_push(run, push, OutcomeKind.GATED, None)
         if cluster is not None:
-            run.set_cluster_state(cluster, ClusterState.TRAINING, "gated")
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.GATED, "gated")
     finish_if_due(run)
 
 
@@ -161,7 +161,8 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
     for push in over:
         cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
         if cluster is not None:
-            run.set_cluster_state(cluster, ClusterState.TRAINING, f"its round was skipped: {reason}")
+            why = f"its round was skipped: {reason}"
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.SKIPPED, why)
 
 
 # ---- one push -------------------------------------------------------------------------------------------------------
@@ -203,12 +204,13 @@ def _settle_push(
     elif not (same_incarnation and cluster.live):
         cluster.tokens["lost"] += push.tokens
     cluster.counts[kind] += 1
+    cluster.last_outcome = _outcome_row(push, kind, version, reason)
     if not (same_incarnation and cluster.live):
         run.ranges.release_lease(push.id.cluster, push.id.inc)
         return None
     if cluster.push is push:
         cluster.push = None
-    cluster.outcome = _outcome_row(push, kind, version, reason)
+    cluster.outcome = cluster.last_outcome
     cluster.outcome_version = version if kind is OutcomeKind.ACCEPTED else None
     return cluster if cluster.state is ClusterState.COMMITTED else None
 

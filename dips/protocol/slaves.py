@@ -23,7 +23,7 @@ from dips.protocol.effects import (
     SlaveOrder,
 )
 from dips.protocol.entities import Fanout, Slave
-from dips.protocol.enums import FanoutKind, Role
+from dips.protocol.enums import ClusterCause, FanoutKind, Role, SlaveCause
 from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
 from dips.protocol.moves import RoundState, SlaveState
 from dips.protocol.rank_keys import KEY_CHARS, is_key
@@ -55,7 +55,8 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.out.append(leave)
         return
     mirrors.note_report(run, slave, event.mirror)
-    lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
+    came = "its process is a new one" if slave.nonce != event.nonce else "it registered again"
+    lose_slave(run, slave, SlaveCause.REGISTERS, came)
     _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
     rollback.note_offer(run, slave)
@@ -185,14 +186,21 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
     )
 
 
+def _lacks_head(run: RunState, event: SlaveRegistered) -> bool:
+    """Whether what it needs for the head is not on its disk: only somebody outside can bring it."""
+    return run.head not in event.complete and run.head != GENESIS and event.memory != run.head
+
+
 def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: SlaveOrder) -> None:
     if not isinstance(order, Hold):
-        reason = (
-            order.reason if isinstance(order, RegisterLater) else f"ordered to {type(order).__name__} {order.version}"
-        )
-        run.set_slave_state(slave, SlaveState.RESTORING, reason)
+        cause, reason = SlaveCause.LOADS, f"ordered to {type(order).__name__}"
+        if isinstance(order, RegisterLater):
+            cause, reason = (SlaveCause.LACKS_HEAD if _lacks_head(run, event) else SlaveCause.AWAITS), order.reason
+        else:
+            reason = f"{reason} {order.version}"
+        run.set_slave_state(slave, SlaveState.RESTORING, cause, reason)
         return
-    run.set_slave_state(slave, SlaveState.READY, f"serves {run.head}")
+    run.set_slave_state(slave, SlaveState.READY, SlaveCause.SERVES, f"serves {run.head}")
     mirrors.note_covered(slave)
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
@@ -220,17 +228,17 @@ def on_slave_silent(run: RunState, event: SlaveSilent) -> None:
     """Its lease ran out."""
     slave = run.slaves.get(event.slave)
     if slave and slave.sinc == event.sinc:
-        lose_slave(run, slave, f"silent for {event.silent_s:.1f} s")
+        lose_slave(run, slave, SlaveCause.SILENT, f"silent for {event.silent_s:.1f} s")
 
 
-def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
+def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> None:
     """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
     slave.offer = None
     run.roster.follow_offer(slave)
     if slave.state in (SlaveState.LOST, SlaveState.AWAITED):
         return
     was_ready = slave.state is SlaveState.READY
-    run.set_slave_state(slave, SlaveState.LOST, reason)
+    run.set_slave_state(slave, SlaveState.LOST, cause, reason)
     if not was_ready:
         return
     run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
@@ -282,7 +290,8 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
         slave.unanswered += 1
         if slave.unanswered >= UNANSWERED_ORDERS:
             slave.needs_ping = True
-            lose_slave(run, slave, f"unresponsive: {slave.unanswered} orders in a row past their deadline")
+            reason = f"unresponsive: {slave.unanswered} orders in a row past their deadline"
+            lose_slave(run, slave, SlaveCause.UNRESPONSIVE, reason)
         else:
             run.out.append(order)
         return
@@ -302,10 +311,11 @@ def _slow_readers(run: RunState) -> bool:
 def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> None:
     reason = f"{slave.name} refused: {event.refusal}"
     if fanout.kind in (FanoutKind.OPEN_PUSH, FanoutKind.OPEN_PULL):
-        end = pushes.drop_push if fanout.kind is FanoutKind.OPEN_PUSH else movement.close_pull
         cluster = run.cluster_of(fanout.subject)
-        if cluster is not None:
-            end(run, cluster, reason)
+        if cluster is not None and fanout.kind is FanoutKind.OPEN_PUSH:
+            pushes.drop_push(run, cluster, reason)
+        elif cluster is not None:
+            movement.close_pull(run, cluster, ClusterCause.PULL_ENDED, reason)
     elif fanout.kind in settlement.ROUND_ORDERS:
         settlement.skip_round(run, reason)
     elif fanout.kind in (FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED):
@@ -313,7 +323,8 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
     elif fanout.kind is FanoutKind.PERSIST_LATE:
         durability.on_late_snapshot_failed(run, slave, fanout, event)
     elif fanout.kind is FanoutKind.COMMIT:
-        lose_slave(run, slave, reason)  # it is not in the state that was taken for granted: it must register anew
+        # It is not in the state that was taken for granted: it must register anew.
+        lose_slave(run, slave, SlaveCause.REFUSED, reason)
     else:
         run.orders.remove_order(event.number)
         run.emit_note("order_refused", slave=slave.name, reason=event.refusal)

@@ -7,6 +7,7 @@ from statistics import median
 from dips.protocol.admission import SlotAnswer, SlotAsk
 from dips.protocol.effects import Refused
 from dips.protocol.entities import Cluster
+from dips.protocol.enums import ClusterCause
 from dips.protocol.events import PushRequested
 from dips.protocol.run_state import RunState
 
@@ -30,7 +31,8 @@ def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refuse
         return None
     if missing:
         return Refused(longest, f"waits for {missing}", answer.ahead + 1, answer.waiting)
-    cluster.reason = reason = _explain_wait(run, answer, slots)
+    reason = _explain_wait(run, answer, slots)
+    run.set_cluster_state(cluster, cluster.state, ClusterCause.AWAITS_SLOT, reason)
     return Refused(_retry_s(run, answer, slots), reason, answer.ahead + 1, answer.waiting)
 
 

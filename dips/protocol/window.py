@@ -89,10 +89,15 @@ def _predict_arrivals(run: RunState) -> Iterator[float]:
 
 def explain_round(run: RunState, r: Round) -> str:
     """What it does, and what it waits for, for people."""
+    return f"{r.state}: {describe_round(run, r)}"
+
+
+def describe_round(run: RunState, r: Round) -> str:
+    """What its state does not say."""
     if r.state is not RoundState.COLLECTING:
         return r.reason
     late = f", not before {run.head} is on every disk" if run.durability.late is not None else ""
-    return f"collecting: {r.count} committed, closes in {max(0.0, r.closes - run.now):.1f} s{late}"
+    return f"{r.count} committed, closes in {max(0.0, r.closes - run.now):.1f} s{late}"
 
 
 def is_over(run: RunState, r: Round) -> bool:

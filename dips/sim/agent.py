@@ -23,7 +23,7 @@ from dips.client.agent.core import AgentCore
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import DipsError
+from dips.errors import Denied, DipsError, Diverged, StaleIncarnation
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
@@ -281,7 +281,7 @@ class SimAgent:
         """The core cannot go on: ours was fenced, its model diverges for good, or what must never break is broken."""
         if not self.alive:
             return
-        if not stop.reason.startswith(("StaleIncarnation", "Denied", "Diverged")):
+        if stop.error is None or not issubclass(stop.error, StaleIncarnation | Denied | Diverged):
             raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
         self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
         self.world.monitor.agent_exits(self, stop.reason)

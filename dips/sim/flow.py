@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
+from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
@@ -23,7 +24,6 @@ from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.pool import FLOOR_BYTES, Transit
-from dips.wire import codecs
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
@@ -92,11 +92,11 @@ class SimFlow:
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str,
+        codec: Codec,
         keys: tuple[str, ...] = (),
     ) -> None:
         self._keyring.open_transfer(push, keys, len(places))
-        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
+        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codec)
         self._plan_tick()
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:

@@ -17,10 +17,10 @@ from dips.sim.flow import SimFlow, SimTracker
 from dips.sim.streams import STALL_S, SimStream, SimTransfer
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
-from dips.wire.chunks import Range, split_chunks
+from dips.wire import bodies
+from dips.wire.chunks import Range, pulled_range_type, split_chunks
 from dips.wire.frame import Kind
 from dips.wire.streams import decode_welcome
-from dips.wire.updates import UpdateSpelling, spelling_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PullStream(SimStream):
         named = "" if held is None else str(held.version)
         super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, key, named)
         self._base = held
-        self._spelling: UpdateSpelling | None = None
+        self._ranges = Range  # of its chunks: parameters or updates
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
         self._missing = dict.fromkeys(split_chunks(self.pieces, net.chunk_bytes))
 
@@ -78,7 +78,7 @@ class PullStream(SimStream):
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
         welcome = decode_welcome(body)
-        self._spelling = spelling_of(welcome.dtype, welcome.depth)
+        self._ranges = pulled_range_type(welcome.dtype, welcome.depth)
         self._send_want(tuple(chunk for chunk in self._missing if self.moving.is_open(chunk.layer)))
         self._end_if_whole()
 
@@ -134,11 +134,12 @@ class PullStream(SimStream):
 
     def _read_chunk(self, chunk: Range, body: bytes) -> F32:
         """A chunk's parameters; of updates, what they make of the version that the rank holds."""
-        if self._spelling is None:
-            return np.frombuffer(body, np.float32)
-        assert self._base is not None
-        values = self._base.theta[chunk.layer][slice(*self.net.layout.place_range(chunk))].copy()
-        self._spelling.add_updates(body, chunk, values)
+        encoded, place = self._ranges(*chunk), slice(*self.net.layout.place_range(chunk))
+        values = np.zeros(chunk.length, np.float32)
+        if encoded.depth:
+            assert self._base is not None
+            values[:] = self._base.theta[chunk.layer][place]
+        bodies.put_pulled(encoded, body, values)
         return values
 
     def _end_if_whole(self) -> None:
@@ -146,8 +147,8 @@ class PullStream(SimStream):
             assert self._flow is not None
             self._flow.take_done(self._peer, self._stream)
             self._end_stream()
-            if self._spelling is not None and self.pieces:
-                self.net.flows.updates_landed(self._spelling.range(*self.pieces[0]).depth)
+            if self.pieces and (depth := self._ranges(*self.pieces[0]).depth):
+                self.net.flows.updates_landed(depth)
             self.ended()
 
     def _give_up(self) -> None:

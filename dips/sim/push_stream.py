@@ -13,7 +13,6 @@ from dips.ids import PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.sim.data_links import DataLinks
 from dips.sim.streams import SimStream, SimTransfer
-from dips.wire import codecs
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import decode_want
@@ -40,7 +39,7 @@ class PushStream(SimStream):
         ended: Callable[[bool], None],
     ) -> None:
         super().__init__(net, moving, push, address, "", rank, ranks, key)
-        self.spell, self.ended, self._dtype = spell, ended, codecs.codec_named(grant.codec).dtype
+        self.spell, self.ended, self._dtype = spell, ended, grant.codec.dtype
 
     def on_opened(self) -> None:
         """Tell the slave that it may ask for more, once it knows the stream."""

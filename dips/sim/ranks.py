@@ -15,7 +15,7 @@ from dips.sim.pieces import pieces_of
 from dips.sim.pull_stream import HeldVersion, Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import LayerLayout, Range, split_chunks
 from dips.wire.frame import Buffer
 
@@ -49,25 +49,25 @@ class SimRanks:
         """
         self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
         grant = verdict.grant
-        codec = codecs.codec_named(grant.codec)
+        codec = grant.codec
         for layer, a in theta.items():
             self._host[layer][:] = a
         self.on_verdict(verdict)
         for feedback in self._feedback:
             assert not codec.lossy or feedback.has_base(grant.base), f"{self.base} is not {grant.base}"
-            feedback.freeze_push(verdict.seq, codec.name)
+            feedback.freeze_push(verdict.seq, codec)
         start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
         content = {layer: a.copy() for layer, a in start.items()}
-        bodies: dict[tuple[int, Range], Buffer] = {}
+        sent: dict[tuple[int, Range], Buffer] = {}
         for rank, chunk in self._list_chunks():
             where = slice(*self.layout.place_range(chunk))
             values = self._host[chunk.layer][where]
-            body: Buffer = codec.encode(values) if not codec.lossy else b""
+            body: Buffer = bodies.encode(codec, values) if not codec.lossy else b""
             if self._feedback:
                 body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
-            bodies[rank, chunk] = bytes(body)
-            codec.put(body, content[chunk.layer][where])
-        return bodies, content
+            sent[rank, chunk] = bytes(body)
+            bodies.put(codec, body, content[chunk.layer][where])
+        return sent, content
 
     def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
         """Every rank that the all-reduce allows copies what it has; True if any did.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.protocol.options import Options
 from dips.sim.feed import DataShape
@@ -47,7 +48,7 @@ class Scenario:
     stall_s: float | None = None  # a transfer that owes a byte for so long is over; None: what suits short ones
     chunk_s: float | None = None  # on a stream, one chunk behind the other; None: all that were asked at once travel so
     chunk_bytes: int = 12  # a rank's piece of a parameter is one chunk: with two parameters a layer may be here half
-    pull_codec: str = "fp32"
+    pull_codec: Codec = Codec.FP32
     samples: DataShape | None = None  # of ranges and inner steps; None: each range is one inner step
     run: str = "simulated"
     config_digest: str = "config"

@@ -35,6 +35,7 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.data.steps import Part, samples_of
+from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.feed import SimFeed
 from dips.sim.fiber import Fiber, Gate, Story, sleep
@@ -66,8 +67,8 @@ class SimTrainer:
             world.data.layout,
             site.ranks,
             world.scenario.chunk_bytes,
-            lossy=world.options.codec != "fp32",
-            updates=world.scenario.pull_codec != "fp32",
+            lossy=world.options.codec.lossy,
+            updates=world.scenario.pull_codec.lossy,
         )
         self.keys: tuple[str, ...] = ()  # of its ranks
         self.in_hand = WorkInHand()
@@ -283,7 +284,8 @@ class SimTrainer:
         answer = self.agent.handle_message(message)
         if not isinstance(answer, ErrorReply):
             return answer
-        if not answer.error.startswith(("Stale", "Diverged")):
+        error = class_named(answer.error)
+        if error is None or not issubclass(error, Stale | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         self._fiber.kill()  # another attempt took over, or the agent is being ended, for divergence perhaps
         return AskAgain(answer.message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from functools import cached_property
 
+from dips.codecs import Codec
 from dips.data.steps import Part
 from dips.dataclass import dataclass
 from dips.ids import GENESIS, PushId, VersionId
@@ -64,7 +65,7 @@ class Frozen:
     work: tuple[Work, ...]
     uses: tuple[Use, ...]
     diverged: bool = False  # its content is bad on purpose
-    codec: str = "fp32"
+    codec: Codec = Codec.FP32
 
     @property
     def ranges(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from dips import daemon
+from dips.codecs import Codec
 from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
@@ -95,7 +96,7 @@ class Parts:
     work: WorkMeter
     mirror: SnapshotMirror | None
     log: logs.Log
-    pull_codec: str
+    pull_codec: Codec
     room: DiskRoom
     nonce: str
     last: LastProcess

@@ -17,6 +17,7 @@ from typing import Concatenate, ParamSpec
 import structlog
 import zmq
 
+from dips.codecs import Codec
 from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
@@ -37,7 +38,6 @@ from dips.transport.lane_door import most_connections
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
-from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
@@ -167,13 +167,13 @@ class ZmqFlow:
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str = "fp32",
+        codec: Codec = Codec.FP32,
         keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's ranks and ask them, at these places of the line, into `buffers`."""
         if self._keyring is not None:
             self._keyring.open_transfer(push, keys, len(places))
-        self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
+        self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codec)
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""

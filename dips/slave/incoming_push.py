@@ -9,6 +9,7 @@ from dataclasses import field
 from enum import Enum
 from math import inf
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PushId
 from dips.slave.moves import Say
@@ -17,7 +18,6 @@ from dips.transport.intake import Intake
 from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range, describe_uncovered
-from dips.wire.codecs import Codec
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import StreamName
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dips.cgroup import available_memory
+from dips.codecs import Codec
 from dips.config import SlaveSection
 from dips.outer.pool import MemorySum
 from dips.outer.updates import bytes_per_parameter
@@ -10,7 +11,7 @@ from dips.outer.updates import bytes_per_parameter
 TRANSIT_BYTES = 256 << 20  # asked for and not yet staged, over all streams: what four lanes of 10 Gbit/s have under way
 
 
-def memory_of(section: SlaveSection, numel: int, pull_codec: str) -> MemorySum:
+def memory_of(section: SlaveSection, numel: int, pull_codec: Codec) -> MemorySum:
     """What a slave of so many parameters takes."""
     updates = bytes_per_parameter(pull_codec, section.pinned)
     return MemorySum(numel, section.slots, section.pinned, TRANSIT_BYTES, updates)

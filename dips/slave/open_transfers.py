@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
+from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
@@ -30,7 +31,7 @@ class Receiving:
     """An open push: its bytes come in, or lie here until they are folded."""
 
     opened: Opened
-    codec: str
+    codec: Codec
     base: VersionId | None  # what the slot held at first, if differences are added to it
     nbytes: int | None = None  # None while it moves, its bytes once it is staged
     measured: int | None = None  # the round in which it was measured against the version that is served

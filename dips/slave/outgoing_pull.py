@@ -18,7 +18,7 @@ from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
-from dips.wire.chunks import Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.streams import StreamName
 
 Bytes = npt.NDArray[np.uint8]
@@ -55,7 +55,7 @@ class OutStream:
     jobs: int = 0  # chunks asked, not parked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
     updates: tuple[Update, ...] = ()  # what each of its chunks brings; none: parameters
-    spelled: type[Range] = Range  # its chunks, counted in what really travels
+    ranges: type[Range] = Range  # of its chunks, counted in what really travels
 
     def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
         """Chunks and bytes that are asked, with `more`, and have not left: the rank knows each of them as in flight."""
@@ -118,3 +118,14 @@ class OutgoingPull:
         if latest is not None and name.epoch <= latest.epoch:
             return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
         return None
+
+
+def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) -> bytes:
+    """A chunk's body: of one update after the other the steps of the blocks that it touches, and its elements."""
+    begin, end = layout.place_range(chunk)
+    blocks, parts = layout.place_blocks(chunk), list[memoryview]()
+    for update in updates:
+        if update.steps:
+            parts.append(update.steps[chunk.layer][blocks].view(np.uint8).data)
+        parts.append(update.codes[chunk.layer][begin:end].view(np.uint8).data)
+    return b"".join(parts)

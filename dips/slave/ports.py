@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
@@ -36,14 +37,14 @@ class Flow(Protocol):
         places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
-        codec: str,
+        codec: Codec,
         keys: tuple[str, ...] = (),
     ) -> None:
         """Accept HELLOs of the push's ranks (there are len(places)) and ask them into `buffers`, by their places.
 
         places  of each rank in the line of all pushes; the smallest is asked first
         deadline_s  from one rank's HELLO to the next one's
-        codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
+        codec  fp32: what comes is written; a lossy one: it is added to the base that lies in `buffers`
         keys  public, of each rank; plain lanes ask for none
         Errors  RemoteProtocolError: the lanes are encrypted, and these are no keys of so many ranks
         """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from math import inf
 
+from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
@@ -20,9 +21,8 @@ from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit, pool_cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
-from dips.wire import codecs, streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.codecs import Codec
+from dips.wire import bodies, streams
+from dips.wire.chunks import LayerLayout, Range, encode_ranges
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
@@ -62,7 +62,7 @@ class Receiver:
         buffers: Arrays,
         deadline_s: float,
         now: float,
-        codec: Codec = codecs.FP32,
+        codec: Codec = Codec.FP32,
     ) -> None:
         """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold.
 
@@ -75,7 +75,7 @@ class Receiver:
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:
             if push not in self._pushes:
-                total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
+                total = sum(piece.nbytes for piece in encode_ranges(codec.dtype, layout.whole_layers()))
                 line = dict(enumerate(places))
                 self._pushes[push] = IncomingPush(push, line, buffers, codec, total, deadline_s, now, Rate(now))
 
@@ -122,7 +122,7 @@ class Receiver:
                 if (room := MOST_RANGES - self._ranges) < len(pieces):
                     again = f"{room} ranges more can be kept beside those of other pushes: try again"
                     return [*moves, error_message(lane, peer, name.stream_id, "unknown", again)]
-            pieces = push.codec.encoded_ranges(pieces)
+            pieces = encode_ranges(push.codec.dtype, pieces)
             stream = self._admit_stream(push, lane, peer, name, pieces, now)
             self._raise_ready(stream, len(pieces) if ready is None else ready)
             gathering = push.phase is PushPhase.GATHERING
@@ -247,7 +247,7 @@ class Receiver:
             if stream.push.phase is not PushPhase.MOVING:
                 raise BadFrame("unasked", f"push {stream.push.push} is {stream.push.phase.value}")
             if header.dtype is not stream.push.codec.dtype:
-                granted = stream.push.codec.name
+                granted = stream.push.codec
                 raise BadFrame("type", f"push {stream.push.push} is granted in {granted}, not {header.dtype.name}")
             chunk = stream.intake.claim_chunk(header, now)
             if chunk is None:
@@ -269,7 +269,7 @@ class Receiver:
         wrong: BadFrame | None = None
         try:
             check_body(claim.header, claim.body)
-            push.codec.check_steps(claim.body, claim.chunk.length)
+            bodies.check_steps(push.codec, claim.body, claim.chunk.length)
             self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
@@ -295,7 +295,7 @@ class Receiver:
             return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
         begin, end = self._layout.place_range(claim.chunk)
-        claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
+        bodies.put(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after_chunk(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""

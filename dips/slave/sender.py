@@ -19,22 +19,21 @@ from math import inf
 import numpy as np
 import xxhash
 
+from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.counters import ByCluster
 from dips.slave.moves import Move, Released, Say, SourceMoved, Tombstones, error_message
-from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
+from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker, cut_updates
 from dips.slave.ports import Arrays
-from dips.slave.update_chunks import cut_updates, dtype_of
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import ITEM_BYTES, BadFrame, Buffer, Header, Kind, pack_header
+from dips.wire.chunks import LayerLayout, Range, range_type
+from dips.wire.frame import BadFrame, Buffer, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
-from dips.wire.updates import range_of
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
 
@@ -143,13 +142,13 @@ class Sender:
             if place in self._latest:
                 self._end_stream(self._latest[place])
             updates = pull.find_updates(name.held)
-            dtype = dtype_of(updates)
-            spelled = range_of(dtype, len(updates))
-            named = sum(spelled(*piece).nbytes for piece in pieces)
-            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, spelled=spelled)
+            dtype = updates[0].codec.update_dtype if updates else Codec.FP32.dtype
+            ranges = range_type(dtype, len(updates))
+            named = sum(ranges(*piece).nbytes for piece in pieces)
+            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, ranges=ranges)
             pull.streams.append(stream)
             self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
-            body = streams.encode_welcome(Welcome(named, self._chunk_bytes, int(dtype), len(updates)))
+            body = streams.encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
             return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refuse_hello(
@@ -178,7 +177,7 @@ class Sender:
             if outside:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
             self._reap_stream(stream, now)
-            chunks = tuple(stream.spelled(*chunk) for chunk in chunks) if stream.updates else chunks
+            chunks = tuple(stream.ranges(*chunk) for chunk in chunks) if stream.updates else chunks
             asked, nbytes = stream.unsent(chunks)
             if asked > MOST_CHUNKS or nbytes > max(MOST_BYTES, self._chunk_bytes):
                 raise BadFrame("credit", f"pull {stream.pull.pull}: {asked} chunks, {nbytes} bytes asked and not sent")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import xxhash
 
+from dips.codecs import Codec
 from dips.errors import ConfigError
 from dips.outer import kernels
 from dips.protocol.enums import LayerUnit
@@ -63,7 +64,7 @@ def emulate_arrivals(
     timing = replace(options.timing, window_s=WINDOW_S)
     options = replace(options, stop=StopOptions(versions=versions), data=DataOptions(ranges=RANGES), timing=timing)
     lasts_s = ROUND_S * len(rounds) + steps * max(member.step_s for member in fleet.members)
-    world = ArrivalWorld(seed, make_scenario(fleet, options, lasts_s, "fp32"), rounds, model, kernels)
+    world = ArrivalWorld(seed, make_scenario(fleet, options, lasts_s, Codec.FP32), rounds, model, kernels)
     watch = _Watch(world, model, rounds, versions)
     world.run([world.door, watch])
     if watch.rounds:

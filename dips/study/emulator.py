@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from dips.codecs import Codec
 from dips.ids import VersionId
 from dips.outer import kernels
 from dips.protocol.enums import LayerUnit
@@ -41,7 +42,7 @@ def emulate(
     steps: int,
     seed: int,
     options: Options | None = None,
-    pull_codec: str = "fp32",
+    pull_codec: Codec = Codec.FP32,
     layers: LayerUnit = LayerUnit.BLOCK,
 ) -> tuple[Emulated, GateCount]:
     """Train until the tokens of `steps` inner steps are accepted, in virtual time; same arguments, same bits."""
@@ -91,7 +92,7 @@ class _Comings(Observer):
         return [(share, what, action) for share, what, action, wanted in planned if wanted]
 
 
-def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: str) -> Scenario:
+def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: Codec) -> Scenario:
     """The world of a fleet, where nothing fails but what is planned."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
     held = max(1, options.data.ranges * options.data.epochs)  # an inner step is a range, nobody a thief

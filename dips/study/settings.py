@@ -13,9 +13,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dips.codecs import Codec
 from dips.config.reading import explain_invalid
+from dips.config.section import PullCodec
 from dips.errors import ConfigError
-from dips.protocol.enums import LayerUnit, PullCodec
+from dips.protocol.enums import LayerUnit
 from dips.protocol.options import Options
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.learner import Recipe
@@ -38,7 +40,7 @@ class Settings:
     fleet: Fleet
     recipe: Recipe
     options: Options
-    pull_codec: str
+    pull_codec: Codec
     layers: LayerUnit
 
 
@@ -79,7 +81,7 @@ def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Sett
     options = {section: nested[section] for section in (*SECTIONS, "codec") if section in nested}
     settings = Settings(
         method, steps, dict(nested.get("task", {})), fleet, _checked(Recipe, nested.get("inner", {}), "inner"),
-        _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec").value,
+        _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec"),
         _checked(LayerUnit, nested.get("layers", "block"), "layers"),
     )  # fmt: skip
     _refuse_senseless(settings)

@@ -21,8 +21,8 @@ from dips.study.study_file import RunPlan
 
 PACKAGE = Path(__file__).parents[1]
 COMPUTING = (
-    "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "wire/codecs.py",
-    "wire/updates.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
+    "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "codecs.py",
+    "quantisers.py", "wire/bodies.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
 )  # fmt: skip
 REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings"})
 

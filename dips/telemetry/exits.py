@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from dips.distribution import refuse_other_dips
-from dips.errors import DipsError, FailedDisk, advice_for, treatment_of
+from dips.errors import DipsError, FailedDisk, treatment_of
 from dips.printable import make_lines_printable
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
@@ -34,6 +34,7 @@ def run_command(command_line: Callable[[], object]) -> None:
 
 
 def _end_with(error: DipsError) -> NoReturn:
-    advice = advice_for(error)
-    sys.stderr.write(f"error: {make_lines_printable(str(error))}\n" + (f"{advice}\n" if advice else ""))
-    sys.exit(treatment_of(error).exit_code)
+    treatment = treatment_of(error)
+    advice = f"{treatment.advice}\n" if treatment.advice else ""
+    sys.stderr.write(f"error: {make_lines_printable(str(error))}\n{advice}")
+    sys.exit(treatment.exit_code)

@@ -16,12 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from dips.telemetry.histogram import Histogram
 
-Status = Mapping[str, Any]
+Status = Any  # numbers by name: a mapping, or an object that has them as attributes
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """One metric: its name, where its number stands (keys joined by dots), and what it means."""
+    """One metric: its name, where its number stands (keys or attributes joined by dots), and what it means."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class MetricRow:
         return "histogram" if self.histogram else "counter" if self.counter else "gauge"
 
 
-Samples = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # values of the labels, and where the numbers stand
+Samples = Sequence[tuple[tuple[str, ...], Status]]  # values of the labels, and where the numbers stand
 Table = tuple[tuple[MetricRow, ...], tuple[str, ...]]  # rows, and the labels that they share
 
 
@@ -67,13 +67,8 @@ def _make_histogram(row: MetricRow, peers: Samples, labels: tuple[str, ...]) -> 
     return family
 
 
-def list_states(peers: Mapping[str, Any]) -> Samples:
-    """One series for each peer, whose state is a label: `sum by (state)` counts live, pushing, lost."""
-    return [((name, str(peer.get("state", "unknown"))), {"one": 1}) for name, peer in peers.items()]
-
-
-def _look_up(numbers: Mapping[str, Any], path: str) -> Any:
+def _look_up(numbers: Status, path: str) -> Any:
     value: Any = numbers
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
     return value

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dips.codecs import ITEM_BYTES
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, pool_cost
 from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import ITEM_BYTES, Header
+from dips.wire.frame import Header
 
 UNIT_CHUNKS = 8  # in one WANT
 CHUNK_S = 2.0  # that a chunk may take by the stream's present rate, far below any stall_s

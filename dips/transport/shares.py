@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dips.codecs import ITEM_BYTES
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError
 from dips.wire.chunks import Range
-from dips.wire.frame import ITEM_BYTES
 
 F32 = npt.NDArray[np.float32]
 CUT_ITEMS = 1024  # elements; what is shorter is never cut

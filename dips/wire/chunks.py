@@ -6,17 +6,20 @@ holds and nobody gathers (docs/protocol.md#transfers).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple, Self
 
+from dips.codecs import DTYPES, ITEM_BYTES, UPDATE_BLOCK, Codec, Dtype
 from dips.protocol.manifest import Manifest
-from dips.wire.frame import BLOCK, INT4_BLOCK, ITEM_BYTES, Dtype
+from dips.wire.frame import BadFrame
 
 MOST_PROBLEMS = 5  # lines of an error that a person reads
 
 
 class Range(NamedTuple):
-    """`length` elements of one parameter from element `offset` on; a chunk is a range of at most chunk_bytes."""
+    """`length` elements of one parameter from element `offset` on, as fp32; a chunk is one of at most chunk_bytes."""
 
     layer: int  # index in the manifest
     param: int  # index in the layer
@@ -24,60 +27,59 @@ class Range(NamedTuple):
     length: int
 
     @property
+    def dtype(self) -> Dtype:
+        """How it is encoded on the wire."""
+        return Codec.FP32.dtype
+
+    @property
+    def depth(self) -> int:
+        """How many updates follow one another; 0: it is no update."""
+        return 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it takes on the wire."""
         return self.length * ITEM_BYTES
-
-    @property
-    def dtype(self) -> Dtype:
-        """How it is spelled on the wire."""
-        return Dtype.FP32
 
     def cut(self, most: int) -> Self:
         """Its beginning of `most` elements, which are whole blocks; itself if it is not longer."""
         return self if self.length <= most else type(self)(*self[:3], most)
 
 
-class Bf16Range(Range):
-    """A range that travels as bf16 differences."""
+class EncodedRange(Range):
+    """A range that travels in another dtype, or as updates: `range_type` makes a class for each."""
 
     __slots__ = ()
 
     @property
     def nbytes(self) -> int:
-        return self.length * 2
+        return (self.depth or 1) * self.dtype.count_bytes(self.offset, self.length)
 
-    @property
-    def dtype(self) -> Dtype:
-        return Dtype.BF16
-
-
-class Int8Range(Range):
-    """A range that travels as int8 differences, a step for each block."""
-
-    __slots__ = ()
-
-    @property
-    def nbytes(self) -> int:
-        return self.length + ITEM_BYTES * -(-self.length // BLOCK)
-
-    @property
-    def dtype(self) -> Dtype:
-        return Dtype.INT8
+    def cut(self, most: int) -> Self:
+        """An update's ends with a block of the parameter: one that is cut in two would travel with two steps."""
+        return Range.cut(self, most + -(self.offset + most) % UPDATE_BLOCK if self.depth else most)
 
 
-class Int4Range(Range):
-    """A range that travels as int4 differences, two in a byte, a step for each block."""
+@cache
+def range_type(dtype: Dtype, depth: int = 0) -> type[Range]:
+    """The class of ranges whose chunks have this dtype and, of a pull that brings updates, so many of them."""
+    if (dtype, depth) == (Codec.FP32.dtype, 0):
+        return Range
+    name = f"{dtype.codec.name.title()}{'Update' * depth}Range"
+    return type(name, (EncodedRange,), {"__slots__": (), "dtype": dtype, "depth": depth})
 
-    __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        return -(-self.length // 2) + ITEM_BYTES * -(-self.length // INT4_BLOCK)
+def pulled_range_type(number: int, depth: int) -> type[Range]:
+    """The class of a pull's chunks, parameters or updates, as a WELCOME says; raise BadFrame if it is not known."""
+    dtype = DTYPES.get(number)
+    if dtype is None or not (1 <= depth <= dtype.codec.updates if dtype.update else number == depth == 0):
+        raise BadFrame("message", f"chunks of {depth} updates of dtype {number} are not known")
+    return range_type(dtype, depth)
 
-    @property
-    def dtype(self) -> Dtype:
-        return Dtype.INT4
+
+def encode_ranges(dtype: Dtype, pieces: Iterable[Range]) -> tuple[Range, ...]:
+    """The same ranges, of a push's chunks in this dtype."""
+    return tuple(itertools.starmap(range_type(dtype), pieces))
 
 
 class Field(NamedTuple):
@@ -101,7 +103,7 @@ class LayerLayout:
             block = 0
             for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
                 self.fields[index, k] = Field(parameter.name, start, parameter.numel, block)
-                block += -(-parameter.numel // BLOCK)
+                block += -(-parameter.numel // UPDATE_BLOCK)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +141,8 @@ class LayerLayout:
     def place_blocks(self, piece: Range) -> slice:
         """The blocks that a range touches, among those of its layer's updates: each parameter begins a block."""
         first = self.fields[piece.layer, piece.param].block
-        return slice(first + piece.offset // BLOCK, first - (-(piece.offset + piece.length) // BLOCK))
+        end = piece.offset + piece.length
+        return slice(first + piece.offset // UPDATE_BLOCK, first - (-end // UPDATE_BLOCK))
 
 
 def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:

@@ -1,8 +1,7 @@
 """One frame of the data flow: a 64-byte header with its own checksum, and a body (docs/protocol.md#frames).
 
 A header is believed after its checksum, a body after its own. Every way to be wrong has a name in REASONS; receivers
-count refusals under it. Numbers are little-endian; a CHUNK's body is raw fp32 or, for a push whose grant says so,
-differences to the granted base in bf16, int8 or int4 (codecs.py).
+count refusals under it. Numbers are little-endian; what a CHUNK's body is says its dtype (dips/codecs.py).
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from typing import NamedTuple
 
 import xxhash
 
+from dips.codecs import DTYPES, Codec, Dtype
 from dips.errors import CorruptFrame
 
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
 FORMAT = 1
-ITEM_BYTES = 4  # of one fp32 element
-BLOCK = 256  # int8 elements that share one fp32 step
-INT4_BLOCK = 128  # int4 elements likewise: fewer, since a step is coarser; BLOCK is a multiple of it
 HEADER_BYTES = 64
 MESSAGE_LIMIT = 1 << 20  # bytes of a body that is not a CHUNK's: about 75,000 ranges in one HELLO
 FRAME_LIMIT = MESSAGE_LIMIT + 4096  # ZMQ_MAXMSGSIZE: the largest body, and room; chunks are at most 1 MiB too
@@ -68,26 +65,7 @@ class Kind(IntEnum):
     READY = 8  # more of a push may be asked for
 
 
-class Dtype(IntEnum):
-    """What a CHUNK's elements are spelled as."""
-
-    FP32 = 0
-    BF16 = 1
-    INT8 = 2
-    INT4 = 3
-    BF16_UPDATE = 4
-    INT8_UPDATE = 5
-
-
-# The header's codec, given by the dtype: 0 the elements are parameters, 1 they are differences to the granted base,
-# 2 the updates from the puller's base to its version (updates.py).
-_CODEC = {
-    Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1, Dtype.INT4: 1, Dtype.BF16_UPDATE: 2, Dtype.INT8_UPDATE: 2,
-}  # fmt: skip
-
-
 _KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a sixth of Kind(n), and every frame needs one
-_DTYPES = {int(dtype): dtype for dtype in Dtype}
 
 
 class BadFrame(CorruptFrame):
@@ -109,7 +87,7 @@ class Header(NamedTuple):
     layer: int = 0  # index in the manifest
     param: int = 0  # index in the layer
     offset: int = 0  # elements from the parameter's first
-    dtype: Dtype = Dtype.FP32
+    dtype: Dtype = Codec.FP32.dtype
 
 
 def run_id(run: str) -> int:
@@ -123,8 +101,8 @@ def pack_header(header: Header) -> bytes:
         MAGIC,
         FORMAT,
         header.kind,
-        header.dtype,
-        _CODEC[header.dtype],
+        header.dtype.number,
+        header.dtype.content,
         header.run,
         header.layer,
         header.stream,
@@ -160,16 +138,16 @@ def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> 
         raise BadFrame("format", f"expected frame format {FORMAT}, got {form}")
     if _CHECKSUM.unpack_from(fields, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields[: _FIELDS.size]):
         raise BadFrame("header_checksum", "the header's checksum does not match the header")
-    known = _KINDS.get(kind)
+    known, encoded = _KINDS.get(kind), DTYPES.get(dtype)
     if known is None:
         raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {max(Kind)}, got {kind}")
-    if _CODEC.get(dtype) != codec or (dtype and known is not Kind.CHUNK):
+    if encoded is None or encoded.content != codec or (dtype and known is not Kind.CHUNK):
         raise BadFrame("type", f"a {known.name} of dtype {dtype}, codec {codec} is not known")
     if reserved:
         raise BadFrame("reserved", f"expected 0 in the reserved field, got {reserved}")
     if its_run != run:
         raise BadFrame("run", f"expected a frame of run {run:08x}, got one of {its_run:08x}")
-    header = Header(known, its_run, stream, length, checksum, layer, param, offset, _DTYPES[dtype])
+    header = Header(known, its_run, stream, length, checksum, layer, param, offset, encoded)
     _check_bounds(header, body_bytes, chunk_bytes)
     return header
 
@@ -178,7 +156,7 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
     if header.length != body_bytes:
         raise BadFrame("length", f"the header says {header.length} bytes, the body has {body_bytes}")
     if header.kind is Kind.CHUNK:
-        if not 0 < header.length <= chunk_bytes or not _is_whole(header):
+        if not 0 < header.length <= chunk_bytes or not header.dtype.is_whole(header.length):
             raise BadFrame(
                 "length",
                 f"expected whole elements of {header.dtype.name}, at most {chunk_bytes} bytes, got {header.length}",
@@ -190,17 +168,6 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
         raise BadFrame("length", f"expected at most {MESSAGE_LIMIT} bytes in a {header.kind.name}, got {header.length}")
     if header.layer or header.param or header.offset:
         raise BadFrame("place", f"a {header.kind.name} names no place, this one names layer {header.layer}")
-
-
-def _is_whole(header: Header) -> bool:
-    """Whether a body of this length can be a number of whole elements."""
-    if header.dtype is Dtype.INT8:  # each block is a step and 1 to 256 elements
-        return not 1 <= header.length % (ITEM_BYTES + BLOCK) <= ITEM_BYTES
-    if header.dtype is Dtype.INT8_UPDATE:  # its range says how many; the shortest is a step and an element
-        return header.length > ITEM_BYTES
-    if header.dtype is Dtype.INT4:  # likewise, two elements in a byte
-        return not 1 <= header.length % (ITEM_BYTES + INT4_BLOCK // 2) <= ITEM_BYTES
-    return header.length % (2 if header.dtype in (Dtype.BF16, Dtype.BF16_UPDATE) else ITEM_BYTES) == 0
 
 
 def check_body(header: Header, body: Buffer) -> None:

@@ -35,9 +35,9 @@ from dips.identity.names import MASTER_NAME, PeerRole
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
+from dips.view.points import RoundHistory
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_secured
@@ -407,7 +407,8 @@ class Deployment(Run):
         c, begun = status["clusters"].get(name), sum(t for _, t in self._written(name, "steps"))
         if c is None:
             return [] if begun == 0 else [f"{name} is unknown to the master"]
-        parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
+        told = {**(c["heartbeat"] or {}), **c}  # the view counts what earlier incarnations lost, too
+        parts = {k: told.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
             parts["carried"] = 0  # of its last heartbeat: lost by now
         least = begun - H * TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)

@@ -14,9 +14,9 @@ from math import sqrt
 import numpy as np
 
 from dips.ids import GENESIS, VersionId
-from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow
 from dips.protocol.rules.weights import MOST_TIMES
+from dips.view.points import RoundHistory
 from tests.chaos.train_chaos import NUMEL, START, constant
 
 LR, MOMENTUM, CLIP = 0.7, 0.8, 20.0

@@ -52,7 +52,9 @@ def test_the_last_words_of_a_incarnation_are_counted_once(deployment: Deployment
     deployment.to_master["east"].wire.hold(DOWN)
     deployment.until(lambda: _steps(deployment) > steps + 6, SEEN_S, "east trains on by itself")
     deployment.wait_for_status(
-        lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master knows of it"
+        lambda s: s["clusters"]["east"]["heartbeat"]["tokens_carried"] > 2 * TOKENS["east"],
+        SEEN_S,
+        "the master knows of it",
     )
     deployment.to_master["east"].wire.hold(UP)
     deployment.seen_after(deployment.master_timeline, "cluster_gone", since=since, cluster="east")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from dips.wire import codecs, streams
+from dips.codecs import Codec
+from dips.wire import bodies, streams
 from dips.wire.chunks import Range
 from dips.wire.frame import Header, Kind, make_message, pack_header, run_id
 from dips.wire.streams import StreamName, Welcome
@@ -17,16 +18,15 @@ NAME = StreamName("golden", "push", "east", 2, 7, 3, "ps0", 4, 1, "", 1)
 RANGES = (Range(5, 2, 64, 6), Range(6, 0, 0, 1))
 
 
-def chunk(codec: str) -> tuple[bytes, bytes]:
+def chunk(codec: Codec) -> tuple[bytes, bytes]:
     """VALUES from element 64 of layer 5, parameter 2."""
-    spelled = codecs.codec_named(codec)
-    body = bytes(spelled.encode(VALUES))
+    body = bytes(bodies.encode(codec, VALUES))
     checksum = xxhash.xxh3_64_intdigest(body)
-    return pack_header(Header(Kind.CHUNK, RUN, STREAM, len(body), checksum, 5, 2, 64, spelled.dtype)), body
+    return pack_header(Header(Kind.CHUNK, RUN, STREAM, len(body), checksum, 5, 2, 64, codec.dtype)), body
 
 
 def make() -> dict[str, bytes]:
-    frames = {f"CHUNK {name}": chunk(name) for name in codecs.CODECS}
+    frames = {f"CHUNK {name}": chunk(name) for name in Codec}
     frames["HELLO"] = make_message(Kind.HELLO, RUN, STREAM, streams.encode_hello(NAME, RANGES))
     frames["WELCOME"] = make_message(Kind.WELCOME, RUN, STREAM, streams.encode_welcome(Welcome(4096, 1 << 20)))
     frames["WANT"] = make_message(Kind.WANT, RUN, STREAM, streams.encode_want(RANGES))

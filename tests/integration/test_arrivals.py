@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dips.config import load_run
-from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow, VersionCommitted
 from dips.sim.arrivals import read_arrivals
 from dips.slave.snapshot_manifest import MANIFEST_FILE, SnapshotManifest
 from dips.study.arrivals import emulate_arrivals
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.task import make_model
+from dips.view.points import RoundHistory
 from tests.integration import cluster_harness as harness
 from tests.integration import train_study as script
 

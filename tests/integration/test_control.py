@@ -347,9 +347,10 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
             unavailable=UnavailableMaster,
         )
         status = json.loads(reply.json)
-    assert status["clusters"]["a"]["inner_steps"] == 12 and status["clusters"]["a"]["loss"] is None
+    assert status["clusters"]["a"]["heartbeat"]["inner_steps"] == 12
+    assert status["clusters"]["a"]["heartbeat"]["loss"] is None
     assert status["clusters"]["a"]["reason"] and status["slaves"]["s0"]["reason"]
-    assert status["slaves"]["s0"]["pool_limit"] == 2 and "pool_limit" not in status["slaves"]["s1"]
+    assert status["slaves"]["s0"]["heartbeat"]["pool_limit"] == 2 and status["slaves"]["s1"]["heartbeat"] is None
 
 
 async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile) -> None:

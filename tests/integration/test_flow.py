@@ -30,6 +30,7 @@ from dips.client.rank.transfer import (
     push_pieces,
 )
 from dips.client.rank.transfer_types import LayerOrder
+from dips.codecs import Codec, Dtype
 from dips.errors import (
     ConfigError,
     DipsError,
@@ -45,10 +46,11 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged
 from dips.slave.outgoing_pull import OutStream
-from dips.wire import codecs, streams
-from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import Dtype, Header, Kind, make_message, pack_header, run_id, unpack_header
+from dips.wire import bodies, streams
+from dips.wire.chunks import Range, encode_ranges, split_chunks
+from dips.wire.frame import Header, Kind, make_message, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
+from tests.codec_bounds import error_bound
 
 RUN = "demo"
 CHUNK_BYTES = 1 << 16
@@ -62,6 +64,7 @@ MANIFEST = Manifest(
     )
 )
 LAYERS = (0, 1, 2)
+LOSSY = [codec for codec in Codec if codec.lossy]
 Model = dict[int, np.ndarray]
 
 
@@ -110,13 +113,18 @@ class FlowUnderTest:
         return SlaveAddress("s0", sinc, tuple(lanes or self.flow.lane_addresses()), LAYERS)
 
     def grant(
-        self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: str = "fp32"
+        self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: Codec = Codec.FP32
     ) -> Grant:
-        base = None if codec == "fp32" else V
+        base = V if codec.lossy else None
         return Grant(V, (self.address(lanes),), deadline_s, codec, base)
 
     def open_push(
-        self, push_id: PushId, ranks: int = 1, deadline_s: float = 30.0, codec: str = "fp32", theta: Model | None = None
+        self,
+        push_id: PushId,
+        ranks: int = 1,
+        deadline_s: float = 30.0,
+        codec: Codec = Codec.FP32,
+        theta: Model | None = None,
     ) -> Model:
         """Open it; under a lossy codec the slot begins as `theta`."""
         buffers = blank() if theta is None else {i: theta[i].copy() for i in LAYERS}
@@ -264,7 +272,7 @@ class Raw:
     def hello(self, pieces: Sequence[Range]) -> None:
         self.send_message(Kind.HELLO, streams.encode_hello(self.name, pieces))
 
-    def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Dtype.FP32) -> None:
+    def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Codec.FP32.dtype) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
         header = Header(Kind.CHUNK, run_id(RUN), self.name.stream_id, len(body), checksum, *chunk[:3], dtype)
         self.socket.send_multipart([pack_header(header), body])
@@ -299,15 +307,15 @@ def body_of(values: Model, chunk: Range) -> bytes:
     return values[chunk.layer][start : start + chunk.length].tobytes()
 
 
-def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
+def decoded(codec: Codec, theta: Model, pieces: Sequence[Piece]) -> Model:
     """θ plus the pieces' differences as the codec brings them, chunk by chunk."""
-    spelling, made = codecs.codec_named(codec), {i: theta[i].copy() for i in LAYERS}
+    made = {i: theta[i].copy() for i in LAYERS}
     for piece in pieces:
         start = MANIFEST.layers[piece.layer].param_offsets()[piece.param] + piece.offset
-        for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+        for chunk in split_chunks(encode_ranges(codec.dtype, [piece.range]), codec.chunk_bytes(CHUNK_BYTES)):
             at = chunk.offset - piece.offset
             elements = piece.array[at : at + chunk.length]
-            spelling.put(spelling.encode(elements), made[piece.layer][start + at : start + at + chunk.length])
+            bodies.put(codec, bodies.encode(codec, elements), made[piece.layer][start + at : start + at + chunk.length])
     return made
 
 
@@ -339,8 +347,8 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
 
 @pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254), ("int4", 0.133)])
-def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
+@pytest.mark.parametrize("codec", LOSSY)
+def test_differences_are_added_to_the_base_within_the_bound(codec, ranks):
     """A lossy push is staged as θ of its base plus what the codec makes of the differences; real bytes count."""
     with running_flow(lanes=2) as slave:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
@@ -355,49 +363,48 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
         )
         moved = slave.heard.wait("staged", push_id)
         assert moved == sum(s.nbytes for s in stats) == slave.flow.bytes_in
-        assert moved == pytest.approx(share_of_fp32 * 4 * MANIFEST.numel, rel=0.01)
+        assert moved == pytest.approx(codec.element_bytes * MANIFEST.numel, rel=0.01)
         assert (seen[-1].nbytes, seen[-1].total) == (stats[0].nbytes, stats[0].nbytes)
         assert same(buffers, decoded(codec, theta, [piece for hand in hands for piece in hand]))
         for i in LAYERS:
             error = np.abs(buffers[i] - (theta[i] + differences[i]))
-            step = np.abs(differences[i]).max() / (7 if codec == "int4" else 127)
-            bound = np.abs(differences[i]) * 2.0**-8 if codec == "bf16" else step / 2
-            assert (error <= bound + 1e-6).all()
+            assert (error <= error_bound(codec, differences[i], block=differences[i].size) + 1e-6).all()
         assert not slave.flow.refused_frames
 
 
-def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice(codec):
     """Differences are added: each chunk exactly once, whatever connections break between [invariants 1, 5]."""
     with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3) as cut:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
-        buffers = slave.open_push(push_id, codec="int8", theta=theta)
+        buffers = slave.open_push(push_id, codec=codec, theta=theta)
         hand = shares(differences, 1)[0]
-        stats = push_pieces(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
+        stats = push_pieces(slave.grant(1, [cut.address], codec=codec), base(1), hand)
         slave.heard.wait("staged", push_id)
         assert stats.connections == 4
-        assert same(buffers, decoded("int8", theta, hand))
+        assert same(buffers, decoded(codec, theta, hand))
 
 
 def test_a_chunk_of_another_codec_than_the_granted_is_refused():
     """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
     with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
-        buffers = slave.open_push(push_id, codec="bf16", theta=theta)
+        buffers = slave.open_push(push_id, codec=Codec.BF16, theta=theta)
         peer.hello(WHOLE)
         peer.read_message(Kind.WELCOME)
-        left, refused, spelling = MANIFEST.numel, 0, codecs.codec_named("bf16")
+        left, refused = MANIFEST.numel, 0
         while left:
             for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
                 peer.chunk(chunk, body_of(differences, chunk))
                 elements = np.frombuffer(body_of(differences, chunk), np.float32)
-                peer.chunk(chunk, bytes(spelling.encode(elements)), dtype=Dtype.BF16)
+                peer.chunk(chunk, bytes(bodies.encode(Codec.BF16, elements)), dtype=Codec.BF16.dtype)
                 left, refused = left - chunk.length, refused + 1
         slave.heard.wait("staged", push_id)
         assert slave.flow.refused_frames["type"] == refused
-        assert same(buffers, decoded("bf16", theta, shares(differences, 1)[0]))
+        assert same(buffers, decoded(Codec.BF16, theta, shares(differences, 1)[0]))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", [codec for codec in LOSSY if codec.block])
 def test_a_difference_that_is_not_finite_ends_its_push_at_the_slave(codec):
     """Its block's step is NaN: refused before it is written, told to the rank and to the master, never asked again."""
     with running_flow() as slave:
@@ -811,19 +818,19 @@ def open_slowly(gate: FragmentGate, pause_s: float = 1.2 * STALL_S) -> None:
         gate.open_next()
 
 
-@pytest.mark.parametrize(("lanes", "codec"), [(1, "fp32"), (2, "int8")])
+@pytest.mark.parametrize(("lanes", "codec"), [(1, Codec.FP32), (2, Codec.INT8)])
 def test_a_push_in_fragments_is_staged_though_its_ranks_are_silent_for_long(lanes, codec):
     """What is not offered is not asked for and not owed: no stall, no second connection, the same bytes."""
     with running_flow(lanes=lanes, stall_s=STALL_S) as slave:
         theta, values, push_id = model(1), model(2), PushId("fast", 1, 1)
-        buffers = slave.open_push(push_id, 2, codec=codec, theta=None if codec == "fp32" else theta)
+        buffers = slave.open_push(push_id, 2, codec=codec, theta=theta if codec.lossy else None)
         hands, grant = shares(values, 2), slave.grant(2, codec=codec)
         gates = [FragmentGate(FRAGMENTS, hand) for hand in hands]
         moves = [lambda r=r: push_pieces(grant, base(1, r), hands[r], gate=gates[r]) for r in range(2)]
         *stats, _, _ = together(*moves, *(lambda g=g: open_slowly(g) for g in gates))
         slave.heard.wait("staged", push_id)
         pieces = [piece for hand in hands for piece in hand]
-        assert same(buffers, values if codec == "fp32" else decoded(codec, theta, pieces))
+        assert same(buffers, decoded(codec, theta, pieces) if codec.lossy else values)
         assert [s.connections for s in stats] == [lanes] * 2 and not slave.flow.refused_frames
         assert all(s.seconds > 2 * STALL_S for s in stats)
 

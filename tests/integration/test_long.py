@@ -27,7 +27,7 @@ from tests.integration import train_constant as constant
 from tests.integration.test_control import ClusterScript
 
 HERE = Path(__file__).parent
-TIMES = 5
+TIMES = 8
 VERSIONS = 4
 
 

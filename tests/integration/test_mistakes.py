@@ -94,7 +94,7 @@ def test_another_model_and_other_options_are_refused(run: Any, tmp_path: Path) -
     run.start_slaves()
     run.wait(run.start_cluster("right", tiny(tmp_path)), 60)
     told = asyncio.run(ask_status(master_peer(run.address, None)))
-    assert (told["finished"] is not None, told["last_loss"]) == (True, 1.5)
+    assert (told["finished"] is not None, told["newest"]["loss"]) == (True, 1.5)
     logs = {name: (tmp_path / f"{name}.log").read_text() for name in ("master", "ps0", "right")}
     one_each = [("master", '"version_committed"'), ("ps0", '"event": "order"'), ("right", '"event": "outcome"')]
     assert [logs[name].count(event) for name, event in one_each] == [3, 3, 3], "a line for each outer step"
@@ -151,7 +151,7 @@ def test_a_script_that_always_crashes(run: Any, tmp_path: Path) -> None:
     script.write_text(CRASHES)
     west = run.start_cluster("west", [sys.executable, str(script)], max_restarts=10)
     told = "crashing, 1 of 10, exit 1, last line: ValueError: no data"
-    run.until(lambda: told in seen(run, "west").get("note", ""), 60, "it is shown")
+    run.until(lambda: told in str((seen(run, "west").get("heartbeat") or {}).get("remarks")), 60, "it is shown")
     run.wait(west, 60, code=1)
     assert seen(run, "west")["reason"].startswith("crashed 3 times in the same way before its first step: exit 1")
     assert west.log.read_text().count("trainer_start") == 3

@@ -57,7 +57,7 @@ class Watched:
         page.on("pageerror", lambda error: self.problems.append(f"raised: {error}"))
         page.goto(self.url)
         page.locator("#clusters tbody tr").first.wait_for()
-        page.wait_for_function("() => document.querySelectorAll('#loss-time polyline').length > 0")
+        page.wait_for_function("() => document.querySelectorAll('#curve-loss polyline').length > 0")
         return page
 
     def keep_shot(self, page: Any, name: str, *, whole: bool = True) -> None:
@@ -154,7 +154,8 @@ def test_a_walk_by_keyboard_reaches_everything_and_is_seen(watched: Watched) -> 
             break
         walked.append(page.evaluate("dipsProbe.focused()"))
     reachable = page.evaluate(
-        "[...document.querySelectorAll('a[href], summary, [tabindex=\"0\"]')].filter(n => n.getClientRects().length && "
+        "[...document.querySelectorAll('a[href], summary, select, [tabindex=\"0\"]')]"
+        ".filter(n => n.getClientRects().length && "
         "!(n.closest('details') && !n.closest('details').open && n.tagName !== 'SUMMARY')).length"
     )
     assert len(walked) == len({step["key"] for step in walked}) == reachable >= 8
@@ -167,7 +168,7 @@ def test_a_walk_by_keyboard_reaches_everything_and_is_seen(watched: Watched) -> 
 
 
 def test_a_screen_reader_finds_its_way(watched: Watched) -> None:
-    """Landmarks, one first heading, captions, header cells, words for both plots; and silence while all goes on."""
+    """Landmarks, one first heading, captions, header cells, words for every plot; and silence while all goes on."""
     page = watched.open_page()
     assert [page.locator(tag).count() for tag in ("header", "main", "footer", "h1")] == [1, 1, 1, 1]
     assert page.evaluate("[...document.querySelectorAll('table')].every(t => t.caption.textContent.length > 20)")
@@ -176,9 +177,44 @@ def test_a_screen_reader_finds_its_way(watched: Watched) -> None:
     named = "s.closest('[aria-hidden=true]') || s.matches('[role=img][aria-label], [role=img][aria-labelledby]')"
     assert page.evaluate(f"[...document.querySelectorAll('svg')].every(s => {named})")
     assert "made a version" in page.locator("#timeline-says").inner_text()
-    assert "loss fell from" in page.locator("#loss-tokens figcaption").inner_text()
+    assert "loss fell from" in page.locator("#curve-loss figcaption").inner_text()
     page.wait_for_timeout(2500)
     assert page.locator("#say").inner_text() == ""
+    page.context.close()
+
+
+def test_a_part_of_a_curve_is_looked_at_closer(watched: Watched) -> None:
+    """What the pointer marks is shown in all curves; a double click, or another axis, shows everything again."""
+    page = watched.open_page()
+    plot = page.locator("#curve-loss svg")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    ticks = "[...document.querySelectorAll('#curve-delta_norm text')].map(t => t.textContent).join()"
+    before = page.evaluate(ticks)
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 100)
+    page.mouse.up()
+    assert page.locator("#range").input_value() == "drag" and page.evaluate(ticks) != before
+    plot.dblclick()
+    assert page.locator("#range").input_value() == "1"
+    page.locator("#axis").select_option("0")
+    assert page.locator("#curve-score polyline").count() == 2
+    page.context.close()
+
+
+def test_last_lines_and_options_are_there_when_opened(watched: Watched) -> None:
+    """What the trainer said last stays text; the configuration is what the run agreed on."""
+    page = watched.open_page()
+    page.locator("#lines summary").click()
+    said = page.locator("#lines-of [data-key='west-h100'] pre")
+    said.wait_for()
+    assert script.MARKUP in said.inner_text()
+    page.locator("#options summary").click()
+    page.locator("#options tr[data-key='penalty.warmup_rounds']").wait_for()
+    assert page.locator("#options tr[data-key='penalty.warmup_rounds'] td").inner_text() == "2"
+    watched.keep_shot(page, "opened.png")
     page.context.close()
 
 

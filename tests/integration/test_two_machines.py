@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 
 from dips.master.genesis import LEDGER
 from dips.master.ledger import Ledger
-from dips.master.ledger_history import RoundHistory
 from dips.telemetry import timeline
+from dips.view.points import RoundHistory
 from tests.integration.cluster_harness import ROOT, Process
 from tests.integration.machines import MOST_CAPTURED, Machines, missing
 

@@ -7,6 +7,7 @@ import pytest
 
 from dips.client.rank.transfer import PullTransfer, pull_pieces
 from dips.client.rank.transfer_types import LayerOrder
+from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
@@ -37,7 +38,7 @@ V3 = VersionId(3, 4)
 OTHER = VersionId(2, 9)
 
 
-def two_steps(codec: str, open_at: FlowUnderTest) -> dict[VersionId, Model]:
+def two_steps(codec: Codec, open_at: FlowUnderTest) -> dict[VersionId, Model]:
     """Make v3@r4 and V of v0@r0, and open a pull of V; return θ of each."""
     fields = {
         i: tuple(zip(MANIFEST.layers[i].param_offsets(), (p.numel for p in MANIFEST.layers[i].parameters), strict=True))
@@ -75,8 +76,10 @@ def count_sent(slave: FlowUnderTest) -> int:
 
 @pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(("codec", "held", "share"), [("bf16", V3, 0.5), ("int8", V3, 0.254), ("int8", GENESIS, 0.508)])
-def test_updates_make_the_version_bit_for_bit(codec: str, held: VersionId, share: float, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "held", "share"), [(Codec.BF16, V3, 0.5), (Codec.INT8, V3, 0.254), (Codec.INT8, GENESIS, 0.508)]
+)
+def test_updates_make_the_version_bit_for_bit(codec: Codec, held: VersionId, share: float, ranks: int) -> None:
     """From the version before, or from two before; ranks' pieces begin anywhere in a block; real bytes count."""
     with running_flow(lanes=2) as slave:
         thetas = two_steps(codec, slave)
@@ -91,8 +94,10 @@ def test_updates_make_the_version_bit_for_bit(codec: str, held: VersionId, share
         assert not slave.flow.refused_frames
 
 
-@pytest.mark.parametrize(("codec", "held"), [("bf16", GENESIS), ("int8", OTHER), ("int8", None), ("fp32", V3)])
-def test_who_cannot_take_updates_gets_parameters(codec: str, held: VersionId | None) -> None:
+@pytest.mark.parametrize(
+    ("codec", "held"), [(Codec.BF16, GENESIS), (Codec.INT8, OTHER), (Codec.INT8, None), (Codec.FP32, V3)]
+)
+def test_who_cannot_take_updates_gets_parameters(codec: Codec, held: VersionId | None) -> None:
     """Too far behind, on a version of another lineage, without one, or in a run without updates."""
     with running_flow() as slave:
         thetas, target = two_steps(codec, slave), blank()
@@ -104,7 +109,7 @@ def test_who_cannot_take_updates_gets_parameters(codec: str, held: VersionId | N
 def test_updates_that_were_cut_are_resumed_and_added_once() -> None:
     """Each chunk is added to the older version exactly once, whatever breaks between [invariants 1, 5]."""
     with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3, upward=False) as cut:
-        thetas = two_steps("int8", slave)
+        thetas = two_steps(Codec.INT8, slave)
         target = {i: thetas[GENESIS][i].copy() for i in LAYERS}
         stats = pull_pieces(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0], held=GENESIS)
         assert same(target, thetas[V])
@@ -120,11 +125,11 @@ def test_a_rank_believes_no_offer_that_it_cannot_take() -> None:
             (V3, Welcome(0, 4096, 2, 1), BadFrame),
             (V3, Welcome(0, 4096, 5, 7), BadFrame),
         ):
-            moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, 1, held))
+            moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, held))
             with pytest.raises(error):
                 moving.on_welcome(moving._parts[0], said, 0.0)
             _end(moving)
-        moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, 1, V3))
+        moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, V3))
         moving.on_welcome(moving._parts[0], Welcome(0, 4096, 5, 1), 0.0)
         with pytest.raises(UnavailableSlave, match="other chunks than before"):
             moving.on_welcome(moving._parts[0], Welcome(0, 4096), 0.0)

@@ -26,6 +26,7 @@ def make_model() -> nn.Module:
 def main(step_s: float, tokens: int, wild: bool, hostile: bool) -> None:
     torch.manual_seed(int(step_s * 1000))
     model, taken = make_model(), 0
+    print(f"begins {MARKUP}", file=sys.stderr, flush=True)
     with OuterLoop(model) as outer:
         while not outer.finished:
             time.sleep(step_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.effects import Apply, Fold, Order, Registered
@@ -17,7 +18,7 @@ from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
 from dips.slave.shard import OrderFences, Shard
 from dips.slave.shard_round import ShardRound
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Buffer, Header
 
@@ -99,7 +100,7 @@ def keep_local() -> list[Patch]:
 
 def accept_old_stream() -> list[Patch]:
     honest_hello, honest_claim = Receiver.on_hello, Receiver.claim_chunk
-    kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
+    kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, Codec]] = {}  # what each stream once wrote into
 
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float, *ready: int) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
@@ -114,11 +115,9 @@ def accept_old_stream() -> list[Patch]:
             if (id(self), header.stream) in kept:
                 layout, targets, codec = kept[id(self), header.stream]
                 begin = layout.fields[header.layer, header.param].start + header.offset
-                of_body = header.length
-                length = {"fp32": of_body // 4, "bf16": of_body // 2, "int8": of_body - 4, "int4": 2 * (of_body - 4)}[
-                    codec.name
-                ]
-                codec.put(body, targets[header.layer][begin : begin + length])
+                of_codes = header.length - ITEM_BYTES * codec.count_blocks(1)  # chunks here are one block at most
+                length = 8 * of_codes // codec.bits
+                bodies.put(codec, body, targets[header.layer][begin : begin + length])
             raise
 
     return [(Receiver, "on_hello", hello), (Receiver, "claim_chunk", claim)]

@@ -58,7 +58,7 @@ POINTS: dict[str, str] = {
     "degraded": "versions were announced without a snapshot",
     "durable_again": "and durable again",
     "stopped": "the run stopped for a broken disk, and went on when it was mended",
-    "lossy": "a push in bf16, int8 or int4 was accepted",
+    "lossy": "a push in a lossy codec was accepted",
     "updates": "a rank pulled the update to a version instead of its parameters",
     "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
@@ -135,7 +135,7 @@ class Coverage(Observer):
         for fold in record.folds:
             if (fold.push.cluster, fold.push.inc) in self._ended:
                 self.met("push_of_the_dead")
-            if self.world.books.frozen[fold.push].codec != "fp32":
+            if self.world.books.frozen[fold.push].codec.lossy:
                 self.met("lossy")
             if self._undone:
                 self.met("undone")

@@ -32,7 +32,7 @@ class ExtendingOperator(Observer):
     def _ask_master(self) -> None:
         process = self.world.master.process
         if process is not None:
-            head = int(process.coordinator.build_view(self.world.heap.now)["head"].split("@")[0][1:])
+            head = int(process.coordinator.build_view(self.world.heap.now).head.split("@")[0][1:])
             change = TargetChange("versions", max(FEWEST, head + self._rng.randint(*FARTHER)))
             process.on_message(ExtensionAsked(0, (change,)), self.answers.append)
 

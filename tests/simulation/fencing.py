@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, get_args
 
 from dips.ids import PushId
+from dips.plain import to_plain
 from dips.protocol.effects import Order
 from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged
@@ -105,8 +107,7 @@ def _of_slave(process: SlaveProcess) -> Any:
 
 def _of_master(master: MasterProcess) -> str:
     view = master.coordinator.build_view(0.0)
-    view["round"].pop("reason")
-    return json.dumps(view, sort_keys=True)
+    return json.dumps(to_plain(replace(view, round=replace(view.round, reason=""))), sort_keys=True)
 
 
 class MonotoneInvariant(Invariant):

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
+from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.effects import Note
-from dips.protocol.enums import PushCodec
 from dips.protocol.options import RANGES_HELD, DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RangesLeased, Record, RunFinished
 from dips.sim.feed import DataShape
@@ -59,7 +59,7 @@ def last_range_scenario(seed: int) -> Scenario:
     )  # fmt: skip
     options = Options(
         OuterOptions(), PenaltyOptions(gates=()), data=DataOptions(ranges=ranges), timing=timing,
-        codec=rng.choice((PushCodec.FP32, PushCodec.INT8)),
+        codec=rng.choice((Codec.FP32, Codec.INT8)),
     )  # fmt: skip
     held = Chance(seed).generator_for("ranges held").choice((RANGES_HELD, 1, 3))
     options = replace(options, ranges_held=held)

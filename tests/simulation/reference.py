@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import frexp, ldexp, sqrt
 from statistics import median
 
+from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import FoldRow, PenaltyRow, VersionCommitted
@@ -65,7 +66,9 @@ def _content(theta: dict[int, Numbers], momentum: dict[int, Numbers]) -> Content
 class LineageReference:
     """Every version of the lineage, made anew from its row."""
 
-    def __init__(self, genesis: Mapping[int, F32], parameters: tuple[int, ...] = (), pull_codec: str = "fp32") -> None:
+    def __init__(
+        self, genesis: Mapping[int, F32], parameters: tuple[int, ...] = (), pull_codec: Codec = Codec.FP32
+    ) -> None:
         """`parameters` of each layer, by their elements: of an update each is one block."""
         self._parameters, self._codec = parameters, pull_codec
         theta = {layer: unpack(a) for layer, a in genesis.items()}
@@ -81,7 +84,7 @@ class LineageReference:
         for layer, numbers in old.theta.items():
             acc = self._sum(layer, numbers, row.folds, pushed)
             theta[layer], momentum[layer] = self._step(row, layer, numbers, acc, old.momentum[layer])
-            if self._codec != "fp32":
+            if self._codec.lossy:
                 self._round(row, numbers, theta[layer], momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
         return made
@@ -124,8 +127,10 @@ class LineageReference:
             top = max(abs(c) for c in change.values())
             step = f32(top / 127)
             for i, c in change.items():
-                if self._codec == "bf16":
+                if self._codec is Codec.BF16:
                     update = _round_bf16(c)
+                elif self._codec is not Codec.INT8:
+                    raise ValueError(f"no reference of updates in {self._codec}")
                 elif top < 2.0**-119:
                     update = 0.0
                 else:

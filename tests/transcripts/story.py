@@ -286,7 +286,7 @@ class Teller:
         names = [name for name, _ in self.ledger.read_state().row.placement]
         for name in names:
             self.registers(
-                name, {"holds": self.machine.build_view(self.now)["head"], "term": str(self.machine.term), **words}
+                name, {"holds": self.machine.build_view(self.now).head, "term": str(self.machine.term), **words}
             )
         return [self._state("slaves", name) for name in names]
 
@@ -340,16 +340,16 @@ class Teller:
 
     def status(self, _: str, words: Words) -> list[str]:
         view = self.machine.build_view(self.now)
-        r = view["round"]
-        lines = [f"term {view['term']}, head {view['head']}, round {r['state']}: {r['reason']}"]
-        durability = view["durability"]
-        if durability["state"] != "durable":
-            lines.append(f"{durability['state']}: {durability['reason']}")
-        return lines + [self._state(role, name) for role in ("clusters", "slaves") for name in view[role]]
+        r = view.round
+        lines = [f"term {view.term}, head {view.head}, round {r.state}: {r.reason}"]
+        durability = view.durability
+        if durability.state != "durable":
+            lines.append(f"{durability.state}: {durability.reason}")
+        return lines + [self._state(role, name) for role in ("clusters", "slaves") for name in getattr(view, role)]
 
     def _state(self, role: str, name: str) -> str:
-        peer = self.machine.build_view(self.now)[role][name]
-        return f"{name} {peer['state']}: {peer['reason']}"
+        peer = getattr(self.machine.build_view(self.now), role)[name]
+        return f"{name} {peer.state}: {peer.reason}"
 
     # ---- names -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 
 DIPS = Path(__file__).parents[2] / "dips"
 
-LOW = {"dips.ids", "dips.errors", "dips.dataclass", "dips.outer_step", "dips.printable"}
+LOW = {"dips.codecs", "dips.ids", "dips.errors", "dips.dataclass", "dips.outer_step", "dips.plain", "dips.printable"}
 CONFIG = {
     "dips.cgroup",
     "dips.config",
@@ -37,12 +37,15 @@ ROLES = {"dips.master", "dips.slave", "dips.client"}
 # What a room may import of Di-PS, besides itself. A name stands for the module and all below it.
 MAY: dict[str, set[str]] = {
     "dips.__init__": {"dips.client.load"},
+    "dips.codecs": set(),
     "dips.errors": set(),
     "dips.dataclass": set(),
+    "dips.plain": {"dips.errors"},
     "dips.printable": set(),
     "dips.private_files": LOW | {"dips.fsync"},
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.outer_step": {"dips.dataclass"},
+    "dips.quantisers": {"dips.codecs", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
     "dips.cgroup": LOW,
@@ -59,12 +62,12 @@ MAY: dict[str, set[str]] = {
     "dips.identity": LOW | {"dips.fsync", "dips.private_files"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
-    "dips.outer": LOW,
-    "dips.wire": LOW | {"dips.protocol"},
+    "dips.outer": LOW | {"dips.quantisers"},
+    "dips.wire": LOW | {"dips.protocol", "dips.quantisers"},
     "dips.transport": LOW
     | {"dips.cgroup", "dips.file_stamps", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
-    "dips.page": LOW | {"dips.protocol"},
-    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.page"},
+    "dips.view": LOW | {"dips.protocol", "dips.telemetry"},
+    "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.view"},
     "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
@@ -74,12 +77,12 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study", "dips.view"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer"}
-    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams", "updates")}
+    | {f"dips.wire.{pure}" for pure in ("bodies", "chunks", "frame", "streams")}
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
@@ -103,11 +106,13 @@ MAY: dict[str, set[str]] = {
 
 # What a room may import of others, besides the standard library; rooms that are not here may import what they like.
 OTHERS: dict[str, set[str]] = {
+    "dips.codecs": set(),
     "dips.dataclass": set(),
     "dips.ids": set(),
     "dips.errors": set(),
     "dips.protocol": set(),
     "dips.outer": {"numpy", "numba"},
+    "dips.quantisers": {"numpy"},
 }
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},
@@ -118,7 +123,7 @@ NEVER: dict[str, set[str]] = {
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
-    "dips.page": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
+    "dips.view": {"torch", "numba", "numpy", "zmq", "grpc", "pydantic"},
     "dips.http": {"torch", "numpy", "numba", "zmq"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc", "cryptography"},
     "dips.identity": {"torch", "numpy", "numba", "zmq", "grpc"},

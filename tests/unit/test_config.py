@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dips.codecs import PULL_CODECS, Codec
 from dips.config import (
     Shared,
     SlaveSection,
@@ -221,6 +222,9 @@ def test_two_slaves_of_one_name(tmp_path: Path) -> None:
 
 def test_the_codec_is_agreed_on_and_reaches_the_coordinator(tmp_path: Path) -> None:
     """fp32 unless the run says otherwise; a cluster with another codec than the run's has another digest."""
+    for codec in Codec:
+        named = write(tmp_path / "named.yaml", changed(RUN, "shared.codec", str(codec)))
+        assert load_run(named).make_options().codec is codec
     lossy = load_run(write(tmp_path / "dips.yaml", changed(RUN, "shared.codec", "int8")))
     plain = load_run(write(tmp_path / "plain.yaml", RUN))
     assert (plain.make_options().codec, lossy.make_options().codec) == ("fp32", "int8")
@@ -238,8 +242,13 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
         load_run(write(tmp_path / "still.yaml", changed(lossy, "shared.outer.momentum", 0.0)))
     with pytest.raises(ConfigError, match="and a step other than sgd"):
         load_run(write(tmp_path / "sgd.yaml", changed(lossy, "shared.outer.step", "sgd")))
-    with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
-        load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
+    for codec in Codec:
+        named = write(tmp_path / "named.yaml", changed(RUN, "shared.pull_codec", str(codec)))
+        if codec in PULL_CODECS:
+            assert load_run(named).shared.pull_codec is codec
+        else:
+            with pytest.raises(ConfigError, match=rf"shared\.pull_codec.*fp32, bf16, int8: {codec} is for pushes only"):
+                load_run(named)
 
 
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from dips import cli
 from dips.client import app as client_app
 from dips.client.preflight import app as preflight_app
+from dips.codecs import Codec
 from dips.config import ClusterFile, RunFile
 from dips.errors import TREATMENTS
 from dips.master import app as master_app
@@ -242,7 +243,7 @@ def test_the_header_is_as_shown() -> None:
     ends = [(int(begin), int(end or begin)) for begin, end, _ in shown]
     assert [begin for begin, _ in ends] == [0] + [end + 1 for _, end in ends[:-1]]
     assert ends[-1][1] == frame.HEADER_BYTES - 1
-    header = frame.pack_header(frame.Header(frame.Kind.CHUNK, 1, 2, 3, 4, 5, 6, 7, frame.Dtype.BF16))
+    header = frame.pack_header(frame.Header(frame.Kind.CHUNK, 1, 2, 3, 4, 5, 6, 7, Codec.BF16.dtype))
     places = {"DIPS": 0x53504944, "kind": 4, "dtype": 1, "codec": 1, "run": 1, "layer": 5, "stream": 2, "parameter": 6}
     places |= {"body": 3, "offset": 7, "zero": 0, "format": frame.FORMAT}
     for (begin, end), (_, _, word) in zip(ends[:-2], shown, strict=False):

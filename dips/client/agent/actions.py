@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from dips.client.agent.account import PastIncarnation
 from dips.dataclass import dataclass
+from dips.errors import DipsError
 from dips.protocol.heartbeats import ClusterHeartbeat
 
 
@@ -59,6 +60,7 @@ class StopTrainer:
 
     code: int
     reason: str
+    error: type[DipsError] | None = None  # None: our bug
 
 
 Action = AskMaster | SendHeartbeat | SaveIncarnation | RecordMark | StopTrainer

@@ -27,6 +27,7 @@ from dips.client.agent.core import AgentCore
 from dips.client.agent.rank_server import RankServer
 from dips.client.agent.signals import AgentSignals
 from dips.config import ClusterFile
+from dips.dataclass import replace
 from dips.errors import Busy, DipsError, Unavailable
 from dips.protocol.effects import Grant, Result
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
@@ -144,8 +145,9 @@ class Agent:
         self._signals.notify_change()
 
     async def _carry_heartbeat(self, action: SendHeartbeat) -> None:
+        heartbeat = replace(action.heartbeat, lines=self._command.last_lines())
         try:
-            answer = await self._master.send_heartbeat(action.heartbeat, action.deadline_s)
+            answer = await self._master.send_heartbeat(heartbeat, action.deadline_s)
         except DipsError as error:
             self._log.warning("a heartbeat was not answered", error=str(error))
             self.perform_actions(self._core.on_heartbeat_error(error, time.monotonic()))

@@ -12,6 +12,7 @@ from dips.client.agent.error_tail import ErrorTail
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.signals import AgentSignals
 from dips.client.agent.trainer import TrainerProcess, kill_leftovers
+from dips.protocol.heartbeats import MOST_LINES
 from dips.telemetry.logs import Log
 
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
@@ -31,6 +32,8 @@ class CommandRunner:
         """Create a runner; `end_grace_s` is the time between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
         self._end_grace_s = end_grace_s
+        self._tail: ErrorTail | None = None  # standard error of the newest launch; None: there was no launch
+        self._lines_before: tuple[str, ...] = ()  # last lines of the launch before
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
         """Launch the command until it ends by itself, is stopped, or has crashed too often; return the exit code."""
@@ -61,9 +64,17 @@ class CommandRunner:
             await asyncio.sleep(0.1)
         return stop.code
 
+    def last_lines(self) -> tuple[str, ...]:
+        """Return the last lines on the training command's standard error; those of the former launch if this one
+        printed none.
+        """
+        lines = () if self._tail is None else self._tail.last_lines(MOST_LINES)
+        return lines or self._lines_before
+
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
         """Launch the command and wait for its end; return its exit code and its last line on standard error."""
-        tail = ErrorTail()
+        self._lines_before = self.last_lines()
+        tail = self._tail = ErrorTail()
         try:
             process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)}, tail.writer)
         finally:

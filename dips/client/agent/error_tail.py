@@ -15,9 +15,12 @@ import select
 import signal
 import threading
 
+from dips.printable import make_printable
+
 TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and torchrun's report after them
 PIECE_BYTES = 65536
 LINE_CHARS = 160  # at most shown of the line
+PAST_CHARS = 4 * LINE_CHARS  # read per line that is shown
 END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
 # The last line of a Python traceback, as torch prints it for a rank; torchrun's own traceback after it has no cause.
 RAISED = re.compile(
@@ -32,7 +35,7 @@ OF_OTHERS = re.compile(
     r"|not all \d+ ranks reached",
 )
 WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
-BY_SIGNAL = 128  # exit codes above it mean a signal
+BY_SIGNAL = 128  # exit codes above it mean a signal mean a signal
 SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # a process ended by these prints no reason
 
 
@@ -50,6 +53,11 @@ class ErrorTail:
         """Close our copy of the pipe's write end, so that the pipe ends with the process, and start copying."""
         os.close(self.writer)
         self._thread.start()
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        """Return the newest complete lines so far that contain words, at most `most`."""
+        text = bytes(self._tail[-most * PAST_CHARS :]).decode(errors="replace")
+        return tuple(make_printable(line)[:LINE_CHARS] for line in _list_spoken(text)[-most:])
 
     def finish(self) -> str:
         """Return the probable cause of the process's end in one line; empty if nothing was printed."""

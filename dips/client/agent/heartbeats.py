@@ -13,7 +13,7 @@ from dips.client.agent.phases import ACTIVITY, SyncPhase
 from dips.client.agent.pulls import end_transfer
 from dips.client.agent.pushes import give_back
 from dips.client.agent.questions import end_pauses
-from dips.client.agent.remarks import write_note
+from dips.client.agent.remarks import list_remarks
 from dips.client.agent.state import AgentState, TrainerAttempt
 from dips.client.agent.transfers import halt_dropped, moving_transfer, push_idle_s
 from dips.errors import Denied, StaleIncarnation
@@ -72,8 +72,8 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         s.pace.since_push,
         account.consumed_tokens,
         sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
-        write_note(s),
-        push_idle_s(s),
+        list_remarks(s),
+        idle_s=push_idle_s(s),
     )
 
 

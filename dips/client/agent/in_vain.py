@@ -7,7 +7,7 @@ from dips.client.agent.remarks import drop_remark, make_remark
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import ErrorReply
 from dips.errors import ConfigError
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.enums import OutcomeKind, RemarkSubject
 
 NO_STEP_S = 120.0  # without an inner step, as `hang_s`: building and compiling a model may take as long
 
@@ -25,12 +25,12 @@ def look_for_steps(s: AgentState) -> None:
     if not trains or t.inner_steps > t.steps_before or s.sync.phase is SyncPhase.JOINING:
         t.idle_since = s.now
     elif s.now - t.idle_since >= NO_STEP_S:
-        make_remark(s, "steps", f"no inner step reported in {NO_STEP_S:.0f} s: {CALL_STEP}")
+        make_remark(s, RemarkSubject.STEPS, f"no inner step reported in {NO_STEP_S:.0f} s: {CALL_STEP}")
 
 
 def look_at_step(s: AgentState) -> None:
     """Drop the remark on missing steps, since a step was reported."""
-    drop_remark(s, "steps")
+    drop_remark(s, RemarkSubject.STEPS)
 
 
 def refuse_uncounted(s: AgentState) -> ErrorReply | None:
@@ -44,19 +44,19 @@ def refuse_uncounted(s: AgentState) -> ErrorReply | None:
 def look_at_freeze(s: AgentState) -> None:
     """Remark on a frozen push without tokens, or drop that remark."""
     if s.account.frozen.tokens:
-        drop_remark(s, "tokens")
+        drop_remark(s, RemarkSubject.TOKENS)
     else:
-        make_remark(s, "tokens", f"its push brings no tokens: {COUNT_TOKENS}")
+        make_remark(s, RemarkSubject.TOKENS, f"its push brings no tokens: {COUNT_TOKENS}")
 
 
 def look_at_outcome(s: AgentState, kind: OutcomeKind, reason: str) -> None:
     """Count an accepted push and drop the remarks that it makes obsolete; remark on a gated one."""
     if kind is OutcomeKind.ACCEPTED:
         s.trainer.accepted_pushes += 1
-        drop_remark(s, "crash")
-        drop_remark(s, "gated")
+        drop_remark(s, RemarkSubject.CRASH)
+        drop_remark(s, RemarkSubject.GATED)
     elif kind is OutcomeKind.GATED:
-        make_remark(s, "gated", f"its push was gated: {reason}")
+        make_remark(s, RemarkSubject.GATED, f"its push was gated: {reason}")
 
 
 def look_at_end(s: AgentState) -> None:
@@ -72,4 +72,4 @@ def look_at_end(s: AgentState) -> None:
         taken = f"{t.inner_steps} inner step{'s' * (t.inner_steps > 1)}"
         why = f"it took {taken}: train longer, call outer.push() at the end, or push more often (pace)"
     s.leaves_for = f"left without one accepted push: {why}"
-    make_remark(s, "end", f"the training command ended without one accepted push: {why}")
+    make_remark(s, RemarkSubject.END, f"the training command ended without one accepted push: {why}")

@@ -17,7 +17,7 @@ from dips.client.agent.verdicts import give_verdict, train_on
 from dips.errors import Denied, DifferentModel
 from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Refused
 from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered
-from dips.protocol.heartbeats import NOTE_CHARS
+from dips.protocol.heartbeats import REMARK_CHARS
 
 TAKEN_TRIES = 5  # Joins in a row, one per heartbeat of the master: a dead holder of the name is silent by then
 LEAST_RETRY_S = 0.1
@@ -124,7 +124,7 @@ def leave_run(s: AgentState) -> ClusterLeft | None:
     """Return the last message to the master; None if the cluster has no incarnation there."""
     if not s.joined:
         return None
-    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens, s.leaves_for[:NOTE_CHARS])
+    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens, s.leaves_for[:REMARK_CHARS])
 
 
 def past_incarnation(s: AgentState) -> PastIncarnation:

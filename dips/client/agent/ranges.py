@@ -19,9 +19,9 @@ from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, 
 from dips.dataclass import replace
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
+from dips.protocol.enums import RemarkSubject
 from dips.protocol.events import RangesRequested
 
-WAITS = "ranges"  # subject of the remark that tells whose data ranges the trainer waits for
 END_S = 600.0  # time for the last push to be settled at the end of the data
 
 NONE_LEFT = "no data range is left to lease"
@@ -125,7 +125,7 @@ def is_asked(s: AgentState) -> bool:
 def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
     s.range_requests.waits = ""
-    drop_remark(s, WAITS)
+    drop_remark(s, RemarkSubject.RANGES)
     # that claimed ranges are unavailable does not mean that no range is left
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
     if not result.ranges and not s.range_requests.claimed:
@@ -144,5 +144,5 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
 def on_ranges_pending(s: AgentState, result: Pending) -> None:
     """Wait, since other clusters hold all ranges that are left: they come back, or the run ends with them."""
     s.range_requests.waits = result.reason
-    make_remark(s, WAITS, f"waits: {result.reason}")
+    make_remark(s, RemarkSubject.RANGES, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)

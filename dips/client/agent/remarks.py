@@ -6,26 +6,28 @@ Subjects are few and fixed, so nothing grows; a remark that is repeated with the
 from __future__ import annotations
 
 from dips.client.agent.state import AgentState
-from dips.protocol.heartbeats import NOTE_CHARS
+from dips.printable import make_printable
+from dips.protocol.enums import RemarkSubject
+from dips.protocol.heartbeats import REMARK_CHARS, Remark
 
 WAIT_TOLD_S = 5.0  # a wait of this length is logged
 
 
-def make_remark(s: AgentState, subject: str, text: str) -> None:
+def make_remark(s: AgentState, subject: RemarkSubject, text: str) -> None:
     """Log a remark that names its remedy; it holds until it is dropped."""
     if s.remarks.get(subject) != text:
         s.remarks[subject] = text
         s.record_mark("remark", subject=subject, text=text)
 
 
-def drop_remark(s: AgentState, subject: str) -> None:
+def drop_remark(s: AgentState, subject: RemarkSubject) -> None:
     """Drop the remark on a subject, since it no longer holds."""
     s.remarks.pop(subject, None)
 
 
-def write_note(s: AgentState) -> str:
+def list_remarks(s: AgentState) -> tuple[Remark, ...]:
     """Return all remarks that hold, for a heartbeat."""
-    return "; ".join(s.remarks.values())[:NOTE_CHARS]
+    return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
 
 
 def tell_certificate(s: AgentState, problem: str) -> None:
@@ -33,9 +35,9 @@ def tell_certificate(s: AgentState, problem: str) -> None:
     empty.
     """
     if problem:
-        make_remark(s, "certificate", f"certificate: {problem}")
+        make_remark(s, RemarkSubject.CERTIFICATE, f"certificate: {problem}")
     else:
-        drop_remark(s, "certificate")
+        drop_remark(s, RemarkSubject.CERTIFICATE)
 
 
 def tell_wait(s: AgentState) -> None:

@@ -15,6 +15,7 @@ from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState, Crash
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, class_named, treatment_of
+from dips.protocol.enums import RemarkSubject
 
 RESTART_PAUSE_S = 1.0  # pause between a crash and the next launch
 SAME_CRASHES = 3  # equal crashes before the first inner step after which no launch follows
@@ -60,7 +61,8 @@ def plan_next_launch(
         s.crashes.popleft()
     if reason := _why_hopeless(s, crash):
         return _end_agent(s, EXIT_CONFIG if _is_configuration(crash) else code, reason)
-    make_remark(s, "crash", f"crashing, {len(s.crashes)} of {s.settings.max_restarts}, {describe_crash(crash)}")
+    crashed = f"crashing, {len(s.crashes)} of {s.settings.max_restarts}, {describe_crash(crash)}"
+    make_remark(s, RemarkSubject.CRASH, crashed)
     return LaunchCommand(before.launch + 1, RESTART_PAUSE_S)
 
 

@@ -24,7 +24,7 @@ from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
-from dips.protocol.enums import DivergencePolicy
+from dips.protocol.enums import DivergencePolicy, RemarkSubject
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # ranges leased together: the one needed, and the next, before it is asked for
@@ -75,7 +75,7 @@ class Membership:
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
     former: PastIncarnation = NO_INCARNATION  # the former incarnation, until the master reports its tokens
-    unreachable_since: float | None = None  # None: the master answers
+    unreachable_since: float | None = None  # None: the master answers  # None: the master answers
     times_taken: int = 0  # Joins refused in a row because another agent has the name
 
 
@@ -142,12 +142,12 @@ class OuterSync:
     moving_s: float = 0.0  # time in which bytes moved
     bytes_per_s: float = 0.0  # mean rate over `moving_s`
     moving_at_heartbeat: PushId | PullId | None = None  # the transfer that was moving at the last heartbeat
-    halt: str = ""  # why the ranks should end the present transfer; "": they should not
+    halt: str = ""  # why the ranks should end the present transfer; "": they should not; "": they should not
     # what comes next
     pull_due: bool = False
     final_pull_tried: bool = False
     pull_failures: int = 0  # in a row
-    backoff_until: float = 0.0  # no push is asked for before this time
+    backoff_until: float = 0.0  # no push is asked for before this time this time
     place: int = 0  # place in the master's queue for a slot, as last reported; 0: not queued
 
 
@@ -208,7 +208,7 @@ class AgentState:
     questions: dict[Channel, OpenQuestion] = field(default_factory=dict)
     questions_asked: int = 0
     crashes: deque[Crash] = field(default_factory=deque)  # of the training command, within the window
-    remarks: dict[str, str] = field(default_factory=dict)  # remarks for the operator, by subject: remarks.py
+    remarks: dict[RemarkSubject, str] = field(default_factory=dict)  # what a person should know now: remarks.py
     waits_for: tuple[str, float, bool] = ("", 0.0, False)  # reason of the present wait, since when, whether logged
     leaves_for: str = ""  # why the agent ends, as reported to the master
     failure: ErrorReply | None = None  # why this agent cannot continue, as reported to the ranks; None: it can
@@ -251,7 +251,7 @@ class AgentState:
     def fail_training(self, error: DipsError) -> None:
         """End trainer and agent, since continuing cannot help."""
         self.failure = ErrorReply(type(error).__name__, str(error))
-        self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}"))
+        self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}", type(error)))
 
     def end_training(self, stop: StopTrainer) -> None:
         """Stop the trainer; the first stop decides the agent's exit code."""

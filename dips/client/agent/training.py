@@ -8,7 +8,8 @@ from dips.client.agent.recalls import lose_work, use_ranges
 from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import LossReported, Remarked, Stepped, TokensCounted
-from dips.protocol.heartbeats import NOTE_CHARS
+from dips.protocol.enums import RemarkSubject
+from dips.protocol.heartbeats import REMARK_CHARS
 
 MARK_EVERY_S = 0.5  # shortest time between two marks of inner steps on the timeline
 
@@ -51,7 +52,7 @@ def record_losses(s: AgentState, notice: LossReported) -> None:
 
 def take_remark(s: AgentState, notice: Remarked) -> None:
     """Keep a rank's remark for the operator."""
-    make_remark(s, "script", notice.text[:NOTE_CHARS])
+    make_remark(s, RemarkSubject.SCRIPT, notice.text[:REMARK_CHARS])
 
 
 def _check_loss(s: AgentState, finite: bool) -> None:

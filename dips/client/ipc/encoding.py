@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from enum import Enum
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import msgpack
 
 from dips.client.ipc.messages import Answer, Message, Notice, Question
 from dips.errors import LocalProtocolError, RemoteProtocolError
+from dips.plain import field_types, from_plain
 
 MOST_BYTES = 1 << 20  # in one message; the largest is ManifestSent, sent if the model is not the run's
 LENGTH = struct.Struct(">I")
@@ -49,7 +47,7 @@ def decode_message(body: bytes) -> Message:
     try:
         fields = msgpack.unpackb(body)
         kind = fields.pop("kind")
-        message: Message = _to_msgpack(MESSAGES[kind], fields)
+        message: Message = from_plain(MESSAGES[kind], fields)
     except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
     return message
@@ -62,34 +60,4 @@ def _read_fields(message: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(message):
         raise TypeError(f"expected a message, got {message!r}")
     cls: Any = type(message)
-    return {name: getattr(message, name) for name in _field_types(cls)}
-
-
-@cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _to_msgpack(cls: Any, fields: Any) -> Any:
-    hints = _field_types(cls)
-    if set(fields) != set(hints):
-        raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
-    return cls(**{name: _from_msgpack(hint, fields[name]) for name, hint in hints.items()})
-
-
-def _from_msgpack(hint: Any, value: Any) -> Any:
-    """Convert a msgpack value to the annotated type. Raises TypeError if it is of another."""
-    if get_origin(hint) in (Union, UnionType):
-        options = [h for h in get_args(hint) if h is not NoneType]
-        return None if value is None else _from_msgpack(options[0], value)
-    if get_origin(hint) is tuple:
-        return tuple(_from_msgpack(get_args(hint)[0], item) for item in value)
-    if dataclasses.is_dataclass(hint):
-        return _to_msgpack(hint, value)
-    if issubclass(hint, Enum):
-        return hint(value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise TypeError(f"expected {hint.__name__}, got {value!r}")
-    return value
+    return {name: getattr(message, name) for name in field_types(cls)}

@@ -13,7 +13,7 @@ from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, 
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.differences import differing_options
-from dips.errors import DifferentModel, DipsError, Unavailable, advice_for
+from dips.errors import DifferentModel, DipsError, Unavailable, treatment_of
 from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
 from dips.transport.curve import KeyPair
@@ -56,7 +56,7 @@ def check_host(config: ClusterFile) -> list[CheckRow]:
         todo = "name another under the key `directory`"
         rows.append(CheckRow("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
     except DipsError as error:
-        rows.append(failed_row("directory", error, advice_for(error)))
+        rows.append(failed_row("directory", error, treatment_of(error).advice))
     rows += _check_agent_address(config)
     try:
         holder = lock_holder(config.directory / PID_FILE)
@@ -85,7 +85,7 @@ def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
         seen = f"{named_by}: {host} is no address of this host: {error.strerror or error}"
         return [CheckRow("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
     except DipsError as error:
-        return [failed_row("agent's line", error, advice_for(error))]
+        return [failed_row("agent's line", error, treatment_of(error).advice)]
     return [CheckRow("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
 
 

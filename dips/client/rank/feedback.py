@@ -20,10 +20,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.transport.shares import F32, Piece, Share
-from dips.wire import codecs
+from dips.wire import bodies
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
@@ -43,7 +44,7 @@ class Feedback:
         self._taken: VersionId | None = None  # version of `_base` except for the pieces in `_lacking`
         self._lacking: set[int] = set()  # numbers of pieces that `_base` does not have at `_taken`
         self._inc = 0  # the incarnation that owes
-        self._codec = codecs.FP32
+        self._codec = Codec.FP32
         self._seq = 0  # the push frozen in the host buffer, until its Outcome is known; 0: none
         self._sent: dict[Range, None] = {}  # the frozen push's chunks that slaves have asked for
         self._contained = False  # the owed error is still in the model: accepted, and nothing installed since
@@ -76,7 +77,7 @@ class Feedback:
                 np.copyto(host, base)
         return self._version
 
-    def freeze_push(self, seq: int, codec: str, numbers: Iterable[int] | None = None) -> None:
+    def freeze_push(self, seq: int, codec: Codec, numbers: Iterable[int] | None = None) -> None:
         """Turn θ_local in the host buffer into the values of push `seq` in `codec`. Reads 3 floats per element.
 
         numbers  the pieces frozen now, others of the same push before or later; None: all
@@ -84,7 +85,7 @@ class Feedback:
         if seq != self._seq:  # the first pieces of this push
             if self._contained:
                 self._clear_owed()
-            self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
+            self._seq, self._sent, self._codec = seq, {}, codec
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for number in range(len(self._host)) if numbers is None else numbers:
                 host, base, owed = self._host[number], self._base[number], self._owed[number]
@@ -95,7 +96,7 @@ class Feedback:
     def encode_chunk(self, chunk: Range, view: memoryview) -> Buffer:
         """Encode one chunk of the frozen push, identically each time. Runs on the transfer's thread."""
         self._sent[chunk] = None
-        return self._codec.encode(np.frombuffer(view, np.float32))
+        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
 
     def set_base(self, version: VersionId, numbers: Iterable[int] | None = None) -> None:
         """Make `version`, held by the host buffer and the model, the base of the next differences.
@@ -130,7 +131,8 @@ class Feedback:
             return
         for chunk in self._sent:
             difference, owed = self._chunk_elements(self._frozen_at, chunk), self._chunk_elements(self._owed_at, chunk)
-            np.subtract(difference, self._codec.decode(self._codec.encode(difference), chunk.length), out=owed)
+            brought = bodies.decode(self._codec, bodies.encode(self._codec, difference), chunk.length)
+            np.subtract(difference, brought, out=owed)
 
     @staticmethod
     def _chunk_elements(share: Share, chunk: Range) -> F32:

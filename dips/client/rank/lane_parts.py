@@ -12,15 +12,15 @@ import zmq
 
 from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer_types import LayerOrder
+from dips.codecs import Codec
 from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
 from dips.protocol.order import slaves_for_worker
 from dips.transport.intake import Intake
 from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
-from dips.wire.codecs import Codec
+from dips.wire.chunks import Range, encode_ranges
 from dips.wire.streams import StreamName
-from dips.wire.updates import UpdateSpelling
 
 FIRST_EPOCH = 1  # epoch of a new stream; each reconnect raises it
 
@@ -37,7 +37,7 @@ class LanePart:
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were sent
     done: bool = False
-    spelling: UpdateSpelling | None = None  # pull: how the slave spells its chunks; None: as parameters
+    ranges: type[Range] = Range  # pull: of its chunks, parameters or updates, as the slave said
 
     def count_ready(self, gate: FragmentGate | None) -> int:
         """Return the number of its ranges that may move now."""
@@ -81,7 +81,7 @@ def open_parts(
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
             stream.waits = False
             if share.nbytes or kind == "push":
-                nbytes = sum(piece.nbytes for piece in codec.encoded_ranges(share.ranges))
+                nbytes = sum(piece.nbytes for piece in encode_ranges(codec.dtype, share.ranges))
                 yield LanePart(slave, share, nbytes, stream, ends)
 
 

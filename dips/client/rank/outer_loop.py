@@ -44,6 +44,7 @@ from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
 from dips.client.rank.step_tokens import StepTokens
 from dips.client.rank.trained_names import TrainedNames
+from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
@@ -101,6 +102,7 @@ class OuterLoop:
         for former in [loop for loop in _open if loop._agent == self._agent is not None]:
             former._give_way()
         self._unwatch = watch_run(self._config, alone)
+        self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
@@ -113,7 +115,7 @@ class OuterLoop:
         self._buffer_watch = BufferWatch(parts, self._config.shared.share_buffers)
         kind = UntouchedMemory if alone else MEMORY[self._config.install]
         memory = kind(layout.adapter, layout.held, layout.plan, self._collectives)
-        codecs = ("fp32", "fp32") if alone else (self._config.shared.codec, self._config.shared.pull_codec)
+        codecs = (Codec.FP32, Codec.FP32) if alone else (self._config.shared.codec, self._config.shared.pull_codec)
         memory.merge_alpha = self._config.merge_alpha
         if self._config.fragments > 1 and layout.adapter.hides_masters:
             raise ConfigError(HIDDEN_MASTERS)
@@ -416,6 +418,7 @@ class OuterLoop:
         Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format.
         """
         self._check_usable()
+        self.resumed = False
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
         own = read_tensors(state, self._collectives.rank)
@@ -433,6 +436,7 @@ class OuterLoop:
         self._shard_transfer.restore_tensors(self.version, own)
         self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
         self._log.begin(self.version, self._state.result)
+        self.resumed = True
         return answer.reason
 
     def _pull_instead(self, why: str) -> str:

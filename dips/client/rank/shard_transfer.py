@@ -34,12 +34,13 @@ from dips.client.rank.replica_check import ReplicaCheck
 from dips.client.rank.staggered import Stagger, StaggeredMerge, StaggeredTransfer
 from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.client.rank.undo_watch import UndoWatch
+from dips.codecs import Codec
 from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.transport import curve
 from dips.transport.shares import Piece
-from dips.wire import codecs
+from dips.wire.chunks import encode_ranges
 
 # Takes bytes moved and bytes in all, over all ranks as estimated by this one, and the seconds since this rank has moved
 # all of its own; returns why to give up, or "" to continue.
@@ -82,8 +83,8 @@ class ShardTransfer:
         memory: HostMemory,
         collectives: JobCollectives,
         stall_s: float,
-        codec: str = "fp32",
-        pull_codec: str = "fp32",
+        codec: Codec = Codec.FP32,
+        pull_codec: Codec = Codec.FP32,
         optimizer_steps: Callable[[], int] = lambda: 0,
         fragments: int = 1,
         warn: Callable[[str], object] = warnings.warn,
@@ -105,15 +106,15 @@ class ShardTransfer:
         self._collectives, self._stall_s = collectives, stall_s
         self._memory, self._replica_check = memory, ReplicaCheck(memory, collectives, warn)
         memory.on_installed = self._undo_watch.on_installed
-        self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
-        self._takes_updates = pull_codec != "fp32"
+        self._feedback = Feedback(memory.pieces) if codec.lossy or pull_codec.lossy else None
+        self._takes_updates = pull_codec.lossy
         # This rank's number among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
         self.keys = curve.new_keys()  # this rank's keys in this attempt
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
-        pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
-        self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
+        totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])
+        self._total = dict(zip(Codec, totals, strict=True))  # of all ranks
 
     def sum_host_bytes(self, keeps: bool) -> HostSum:
         """Return the host memory that this rank needs beside the model."""
@@ -138,14 +139,14 @@ class ShardTransfer:
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
-        if grant.codec != "fp32" and (feedback is None or not feedback.has_base(grant.base)):
+        if grant.codec.lossy and (feedback is None or not feedback.has_base(grant.base)):
             return self._failed_transfer(
                 request, f"{grant.codec} was granted for differences to {grant.base}, not held here"
             )
         stagger = self._make_stagger(interval) if keep else None
         self._freeze_layers(request, self._fragments[0] if stagger else None, keep)
         encode = None if feedback is None else feedback.encode_chunk
-        total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
+        total, move = self._total[grant.codec], partial(transfer.push_pieces, encode=encode)
         if stagger is not None:
             stagger = replace(stagger, prepare_fragment=partial(self._freeze_fragment, request))
         return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger)
@@ -224,7 +225,7 @@ class ShardTransfer:
             on_arrived = partial(self._merge_arrived, merging)
             stagger = replace(stagger, on_arrived=on_arrived, is_torn=lambda: merging.merged > 0)
         finish = self._memory.subtract_in_place if merge and stagger is None else None
-        total = self._total["pull", "fp32"]
+        total = self._total[Codec.FP32]
         return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger, finish=finish)
 
     def _merge_arrived(self, merging: StaggeredMerge, arrived: int) -> None:
@@ -367,5 +368,5 @@ class ShardTransfer:
         return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
 
 
-def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:
-    return sum(codecs.codec_named(codec).range(*piece.range).nbytes for piece in pieces)
+def _wire_bytes(codec: Codec, pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in encode_ranges(codec.dtype, (piece.range for piece in pieces)))

@@ -35,10 +35,9 @@ from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit
 from dips.transport.shares import Piece
 from dips.transport.stream import Arrived
-from dips.wire import streams
-from dips.wire.chunks import Range
+from dips.wire import bodies, streams
+from dips.wire.chunks import Range, pulled_range_type, range_type
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
-from dips.wire.updates import spelling_of
 
 __all__ = [
     "EncodeChunk",
@@ -117,9 +116,10 @@ class PushTransfer(TransferLoop):
     def __init__(self, order: LayerOrder, encode: EncodeChunk | None) -> None:
         super().__init__(order)
         self._encode = encode or self._encode_elements
+        self._ranges = range_type(self._codec.dtype)
 
     def _encode_elements(self, chunk: Range, view: memoryview) -> Buffer:
-        return self._codec.encode(np.frombuffer(view, np.float32))
+        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
@@ -136,7 +136,7 @@ class PushTransfer(TransferLoop):
     def on_processed(self, staged: StagedChunk, value: int) -> None:
         stream = staged.part.stream
         if staged.stream == stream.id and not staged.part.done:
-            stream.post_frame(pack_header(stream.chunk_header(self._codec.range(*staged.chunk), value)), staged.body)
+            stream.post_frame(pack_header(stream.chunk_header(self._ranges(*staged.chunk), value)), staged.body)
             stream.flush_outbox()
             staged.part.posted += len(staged.body)
 
@@ -161,18 +161,16 @@ class PullTransfer(TransferLoop):
         self._link = LinkRate()
 
     def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
-        spelling = spelling_of(welcome.dtype, welcome.depth)
-        if spelling is not None and self._order.held is None:
+        kind = pulled_range_type(welcome.dtype, welcome.depth)
+        if welcome.depth and self._order.held is None:
             raise BadFrame("message", "updates are offered to a rank that holds no version")
         if part.intake is None:
-            part.spelling, ranges = spelling, part.share.ranges
-            if spelling is not None:
-                ranges = tuple(spelling.range(*piece) for piece in ranges)
+            part.ranges, ranges = kind, tuple(kind(*piece) for piece in part.share.ranges)
             ready = part.count_ready(self._order.gate)
             part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now, self._link, ready)
             self._total += part.intake.total - part.nbytes
             part.nbytes = part.intake.total
-        elif part.spelling is not spelling:
+        elif part.ranges is not kind:
             raise UnavailableSlave(f"{self._name}: slave {part.slave.name} offers other chunks than before")
 
     def after_frames(self, now: float) -> None:
@@ -208,10 +206,7 @@ class PullTransfer(TransferLoop):
             check_body(staged.frame.header, staged.frame.body)
         except BadFrame:
             return 0
-        if staged.part.spelling is not None:
-            staged.part.spelling.add_updates(staged.frame.body, staged.chunk, np.frombuffer(staged.view, np.float32))
-        else:
-            np.copyto(np.frombuffer(staged.view, np.uint8), np.frombuffer(staged.frame.body, np.uint8))
+        bodies.put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
         return 1
 
     def on_processed(self, staged: StagedChunk, value: int) -> None:

@@ -16,6 +16,7 @@ import zmq
 
 from dips.client.rank.lane_parts import LanePart, check_order, open_parts
 from dips.client.rank.transfer_types import LayerOrder, Progress, TransferCancelled, TransferRate, TransferStats
+from dips.codecs import Codec
 from dips.errors import RemoteProtocolError, UnavailableSlave
 from dips.protocol.effects import Grant
 from dips.transport.lane import Waker
@@ -23,7 +24,7 @@ from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.rate import Rate
 from dips.transport.stream import Arrived
-from dips.wire import codecs, streams
+from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body
 
@@ -42,7 +43,7 @@ class StagedChunk:
     chunk: Range
     view: memoryview  # in the caller's array
     stream: int  # push: the stream, with its epoch, that asked for it
-    frame: Arrived | None = None  # pull: the frame that arrived
+    frame: Arrived | None = None  # pull: the frame that arrived: the frame that arrived
     body: Buffer = b""  # push: the encoded body, set by the stage
 
 
@@ -59,7 +60,7 @@ class TransferLoop(ABC):
         self._order, self._grant, self._pieces, self._clock = order, order.grant, order.pieces, order.clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
         self._waker = Waker()
-        self._codec = codecs.codec_named(order.grant.codec) if self.kind == "push" else codecs.FP32
+        self._codec = order.grant.codec if self.kind == "push" else Codec.FP32
         # The stage's results: a chunk, with its checksum (push) or 1 if it is intact, else 0 (pull).
         self._results: deque[tuple[StagedChunk, int]] = deque()
         self._parts = list(open_parts(order, self.kind, self._codec, self._context))

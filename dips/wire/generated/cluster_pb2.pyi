@@ -118,8 +118,9 @@ class ClusterHeartbeat(_message.Message):
     SINCE_PUSH_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     TRANSFER_SEQ_FIELD_NUMBER: _builtins.int
-    NOTE_FIELD_NUMBER: _builtins.int
+    REMARKS_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -139,12 +140,18 @@ class ClusterHeartbeat(_message.Message):
     """by this incarnation in all"""
     transfer_seq: _builtins.int
     """of the push or pull that its ranks come to, or move; 0: none"""
-    note: _builtins.str
-    """what a person should know of this cluster"""
     idle_s: _builtins.float
     """of a push: beyond moving its bytes"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def remarks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Remark]:
+        """what a person should know of this cluster"""
+
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the last of its trainer's standard error"""
+
     def __init__(
         self,
         *,
@@ -166,16 +173,39 @@ class ClusterHeartbeat(_message.Message):
         since_push: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
         transfer_seq: _builtins.int = ...,
-        note: _builtins.str = ...,
+        remarks: _abc.Iterable[Global___Remark] | None = ...,
         idle_s: _builtins.float = ...,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "idle_s", b"idle_s", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "note", b"note", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "idle_s", b"idle_s", "inc", b"inc", "inner_steps", b"inner_steps", "lines", b"lines", "loss", b"loss", "remarks", b"remarks", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterHeartbeat: _TypeAlias = ClusterHeartbeat  # noqa: Y015
+
+@_typing.final
+class Remark(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["subject", b"subject", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Remark: _TypeAlias = Remark  # noqa: Y015
 
 @_typing.final
 class PushRequested(_message.Message):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-ALIGNMENT, WIRE, OUTER = "dips/protocol/alignment.py", "dips/wire/updates.py", "dips/outer/updates.py"
+ALIGNMENT, OUTER = "dips/protocol/alignment.py", "dips/outer/updates.py"
+TABLE, RANGES = "dips/codecs.py", "dips/wire/chunks.py"
 REMAINDERS = "dips/client/parallel/remainders.py"
 UNDO, LAZY = "dips/client/rank/undo_watch.py", "dips/client/parallel/lazy.py"
-SLAVE, CODECS = "dips/slave", "dips/wire/codecs.py"
+SLAVE, BODIES = "dips/slave", "dips/wire/bodies.py"
 
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
 SPELT, STEPPED = "tests/unit/wire/test_updates.py", "tests/unit/outer/test_updates.py"
@@ -17,14 +18,14 @@ TRANSFERS, RANKS = "dips/client/rank/shard_transfer.py", "tests/integration/test
 KEPT, KEPT_TESTS = "dips/client/rank/kept_weights.py", "tests/unit/client/rank/test_kept_weights.py"
 LOOP = "tests/unit/client/rank/test_outer_loop.py"
 WATCHED, LATER = "tests/unit/client/rank/test_undo_watch.py", "tests/unit/client/parallel/test_lazy.py"
-STEPS = "tests/unit/wire/test_bites_codecs.py tests/unit/slave/test_bites_receiver.py"
+STEPS = "tests/unit/wire/test_bites_bodies.py tests/unit/slave/test_bites_receiver.py"
 
 MUTANTS = (
     # ---- steps that are not finite
     Mutant(
         "steps of a push are put unseen",
         SLAVE,
-        "push.codec.check_steps(claim.body, claim.chunk.length)",
+        "bodies.check_steps(push.codec, claim.body, claim.chunk.length)",
         "pass",
         STEPS + " tests/unit/slave/test_hostile_wire.py",
     ),
@@ -43,8 +44,8 @@ MUTANTS = (
         "case FrameRefused(reason):\n                    pass",
         "tests/integration/test_flow.py::test_a_difference_that_is_not_finite_ends_its_push_at_the_slave",
     ),
-    Mutant("negative steps are taken", CODECS, "(steps >= 0) & ", "(steps == steps) & ", STEPS),
-    Mutant("infinite steps are taken", CODECS, " & (steps <= _LARGEST / (self.most + 1))", "", STEPS),
+    Mutant("negative steps are taken", BODIES, "(steps >= 0) & ", "(steps == steps) & ", STEPS),
+    Mutant("infinite steps are taken", BODIES, " & (steps <= _LARGEST / (codec.largest + 1))", "", STEPS),
     # ---- aligned pace
     Mutant(
         "others' windows hold a slow link back for ever",
@@ -56,24 +57,28 @@ MUTANTS = (
     Mutant("one missed window is enough", ALIGNMENT, "MOST_PERIODS = 2", "MOST_PERIODS = 1", PACE),
     # ---- updates as they travel
     Mutant(
-        "a range in one block takes the next one's step", WIRE, "min(-chunk.offset % BLOCK, chunk.length)", "0", SPELT
+        "a range in one block takes the next one's step",
+        BODIES,
+        "min(-chunk.offset % codec.block, chunk.length) if codec.block else 0",
+        "0",
+        SPELT,
     ),
-    Mutant("the second update is the first again", WIRE, "[number * each : (number + 1) * each]", "[:each]", SPELT),
+    Mutant("the second update is the first again", BODIES, "[number * each : (number + 1) * each]", "[:each]", SPELT),
     Mutant(
         "a block that is begun has no step",
-        WIRE,
-        "-(-(piece.offset + piece.length) // BLOCK)",
-        "(piece.offset + piece.length) // BLOCK",
+        TABLE,
+        "codec.count_blocks(begins + length)",
+        "codec.count_blocks(length)",
         SPELT,
     ),
     Mutant(
-        "an unknown spelling is parameters",
-        WIRE,
-        'raise BadFrame("message", f"chunks of {depth} updates of dtype {dtype} are not known") from None',
-        "return None",
+        "an unknown encoding is parameters",
+        RANGES,
+        'raise BadFrame("message", f"chunks of {depth} updates of dtype {number} are not known")',
+        "return Range",
         SPELT,
     ),
-    Mutant("two updates count as one", WIRE, "return self.depth * (self.length", "return (self.length", SPELT),
+    Mutant("two updates count as one", RANGES, "return (self.depth or 1) * self", "return self", SPELT),
     # ---- updates as they are kept
     Mutant(
         "the newest update is written over",
@@ -92,7 +97,7 @@ MUTANTS = (
     ),
     Mutant("a chain repeats its last update", OUTER, "version = last.parent\n", "pass\n", STEPPED),
     Mutant(
-        "a chain is longer than its parameters", OUTER, "len(chain) < CHAINED[self.codec]", "len(chain) < 9", STEPPED
+        "a chain is longer than its parameters", OUTER, "len(chain) < self.codec.updates", "len(chain) < 9", STEPPED
     ),
     Mutant("updates stay with a pull that is over", OUTER, "update.pulls.discard(pull)", "pass", STEPPED),
     Mutant("slow readers' versions have no buffer", OUTER, "max(WRITTEN, pinned)", "WRITTEN", STEPPED),

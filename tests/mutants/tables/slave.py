@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "an offer of updates to a rank without a version is taken",
         "dips/client/rank",
-        "if spelling is not None and self._order.held is None:",
+        "if welcome.depth and self._order.held is None:",
         "if False:",
         "tests/integration/test_updates.py",
     ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 WIRE, ROOM = "dips/wire", "dips/transport"
+TABLE, QUANTISERS = "dips/codecs.py", "dips/quantisers.py"
 FRAME = "tests/unit/wire/test_bites_frame.py tests/unit/wire/test_frame.py"
 CHUNKS = "tests/unit/wire/test_chunks.py"
-CODECS = "tests/unit/wire/test_bites_codecs.py tests/unit/wire/test_codecs.py"
+CODECS = "tests/unit/wire/test_bites_bodies.py tests/unit/wire/test_bodies.py"
 INTAKE = "tests/unit/transport/test_bites_intake.py tests/unit/transport/test_intake.py"
 TURNS = "tests/unit/transport/test_turns.py"
 SHARES = "tests/unit/transport/test_shares.py"
@@ -78,12 +79,12 @@ MUTANTS = (
         "if header.length > 2 * MESSAGE_LIMIT:",
         FRAME,
     ),
-    Mutant("half an element of bf16", WIRE, "header.length % (2 if", "header.length % (1 if", FRAME),
+    Mutant("half an element of bf16", TABLE, "nbytes % (codec.bits // 8) == 0", "True", FRAME),
     Mutant(
-        "a step of int8 without elements",
-        WIRE,
-        "(ITEM_BYTES + BLOCK) <= ITEM_BYTES",
-        "(ITEM_BYTES + BLOCK) < ITEM_BYTES",
+        "a step without elements",
+        TABLE,
+        "codec.bits // 8) <= ITEM_BYTES",
+        "codec.bits // 8) < ITEM_BYTES",
         FRAME,
     ),
     Mutant(
@@ -105,34 +106,33 @@ MUTANTS = (
     Mutant("the last gap is not seen", WIRE, "if at < field.numel:", "if False:", CHUNKS),
     Mutant("chunks beyond their range", WIRE, "min(most, length - begin)", "most", CHUNKS),
     Mutant(
-        "a block's step is not counted",
-        WIRE,
-        "ITEM_BYTES * -(-self.length // BLOCK)",
-        "ITEM_BYTES * (self.length // BLOCK)",
-        CHUNKS + " tests/unit/wire/test_codecs.py",
+        "a short block's step is not counted",
+        TABLE,
+        "-(-length // self.block)",
+        "length // self.block",
+        CODECS,
     ),
-    Mutant("bf16 rounds halves up", WIRE, "odd += 0x7FFF", "odd += 0x8000", CODECS),
-    Mutant("a NaN becomes an infinity", WIRE, "np.uint16(0x7FC0)", "np.uint16(0x7F80)", CODECS),
-    Mutant("steps below the normal numbers", WIRE, "2.0**-119", "2.0**-149", CODECS),
+    Mutant("bf16 rounds halves up", QUANTISERS, "odd += 0x7FFF\n", "odd += 0x8000\n", CODECS),
+    Mutant("a NaN becomes an infinity", QUANTISERS, "np.uint16(0x7FC0)", "np.uint16(0x7F80)", CODECS),
+    Mutant("steps below the normal numbers", TABLE, "max(-119, self", "max(-149, self", CODECS),
     Mutant(
         "what is not finite becomes zero",
-        WIRE,
+        QUANTISERS,
         "steps[~np.isfinite(steps)] = np.nan",
         "steps[~np.isfinite(steps)] = 0",
         CODECS,
     ),
-    Mutant("int8 overflows", WIRE, "_STEPS = np.float32(127)", "_STEPS = np.float32(128.5)", CODECS),
-    Mutant("int4 overflows", WIRE, "_STEPS4 = np.float32(7)", "_STEPS4 = np.float32(8.5)", CODECS),
-    Mutant("int4 swaps the two of a byte", WIRE, "pairs |= pairs << 4", "pairs |= pairs >> 4", CODECS),
-    Mutant("int4 has no zero of its own", WIRE, "whole -= _ZERO4", "whole -= 7", CODECS),
-    Mutant(
-        "a step of int4 without elements",
-        WIRE,
-        "(ITEM_BYTES + INT4_BLOCK // 2) <= ITEM_BYTES",
-        "(ITEM_BYTES + INT4_BLOCK // 2) < ITEM_BYTES",
-        FRAME,
-    ),
-    Mutant("blocks are cut in two", WIRE, "most - most % (4 * BLOCK)", "most - most % 4", CODECS),
+    Mutant("int8 overflows", TABLE, "256,    127,", "256,    129,", CODECS),
+    Mutant("int4 overflows", TABLE, "128,      7,", "128,      9,", CODECS),
+    Mutant("a step of fp8 below the normal numbers", TABLE, "self.largest.bit_length() - 126", "-126", CODECS),
+    Mutant("fp8 sends NaN", QUANTISERS, "np.minimum(odd, _MOST_E4M3, out=odd)", "pass", CODECS),
+    Mutant("fp8 leaves half of its range", TABLE, "256,    448,", "256,    224,", CODECS),
+    Mutant("fp8 rounds halves up", QUANTISERS, "odd += 0x7FFFF\n", "odd += 0x80000\n", CODECS),
+    Mutant("fp8 has no subnormal numbers", QUANTISERS, "where=magnitude < _SUBNORMAL", "where=magnitude < 0", CODECS),
+    Mutant("fp8 has no sign", QUANTISERS, ">> 24 & 0x80", ">> 24 & 0", CODECS),
+    Mutant("int4 swaps the two of a byte", QUANTISERS, "pairs |= pairs << 4", "pairs |= pairs >> 4", CODECS),
+    Mutant("int4 has no zero of its own", QUANTISERS, "whole -= _ZERO4", "whole -= 7", CODECS),
+    Mutant("blocks are cut in two", TABLE, "ITEM_BYTES * max(1, self.block)", "ITEM_BYTES", CODECS),
     # ---- streams
     Mutant(
         "a chunk of another length is claimed",
@@ -187,8 +187,8 @@ MUTANTS = (
     Mutant("a handshake that fails is forgotten", ROOM, 'count_refusal("handshake")', "pass", LIMITS),
     Mutant(
         "an update's block is cut in two",
-        "dips/wire/updates.py",
-        "most + -(self.offset + most) % BLOCK",
+        "dips/wire/chunks.py",
+        "most + -(self.offset + most) % UPDATE_BLOCK if self.depth else most",
         "most",
         "tests/unit/wire/test_updates.py",
     ),

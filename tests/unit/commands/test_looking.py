@@ -19,6 +19,7 @@ from dips import cli
 from dips.client.parallel import host_sum
 from dips.client.preflight import app as preflight
 from dips.client.preflight.certificates import check_certificates
+from dips.codecs import Codec
 from dips.commands import completing, planning
 from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
 from dips.commands.first_model import load_tensors
@@ -28,7 +29,7 @@ from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
 from dips.slave.machine import TRANSIT_BYTES
-from dips.wire.codecs import codec_named
+from dips.wire import bodies
 from tests.enrolled import Enrolled
 
 ROOT = Path(__file__).parents[3]
@@ -176,11 +177,13 @@ def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
     assert plan["cluster"]["pull_bytes"] == 2 * 65536
 
 
-@pytest.mark.parametrize("codec", planning.PUSH_BYTES)
-def test_codecs_are_as_wide_as_planned(codec: str) -> None:
+@pytest.mark.parametrize("codec", Codec)
+def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
+    """Of pushes; the link of a cluster of as many elements carries them."""
     import numpy as np
 
-    assert len(bytes(codec_named(codec).encode(np.ones(65536, np.float32)))) == planning.PUSH_BYTES[codec] * 65536
+    sent = len(bytes(bodies.encode(codec, np.ones(65536, np.float32))))
+    assert planning.plan_cluster(65536, 2, codec, Codec.FP32).push_bytes == sent
 
 
 def test_ranks_are_planned_as_they_count_themselves() -> None:

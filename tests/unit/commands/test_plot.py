@@ -18,7 +18,6 @@ from dips.errors import ConfigError
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.genesis import ledger_path, make_run
 from dips.master.ledger import Ledger
-from dips.master.loss_curve import list_pushes, list_results, mean_losses
 from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind, RoundResult
 from dips.protocol.records import (
@@ -31,6 +30,7 @@ from dips.protocol.records import (
     VersionCommitted,
     VersionResult,
 )
+from dips.view.points import list_points
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(2, 4)
 
@@ -118,10 +118,10 @@ def test_the_picture_shows_curves_gates_and_versions(run_file: Path) -> None:
     ledger = Ledger.open(ledger_path(load_run(run_file)), readonly=True)
     rounds = ledger.read_history(1000)
     ledger.close()
-    pushes, results = list_pushes(rounds), list_results(rounds)
-    mean = {p.version: loss for p, loss in mean_losses(pushes) if not p.undone}
+    points, results = list_points(rounds)
+    mean = {p.version: p.loss for p in points if p.loss is not None and not p.undone}
     assert mean == pytest.approx({V1: 1 / 3, V3: (100 * 0.25 + 300 * 0.125) / 400})
-    figure = draw_losses(pushes, results)
+    figure = draw_losses(points, results)
     labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
     losses = ["a", "b", "run, mean by tokens", "validation_loss", "version", "gated push"]
     assert sorted(labels, key=str) == sorted([losses, losses, ["accuracy"], ["accuracy"]], key=str)

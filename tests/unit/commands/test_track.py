@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +20,7 @@ from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.master.trackers import TrackProcesses
 from dips.protocol.records import RoundReserved
+from dips.protocol.view import TrackView
 from dips.telemetry import logs
 from dips.telemetry.track_sinks import TensorBoardSink, WandbSink
 from tests.unit.commands.test_plot import V3, committed, run_with_a_story  # noqa: F401 (a fixture)
@@ -114,7 +114,7 @@ async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> N
     track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
         while "900" in position.read_text():
-            assert track.view() == {"to": ["tensorboard"], "red": False, "reason": ""}
+            assert track.view() == TrackView(("tensorboard",))
             await asyncio.sleep(0.02)
     await track.stop()
     assert json.loads(position.read_text()) == {"round": 4, "result": 4}
@@ -132,9 +132,9 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     track = TrackProcesses(run_file, TrackSection(wandb="project"), tmp_path / "m", logs.configure_log("master", "r"))
     track.start(pytest.fail)
     async with asyncio.timeout(SHOWN_S):
-        while not track.view()["red"]:
+        while not track.view().red:
             await asyncio.sleep(0.02)
-    reason: Any = track.view()["reason"]
+    reason = track.view().reason
     await track.stop()
     assert "wandb: exit code 78" in reason and "pip install wandb" in reason
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,6 +15,7 @@ from dips.demo import layout, train
 from dips.demo.watch import Watch
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
+from tests.unit.view.views import make_cluster, make_run
 
 
 def test_the_files_are_right(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_schedule() -> None:
     assert falling[-1] == pytest.approx(train.LEAST_LR)
 
 
-STATUS: dict[str, Any] = {"head": "v7@r9", "clusters": {"fast": {"state": "training", "loss": 2.5}}, "slaves": {}}
+STATUS = make_run({"fast": make_cluster()}, {}, head="v7@r9")
 
 
 def test_without_a_terminal_lines_are_plain() -> None:

@@ -17,10 +17,11 @@ from dips.demo.lost_machines import LostMachines, Way
 from dips.demo.model import build, loss_of
 from dips.demo.verdict import Check, Kill, Losses, check_claims, check_curve, evaluate_losses, validation_loss
 from dips.ids import PushId, VersionId
-from dips.master.ledger_history import ResultHistory, RoundHistory
-from dips.master.loss_curve import PushPoint, ResultPoint, list_pushes, list_results, write_csv
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import FoldRow, OutcomeRow
+from dips.protocol.view import RunView, SlaveView
+from dips.view.points import PushPoint, ResultHistory, ResultPoint, RoundHistory, list_points, write_csv
+from tests.unit.view.views import make_run, make_slave
 
 GOOD = Losses(first=5.55, head=1.9, exported=1.9, bigrams=2.4)
 
@@ -33,11 +34,9 @@ def applied(number: int, opened: float, *clusters: str) -> RoundHistory:
 
 
 ROUNDS = [applied(1, 10, "fast"), applied(2, 20, "fast", "slow"), applied(3, 40, "fast", "slow")]
-STATUS: dict[str, Any] = {
-    "finished": "v3@r3",
-    "head": "v3@r3",
-    "slaves": {"slave-1": {"sinc": 2, "state": "ready", "version": "v3@r3", "bytes_out": 1000}},
-}
+STATUS = make_run(
+    head="v3@r3", finished="v3@r3", slaves={"slave-1": make_slave(sinc=2, version="v3@r3", bytes_out=1000)}
+)
 TIMELINES: dict[str, list[dict[str, Any]]] = {
     "fast": [{"kind": "pull_end", "installed": True, "version": "v3@r3", "at": 42.0}],
     "slow": [{"kind": "trainer_attached", "at": 5.0}, {"kind": "trainer_attached", "at": 35.0}],
@@ -48,7 +47,7 @@ KILL = Kill("slow", "slave-1", slave_sinc=1, head=VersionId(2, 2))
 def failed(
     found: Losses = GOOD,
     rounds: Sequence[RoundHistory] = ROUNDS,
-    status: dict[str, Any] = STATUS,
+    status: RunView = STATUS,
     kill: Kill = KILL,
     timelines: dict[str, list[dict[str, Any]]] = TIMELINES,
     seconds: float = 200.0,
@@ -100,7 +99,7 @@ def test_evaluations() -> None:
 
 def test_the_end() -> None:
     """A run that is not finished, or whose head is not what it finished at, fails."""
-    assert failed(status={**STATUS, "finished": None}) == ["the run is finished at its head"]
+    assert failed(status=replace(STATUS, finished=None)) == ["the run is finished at its head"]
 
 
 def test_a_push_of_the_dead_does_not_count() -> None:
@@ -113,11 +112,18 @@ def test_a_push_of_the_dead_does_not_count() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"sinc": 1}, {"state": "lost"}, {"bytes_out": 0}, {"bytes_out": None}])
-def test_a_slave_that_did_not_come_back(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "slave",
+    [
+        make_slave(sinc=1, bytes_out=1000),
+        make_slave("lost", "silent", sinc=2, bytes_out=1000),
+        make_slave(sinc=2, bytes_out=0),
+        replace(make_slave(sinc=2), heartbeat=None),
+    ],
+)
+def test_a_slave_that_did_not_come_back(slave: SlaveView) -> None:
     """The old incarnation, a lost one, or one that sent nothing, serves nobody."""
-    slave = {**STATUS["slaves"]["slave-1"], **change}
-    assert any("slave-1" in claim for claim in failed(status={**STATUS, "slaves": {"slave-1": slave}}))
+    assert any("slave-1" in claim for claim in failed(status=replace(STATUS, slaves={"slave-1": slave})))
 
 
 def test_a_version_from_before_the_kill_does_not_count() -> None:
@@ -193,9 +199,10 @@ def test_a_curve_that_is_not_the_ledgers_is_seen(tmp_path: Path) -> None:
         tuple(OutcomeRow(f.push, OutcomeKind.ACCEPTED, "", f.tokens, 2, 1.0, 0.0, ()) for f in r.folds) for r in rounds
     ]
     rounds = [replace(r, outcomes=told) for r, told in zip(rounds, outcomes, strict=True)]
-    write_csv(tmp_path / PUSHES, PushPoint, list_pushes(rounds))
+    points, results = list_points(rounds)
+    write_csv(tmp_path / PUSHES, PushPoint, (p for point in points for p in point.pushes))
     assert not check_curve(tmp_path, rounds).holds
-    write_csv(tmp_path / RESULTS, ResultPoint, list_results(rounds))
+    write_csv(tmp_path / RESULTS, ResultPoint, results)
     assert check_curve(tmp_path, rounds).holds
     (tmp_path / PUSHES).write_text((tmp_path / PUSHES).read_text().replace(",2.0,", ",2.1,", 1))
     assert not check_curve(tmp_path, rounds).holds

@@ -376,7 +376,7 @@ def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
     alone = shell.heartbeat("c")
     assert isinstance(first, ClusterHeartbeatAnswer)
     assert (first.push_in_s, other.push_in_s, alone.push_in_s) == (10.0, 10.0, OWN_PACE)
-    paces = {name: cluster["pace"] for name, cluster in shell.core.build_view(shell.now)["clusters"].items()}
+    paces = {name: cluster.pace for name, cluster in shell.core.build_view(shell.now).clusters.items()}
     assert paces["a"].startswith("aligned: H 10") and paces["b"].startswith("aligned: H 14") and paces["c"] == ""
 
 

@@ -108,7 +108,7 @@ def journal_again(played: Path, directory: Path, **options: Any) -> Path:
 
 def wait_for_writer(journal: Journal) -> None:
     """Steps are faster than the thread that writes them."""
-    until(lambda: journal.read_status()["waiting"] == 0)
+    until(lambda: journal.read_status().waiting == 0)
 
 
 def test_segments_rotate_and_each_begins_with_the_whole_state(played: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """It says so once and takes no more; after a while it begins anew with a segment of its own."""
     monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
     journal = bare(tmp_path)
-    until(lambda: journal.read_status()["bytes"] > 0)
+    until(lambda: journal.read_status().bytes > 0)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -280,7 +280,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
             journal.record_step(Ticked(), 2.0, [])
     assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     assert "no space left" in logs[0]["why"]
-    assert journal.read_status()["writing"] == 0
+    assert journal.read_status().writing is False
     until(journal.is_segment_due)
     journal.begin_segment((3,))
     journal.record_step(Ticked(), 3.0, [])
@@ -293,7 +293,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
     monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
     journal = bare(tmp_path)
-    until(lambda: journal.read_status()["bytes"] > 0)
+    until(lambda: journal.read_status().bytes > 0)
     hangs = True
 
     def hang() -> None:
@@ -304,7 +304,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
         journal._log = structlog.get_logger()
         for at in range(1000):
             journal.record_step(Ticked(), float(at), [])
-            assert journal.read_status()["waiting"] <= 100
+            assert journal.read_status().waiting <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
     assert not journal.is_segment_due()
     hangs = False
@@ -320,7 +320,7 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     journal.begin_segment((1,))
     until(lambda: journal._writer.failed)
     journal.record_step(Ticked(), 1.0, [])
-    assert journal.read_status()["writing"] == 0
+    assert journal.read_status().writing is False
     journal.close()
 
 

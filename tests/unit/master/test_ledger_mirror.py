@@ -29,6 +29,7 @@ from dips.master.ledger_rebuild import SPARE, MirroredLedger
 from dips.mirror import MirrorStore
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
+from dips.protocol.view import LedgerMirrorView
 from tests.power_cut import PowerCut, fell_behind
 
 LOG = structlog.get_logger()
@@ -124,7 +125,7 @@ def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile)
     assert term.kept_up
     for records in itertools.islice(transactions(), 9):
         term.write(records)
-    assert term.mirror.view() == {"red": False, "behind_transactions": 0, "behind_s": 0.0, "reason": ""}
+    assert term.mirror.view() == LedgerMirrorView()
     knew = term.end()
     lose(config)
     state = restored(config)
@@ -169,9 +170,9 @@ def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, 
         term.write(records)
     assert time.process_time() - began < 5
     view = term.mirror.view()
-    assert view["red"] and view["behind_transactions"] == 4 and "is not there: mount it" in view["reason"]
+    assert view.red and view.behind_transactions == 4 and "is not there: mount it" in view.reason
     (tmp_path / "away").rename(tmp_path / "mirror")
-    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    until(lambda: not term.mirror.view().red, "it has caught up")
     term.write(next(every))
     knew = term.end()
     lose(config)
@@ -188,7 +189,7 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     for records in itertools.islice(transactions(), 11):
         term.write(records)
     (tmp_path / "away").rename(tmp_path / "mirror")
-    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    until(lambda: not term.mirror.view().red, "it has caught up")
     knew = term.end()
     lose(config)
     assert like(restored(config), knew)
@@ -207,9 +208,9 @@ def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.M
     monkeypatch.setattr("dips.master.mirror_files.write_transaction", write)
     for records in itertools.islice(transactions(), 3):
         term.write(records)
-    assert "longer than 0.2 s" in term.mirror.view()["reason"]
+    assert "longer than 0.2 s" in term.mirror.view().reason
     hangs.clear()
-    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    until(lambda: not term.mirror.view().red, "it has caught up")
     term.end()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from dips.ids import PushId, VersionId
 from dips.master.meters import MOST_PUSHES, RoundMeters
 from dips.master.newest import NewestVersion
 from dips.protocol.records import FoldRow, VersionCommitted, VersionDurable
+from dips.protocol.view import NewestView
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
@@ -61,11 +62,11 @@ def committed(version: VersionId, durable: bool, *clusters: str) -> VersionCommi
 def test_ages_are_of_the_newest_version_and_of_the_newest_durable_one() -> None:
     """With snapshots that come later the two differ, until the newest is on the disks as well."""
     newest = NewestVersion().follow_records([committed(V1, True, "west", "east", "west")], 100.0)
-    assert newest.view(110.0) == {"age_s": 10.0, "durable_age_s": 10.0, "clusters": 2}
+    assert replace(newest.view(110.0), loss=None) == NewestView(10.0, 10.0, 2)
     assert newest.loss == 2.0
     newest = newest.follow_records([committed(V2, False, "west")], 120.0)
-    assert newest.view(130.0) == {"age_s": 10.0, "durable_age_s": 30.0, "clusters": 1}
+    assert replace(newest.view(130.0), loss=None) == NewestView(10.0, 30.0, 1)
     newest = newest.follow_records([VersionDurable(V2, (), 0.0)], 140.0)
-    assert newest.view(150.0)["durable_age_s"] == 30.0
-    assert newest.view(90.0)["age_s"] == 0.0, "the clock was set back"
-    assert NewestVersion().view(0.0) == {"age_s": None, "durable_age_s": None, "clusters": 0}
+    assert newest.view(150.0).durable_age_s == 30.0
+    assert newest.view(90.0).age_s == 0.0, "the clock was set back"
+    assert NewestVersion().view(0.0) == NewestView()

@@ -119,10 +119,10 @@ class Place:
         finally:
             await processes.stop()
         view = processes.view()
-        assert view["running"] is None and view["red"] is bool(view["reason"])
+        assert view.running is None and view.red is bool(view.reason)
         (round_,) = [r for r in self.ledger.read_history() if r.result is not None]
         result, version = round_.result, round_.version
-        assert result is not None and version is not None and view["version"] == str(version)
+        assert result is not None and version is not None and view.version == str(version)
         return VersionResult(version, result.ok, result.reason, tuple(result.numbers.items()), result.seconds)
 
 
@@ -199,7 +199,7 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
     processes = place.begin()
     while not (tmp_path / "pids").exists():
         await asyncio.sleep(0.01)
-    assert processes.view()["running"] == str(second)
+    assert processes.view().running == str(second)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     await processes.stop()
     async with asyncio.timeout(RESULT_S):

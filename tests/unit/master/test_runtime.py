@@ -47,6 +47,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, LiveTransfers, SlaveHeart
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
+from dips.protocol.view import RunView
 from dips.telemetry.timeline import Timeline, read_marks
 
 HEARTBEAT_S = 0.05
@@ -89,8 +90,8 @@ class ScriptedCoordinator:
     def window_timing(self) -> WindowTiming:
         return WindowTiming(None, 1, 0)
 
-    def build_view(self, now: float) -> dict[str, Any]:
-        return {"seen": len(self.seen)}
+    def build_view(self, now: float) -> RunView:
+        return RunView(term=len(self.seen))
 
     def kinds(self) -> list[str]:
         return [type(e).__name__ for e in self.seen]

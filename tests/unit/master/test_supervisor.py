@@ -20,7 +20,9 @@ from dips.master import supervisor as supervision
 from dips.master.children import Child
 from dips.master.supervisor import LEAST_MOVED, LOST_LEASES, STEADY_S, ProcessWatch, Supervisor
 from dips.protocol.heartbeats import SlaveHeartbeat
+from dips.protocol.moves import SlaveState
 from dips.protocol.options import TimingOptions
+from dips.protocol.view import SlaveView
 
 COMPUTE_S = 10.0
 HOLDS = """
@@ -46,7 +48,7 @@ async def test_an_adopted_slave_that_loads_for_long_is_not_killed(tmp_path: Path
     section.directory.mkdir()
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(section.lock)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    seen: dict[str, Any] = {"s": {"state": "awaited", "sinc": 0}}
+    seen = {"s": SlaveView(SlaveState.AWAITED)}
     timing = TimingOptions(heartbeat_s=0.01, compute_s=COMPUTE_S)
     supervisor = Supervisor(
         tmp_path / "dips.yaml", [section], tmp_path, timing, lambda: seen, structlog.get_logger(), unheard
@@ -200,7 +202,7 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
     Its task ended with the OSError, and nobody heard of it: a slave that hung was never killed.
     """
     section = SlaveSection(name="s", master="h:1", directory=tmp_path / "s", initial_model=tmp_path / "m")
-    seen: dict[str, Any] = {"s": {"state": "ready", "sinc": 1}}
+    seen = {"s": SlaveView(SlaveState.READY, sinc=1)}
     timing, looks = TimingOptions(heartbeat_s=0.001), count()
 
     def fail(log: Path, most_bytes: int) -> None:
@@ -216,8 +218,8 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
         async with asyncio.timeout(20):
             while next(looks) < 6:
                 await asyncio.sleep(0.001)
-            seen["s"] = {"state": "lost", "sinc": 1}
-            while supervisor._seen["s"]["state"] != "lost":
+            seen["s"] = SlaveView(SlaveState.LOST, sinc=1)
+            while supervisor._seen["s"].state != "lost":
                 await asyncio.sleep(0.001)
         looking.cancel()
     assert len([row for row in logs if row["log_level"] == "warning"]) == 1

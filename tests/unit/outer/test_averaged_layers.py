@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dips.codecs import Codec
 from dips.ids import GENESIS, PushId, VersionId
 from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool
@@ -16,7 +17,7 @@ LAYERS, BUFFERS = {0: 3, 1: 2}, 1
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
 
-def made(kernel_set: object, codec: str = "fp32") -> Versions:
+def made(kernel_set: object, codec: Codec = Codec.FP32) -> Versions:
     versions = Versions(KernelPool(kernel_set), 2, 0, codec)  # type: ignore[arg-type]
     versions.allocate_banks(LAYERS, averaged=frozenset({BUFFERS}))
 
@@ -67,8 +68,8 @@ def test_an_aborted_round_leaves_no_weight() -> None:
     assert (versions.flip_version(V1), versions.theta(V1)[BUFFERS])[1].tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("codec", ["int8", "bf16"])
-def test_a_lossy_pull_codec_keeps_them_near_the_mean(codec: str) -> None:
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.BF16])
+def test_a_lossy_pull_codec_keeps_them_near_the_mean(codec: Codec) -> None:
     """Within half a step of the update; what it rounds away stays out of m."""
     versions = made(reference, codec)
     versions.fold_push(stage(versions, 1, 0.5, 3.0), 1.0)

@@ -15,6 +15,7 @@ from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
+from dips.protocol.view import RunView
 from tests.push_digest import digest_push
 
 OPTIONS = Options(penalty=PenaltyOptions(gates=()), timing=TimingOptions(window_s=10.0))
@@ -100,7 +101,7 @@ class ScriptedRun:
             self.pull(cluster)
 
     def inc(self, cluster: str) -> int:
-        return int(self.view["clusters"][cluster]["inc"])
+        return int(self.view.clusters[cluster].inc)
 
     def next_push(self, cluster: str) -> PushId:
         self._seqs[cluster] += 1
@@ -120,7 +121,7 @@ class ScriptedRun:
 
     def commit(self, push: PushId, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> Any:
         """The push is staged, and committed; return what its cluster is answered."""
-        self.step(ev.PushStaged("s", self.view["slaves"]["s"]["sinc"], push, 4))
+        self.step(ev.PushStaged("s", self.view.slaves["s"].sinc, push, 4))
         return self.ask(ev.PushFinished(0, push, tokens, steps, tuple(ranges), 2.5))
 
     def push(self, cluster: str, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> PushId:
@@ -138,12 +139,12 @@ class ScriptedRun:
     # ---- what is seen ----------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> dict[str, Any]:
+    def view(self) -> RunView:
         return self.machine.build_view(self.now)
 
     @property
     def head(self) -> VersionId:
-        return VersionId.parse(self.view["head"])
+        return VersionId.parse(self.view.head)
 
     def all_of(self, kind: type) -> list[Any]:
         """Every effect of this type so far, and the body of every order of it."""

@@ -86,4 +86,4 @@ def test_a_deletion_of_45_s_loses_no_slave() -> None:
     for _ in range(int(45 / order.deadline_s)):
         run.now += order.deadline_s
         run.step(ev.OrderFailed("s", order.sinc, order.number, UnresponsiveSlave, "no answer"))
-    assert run.view["slaves"]["s"]["state"] == "ready"
+    assert run.view.slaves["s"].state == "ready"

@@ -36,10 +36,10 @@ def test_a_push_that_moves_keeps_the_rest_of_its_deadline() -> None:
     run.open_push("a")
     before = run.machine.next_deadline()
     gap(run)
-    assert run.view["clusters"]["a"]["state"] == "pushing"
+    assert run.view.clusters["a"].state == "pushing"
     assert run.machine.next_deadline() == pytest.approx(before + GAP_S)
     run.wait(101.0)
-    assert run.view["clusters"]["a"]["state"] == "training"
+    assert run.view.clusters["a"].state == "training"
 
 
 def test_a_pull_that_moves_keeps_the_rest_of_its_deadline() -> None:
@@ -47,16 +47,16 @@ def test_a_pull_that_moves_keeps_the_rest_of_its_deadline() -> None:
     pull = ev.PullRequested(0, replace(PULL, seq=9), 1)
     run.ask(pull)
     gap(run)
-    assert run.view["clusters"]["a"]["state"] == "pulling" and run.all_of(OpenPull)
+    assert run.view.clusters["a"].state == "pulling" and run.all_of(OpenPull)
     run.wait(101.0)
-    assert run.view["clusters"]["a"]["state"] == "training"
+    assert run.view.clusters["a"].state == "training"
 
 
 def test_an_open_window_keeps_the_rest_of_its_time() -> None:
     run = make(window_s=60.0)
     run.push("a")
     gap(run)
-    assert run.committed == [] and run.view["round"]["state"] == "collecting"
+    assert run.committed == [] and run.view.round.state == "collecting"
     run.push("b")
     assert len(run.committed[-1].folds) == 2
 
@@ -69,16 +69,16 @@ def test_a_gap_is_nobodys_pace() -> None:
     run.wait(30.0)
     gap(run)
     run.push("a")
-    assert run.view["clusters"]["a"]["pace_s"] == pytest.approx(30.0)
+    assert run.view.clusters["a"].pace_s == pytest.approx(30.0)
 
 
 def test_a_gap_is_not_time_of_the_run() -> None:
     run = ScriptedRun(replace(OPTIONS, stop=StopOptions(wall_s=50.0)))
     run.wait(20.0)
     gap(run)
-    assert run.view["finished"] is None
+    assert run.view.finished is None
     run.wait(30.0)
-    assert run.view["finished"]
+    assert run.view.finished
 
 
 def test_a_disk_that_failed_rests_for_its_whole_pause() -> None:

@@ -28,12 +28,12 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     fail_persist(run)
     assert run.outcome(run.push("a")).kind == "accepted"
     fail_persist(run)
-    assert run.view["durability"]["state"] == "durable"
+    assert run.view.durability.state == "durable"
     run.held.add(Persist)
     run.push("a")
     order = run.orders.popleft()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
-    assert run.view["durability"]["state"] == "degraded"
+    assert run.view.durability.state == "degraded"
 
 
 def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
@@ -44,7 +44,7 @@ def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
         run.outcome(run.push("a", tokens=tokens))
     lost = ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 0, None, None, (V1,), 4, "")
     run.ask(lost)
-    cluster = run.view["clusters"]["a"]
-    assert run.head == V1 and run.view["progress"]["tokens"] == 100
-    assert (cluster["tokens_accepted"], cluster["tokens_undone"]) == (100, 30)
-    assert cluster["accepted"] == 1
+    cluster = run.view.clusters["a"]
+    assert run.head == V1 and run.view.progress.tokens == 100
+    assert (cluster.tokens_accepted, cluster.tokens_undone) == (100, 30)
+    assert cluster.accepted == 1

@@ -22,9 +22,9 @@ def test_the_run_ends_with_the_token_that_stop_names() -> None:
     """One token fewer goes on; exactly as many end the run, by a row, and no push is granted any more."""
     run = make(StopOptions(tokens=200))
     run.outcome(run.push("a", tokens=199))
-    assert run.view["finished"] is None
+    assert run.view.finished is None
     run.outcome(run.push("a", tokens=1))
-    assert run.view["finished"] == "v2@r2"
+    assert run.view.finished == "v2@r2"
     assert [row.version for row in run.all_of(RunFinished)] == [run.head]
     assert isinstance(run.ask(PushRequested(0, run.next_push("a"), run.head, 1)), Finished)
 
@@ -32,9 +32,9 @@ def test_the_run_ends_with_the_token_that_stop_names() -> None:
 def test_the_run_ends_with_its_last_version() -> None:
     run = make(StopOptions(versions=2))
     run.outcome(run.push("a"))
-    assert run.view["finished"] is None
+    assert run.view.finished is None
     run.outcome(run.push("a"))
-    assert run.view["finished"] == "v2@r2"
+    assert run.view.finished == "v2@r2"
 
 
 def test_the_run_ends_when_its_time_is_over() -> None:
@@ -42,7 +42,7 @@ def test_the_run_ends_when_its_time_is_over() -> None:
     run = make(StopOptions(wall_s=50.0))
     assert run.machine.next_deadline() == 50.0
     run.wait(49.0)
-    assert run.view["finished"] is None
+    assert run.view.finished is None
     run.wait(1.0)
-    assert run.view["finished"] == "v0@r0"
+    assert run.view.finished == "v0@r0"
     assert run.machine.next_deadline() == inf

@@ -131,7 +131,7 @@ def test_tokens_of_a_skipped_push_whose_cluster_died_are_lost() -> None:
     order = run.orders.popleft()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, RemoteProtocolError, "broken"))
     assert run.all_of(RoundEnded)
-    assert run.view["clusters"]["a"]["tokens_lost"] == 70
+    assert run.view.clusters["a"].tokens_lost == 70
 
 
 # ---- the window ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_the_window_waits_only_for_who_comes_before_its_end() -> None:
     push = run.push("b")
     run.wait(20.0)
     run.outcome(push)
-    assert run.view["clusters"]["b"]["state"] == "training"
+    assert run.view.clusters["b"].state == "training"
     assert run.outcome(run.push("a")).kind == "accepted", "nobody is expected: closed at once"
 
 

@@ -42,7 +42,7 @@ def test_places_are_told_and_shown() -> None:
     """In the answer, and as the reason of the cluster's state."""
     run = crowded()
     assert [place(run, "b"), place(run, "c"), place(run, "b")] == [(1, 1), (2, 2), (1, 2)]
-    assert run.view["clusters"]["c"]["reason"] == "waits for a slot: 2nd of 2"
+    assert run.view.clusters["c"].reason == "waits for a slot: 2nd of 2"
     free_the_slot(run)
     assert [place(run, "c"), place(run, "b"), place(run, "c")] == [(2, 2), None, (1, 1)]
 
@@ -84,7 +84,7 @@ def test_a_quarantined_cluster_pushes_while_no_other_waits() -> None:
         run.outcome(run.push(cluster))
     run.norms["a"] = 1e6
     run.outcome(run.push("a"))
-    assert run.view["clusters"]["a"]["quarantined"]
+    assert run.view.clusters["a"].quarantined
     push = run.open_push("b")
     assert place(run, "a") == (0, 0)
     assert place(run, "c") == (1, 1)

@@ -121,11 +121,11 @@ def test_nobody_finishes_a_range_that_is_leased_to_another() -> None:
     for foreign in (others[:1], (mine[0], others[1]), (9,), (99,)):
         result = run.commit(push, ranges=foreign)
         assert failure(result) is RemoteProtocolError and "not leased to a" in result.message
-    assert run.view["ranges"]["settled"] == 0
+    assert run.view.ranges.settled == 0
     assert isinstance(run.commit(push, ranges=mine), Committed)
     run.wait(11.0)
     run.outcome(push)
-    assert run.view["ranges"]["settled"] == 2
+    assert run.view.ranges.settled == 2
     assert failure(run.commit(run.open_push("a"), ranges=mine[:1])) is RemoteProtocolError
 
 
@@ -169,7 +169,7 @@ def test_a_question_repeated_gets_its_ranges_and_no_more() -> None:
     first = leased(run, "a", seq=1)
     assert leased(run, "a", seq=1, count=5) == first
     assert leased(run, "a", seq=2) == (2, 3)
-    assert run.view["ranges"]["leased"] == 4
+    assert run.view.ranges.leased == 4
 
 
 def test_a_range_beyond_the_last_cannot_be_claimed() -> None:
@@ -177,7 +177,7 @@ def test_a_range_beyond_the_last_cannot_be_claimed() -> None:
     run = make("a", ranges=4)
     result = run.ask(ev.RangesRequested(0, "a", 1, 1, 2, (3, 4, 5)))
     assert result.ranges == (3,)
-    assert (run.view["ranges"]["free"], run.view["ranges"]["leased"]) == (3, 1)
+    assert (run.view.ranges.free, run.view.ranges.leased) == (3, 1)
 
 
 def test_freed_ranges_are_leased_first_and_in_order() -> None:
@@ -204,7 +204,7 @@ def test_data_is_not_used_up_while_some_of_it_is_leased() -> None:
     push = run.push("a", ranges=(first,))
     run.wait(11.0)
     run.outcome(push)
-    assert run.view["finished"] is None
+    assert run.view.finished is None
 
 
 # ---- slots and time --------------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ def test_a_pull_that_nobody_names_ends_at_its_deadline() -> None:
     for _ in range(10):
         run.wait(99.9)
         run.step(ev.TransferAwaited("a", 1, 9))
-    assert run.view["clusters"]["a"]["state"] == "pulling"
+    assert run.view.clusters["a"].state == "pulling"
     run.now = run.machine.next_deadline()
     run.step(ev.Ticked())
-    assert run.view["clusters"]["a"]["state"] == "training"
+    assert run.view.clusters["a"].state == "training"
 
 
 def test_a_push_below_the_least_rate_is_not_kept_by_a_word() -> None:
@@ -299,4 +299,4 @@ def test_a_slave_is_drained_when_it_has_answered_everything() -> None:
     run.held.clear()
     run.answer()
     run.step(ev.Ticked())
-    assert run.view["slaves"]["s"]["state"] == "draining"
+    assert run.view.slaves["s"].state == "draining"

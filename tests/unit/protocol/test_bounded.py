@@ -67,7 +67,7 @@ class BoundedRun:
 
     def round(self) -> None:
         """Both push and one pull follows each Outcome."""
-        head = VersionId.parse(self.machine.build_view(self.now)["head"])
+        head = VersionId.parse(self.machine.build_view(self.now).head)
         pushes = [PushId(name, 1, self.next(name)) for name in CLUSTERS]
         for push in pushes:
             for _ in range(2):
@@ -124,5 +124,5 @@ def test_the_state_of_a_long_run_is_bounded() -> None:
             print(
                 number, sizes[-1], sorted(largest(codec.encode_value(run.machine.capture_state())[1]), reverse=True)[:4]
             )
-    assert run.machine.build_view(run.now)["rounds"]["applied"] == ROUNDS
+    assert run.machine.build_view(run.now).rounds.applied == ROUNDS
     assert sizes[1] < sizes[0] + ROUNDS - FULL

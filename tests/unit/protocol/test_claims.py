@@ -67,7 +67,7 @@ def test_the_time_counts_from_the_last_push_that_was_settled() -> None:
     run.now = 1500.0
     push = run.open_push("a")
     assert failure(finish(run, push, most + int(501 * MOST_TOKENS_PER_S), 1)) is RemoteProtocolError
-    assert run.view["clusters"]["a"]["claims_refused"] == 2
+    assert run.view.clusters["a"].claims_refused == 2
     assert isinstance(finish(run, push, most + int(500 * MOST_TOKENS_PER_S), 1), Committed)
 
 

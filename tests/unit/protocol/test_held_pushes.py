@@ -96,7 +96,7 @@ def test_who_always_was_unlike_the_others_is_flagged_in_the_view() -> None:
     for number in range(24):
         order = "abcd"[number % 4 :] + "abcd"[: number % 4]  # who comes first has no others to be compared with
         assert set(run.round(*order).values()) == {OutcomeKind.ACCEPTED}
-    differs = {name: row["differs"] for name, row in run.view["clusters"].items()}
+    differs = {name: row.differs for name, row in run.view.clusters.items()}
     assert [list(differs[c]) for c in "abcd"] == [[], [], [], ["direction"]]
     assert "data of another kind" in differs["d"]["direction"]
 

@@ -16,7 +16,7 @@ def test_nobody_has_the_seeders_name() -> None:
     """Its reports would be taken for those of `dips seed`."""
     run = ScriptedRun()
     answer = run.ask(ev.ClusterJoined(0, SEEDER, "p", "r", run.manifest.digest, "c"))
-    assert isinstance(answer, Failed) and answer.error is ConfigError and SEEDER not in run.view["clusters"]
+    assert isinstance(answer, Failed) and answer.error is ConfigError and SEEDER not in run.view.clusters
 
 
 def test_a_push_that_moved_before_its_grant_is_not_committed() -> None:
@@ -45,10 +45,10 @@ def test_tokens_far_beyond_what_is_usual_neither_make_a_version_nor_end_the_run(
     run.wait(10.0)
     row = run.committed[-1]
     assert [(fold.push, fold.tokens) for fold in row.folds] == [(honest, 100), (liar, MOST_TIMES * 100)]
-    assert row.folds[1].weight == MOST_TIMES and run.view["finished"] is None
+    assert row.folds[1].weight == MOST_TIMES and run.view.finished is None
     said = run.outcome(liar)
     assert f"of its {10**9} tokens {MOST_TIMES * 100} count" in said.reason
-    assert run.view["clusters"]["c"]["tokens_accepted"] == 10**9, "its own account is as it says"
+    assert run.view.clusters["c"].tokens_accepted == 10**9, "its own account is as it says"
 
 
 def test_a_young_run_believes_what_clusters_bring() -> None:

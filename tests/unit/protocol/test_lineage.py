@@ -49,12 +49,12 @@ def lineage(run: ScriptedRun) -> list[VersionId]:
 def test_a_run_of_any_length_restarts(versions: int) -> None:
     """As the next master reads it, the lineage is what the one before held of it."""
     run = long_run(versions)
-    before, tokens = lineage(run), run.view["progress"]["tokens"]
+    before, tokens = lineage(run), run.view.progress.tokens
     restart_master(run)
     assert run.head == VersionId(versions, versions) == before[-1]
     assert lineage(run) == before and len(before) <= BOUND + 1
     assert before[0] == GENESIS
-    assert run.view["progress"]["tokens"] == tokens == 100 * versions
+    assert run.view.progress.tokens == tokens == 100 * versions
 
 
 def test_a_restarted_long_run_goes_on() -> None:
@@ -75,7 +75,7 @@ def test_a_restarted_long_run_rolls_back() -> None:
     offered = VersionId(2 * BOUND - 1, 2 * BOUND - 1)
     run.ask(ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 0, None, None, (offered,), 4, ""))
     assert run.head == offered == lineage(run)[-1]
-    assert run.view["progress"]["tokens"] == 100 * offered.version
+    assert run.view.progress.tokens == 100 * offered.version
     restart_master(run)
     assert run.head == offered
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
+from dips.protocol.view import RollbackView
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 AWAY = "No route to host"
@@ -24,14 +25,14 @@ AWAY = "No route to host"
 
 def told(run: ScriptedRun, *held: VersionId, reason: str = "", unknown: bool = False) -> None:
     """A heartbeat of the present process of the slave says this of its mirror."""
-    run.step(ev.MirrorReported("s", run.view["slaves"]["s"]["sinc"], ev.MirrorReport(held, reason, unknown)))
+    run.step(ev.MirrorReported("s", run.view.slaves["s"].sinc, ev.MirrorReport(held, reason, unknown)))
 
 
 def make_version(run: ScriptedRun) -> VersionId:
     """A push of each cluster, and the version that they make."""
     pushes = [run.open_push(name) for name in ("a", "b")]
     for push in pushes:
-        run.step(ev.PushStaged("s", run.view["slaves"]["s"]["sinc"], push, 4))
+        run.step(ev.PushStaged("s", run.view.slaves["s"].sinc, push, 4))
         run.ask(ev.PushFinished(0, push, 100, 1, (), 2.5))
     run.wait(20)
     for push in pushes:
@@ -72,7 +73,7 @@ def test_a_process_that_cannot_list_its_mirror_leaves_the_last_word() -> None:
     register_again(run, (held, head), ev.MirrorReport((), AWAY, unknown=True))
     newer = [make_version(run) for _ in range(4)]
     assert held not in retired(run) and newer[0] in retired(run)
-    assert run.view["slaves"]["s"]["mirror"]["version"] == str(held)
+    assert run.view.slaves["s"].mirror.version == str(held)
     told(run)
     make_version(run)
     assert held in retired(run), "it was listed: nothing lies there"
@@ -88,19 +89,19 @@ def lagging(reason: str = "", options: Options = OPTIONS) -> tuple[ScriptedRun, 
     return run, held
 
 
-def lose_disk(run: ScriptedRun, disk: tuple[VersionId, ...], mirror: tuple[VersionId, ...]) -> dict[str, Any]:
+def lose_disk(run: ScriptedRun, disk: tuple[VersionId, ...], mirror: tuple[VersionId, ...]) -> RollbackView:
     """Another process of the slave offers this, and says that of its mirror; what status shows of a rollback."""
     report = ev.MirrorReport(mirror)
     new = ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 1, None, None, disk, 4, "", mirror=report)
     run.ask(replace(new, rival_heard_s=1e9))
-    return cast(dict[str, Any], run.view["rollback"])
+    return run.view.rollback
 
 
 def test_a_lost_disk_costs_what_its_mirror_was_known_to_lag() -> None:
     """Nobody is asked, though that is more than most_rollback: at rounds of seconds mirrors always lag so far."""
     run, held = lagging()
     assert run.head.version - held.version > MOST_ROLLBACK
-    assert lose_disk(run, (held,), (held,)) == {"red": False, "steps": 0, "reason": ""}
+    assert lose_disk(run, (held,), (held,)) == RollbackView()
     assert run.head == held
 
 
@@ -109,19 +110,19 @@ def test_beyond_what_a_mirror_lagged_a_person_is_asked() -> None:
     run, held = lagging()
     seen = run.head
     older = VersionId(held.version - 1, held.round - 1)
-    assert lose_disk(run, (older,), (older,))["red"] is False and run.head == older
+    assert lose_disk(run, (older,), (older,)).red is False and run.head == older
 
     strict, _ = lagging(options=replace(OPTIONS, most_rollback=0))
     shown = lose_disk(strict, (older,), (older,))
-    assert shown["red"] and strict.head == seen
-    assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown["reason"]
+    assert shown.red and strict.head == seen
+    assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown.reason
 
 
 def test_a_mirror_that_fails_covers_nothing() -> None:
     """Red already, it may lag by a thousand versions: how many of them are lost, a person decides."""
     run, held = lagging(AWAY)
     shown = lose_disk(run, (held,), (held,))
-    assert shown["red"] and shown["steps"] == 5
+    assert shown.red and shown.steps == 5
 
 
 def test_only_who_serves_is_believed_of_its_mirror() -> None:
@@ -130,7 +131,7 @@ def test_only_who_serves_is_believed_of_its_mirror() -> None:
     told(run, run.head)
     seen = run.head
     for _ in range(2):
-        assert lose_disk(run, (held,), (held,))["red"]
+        assert lose_disk(run, (held,), (held,)).red
         told(run, held)
     assert run.head == seen
 
@@ -161,13 +162,13 @@ def test_who_lacks_a_version_that_all_others_have_is_asked_to_bring_it_back() ->
     register, view = two_slaves(mirrors)
     assert isinstance(register("a", v7, (v6, v7)), Hold)
     assert isinstance(register("b", None, (v2,)), RegisterLater)
-    assert view()["slaves"]["a"]["state"] == "restoring", "it is told to register, by its next heartbeat"
+    assert view().slaves["a"].state == "restoring", "it is told to register, by its next heartbeat"
     asked = register("a", v7, (v6, v7))
     assert isinstance(asked, RegisterLater) and asked.look_for == (v2,)
     assert "v2@r2 is brought back from mirrors" in asked.reason
     assert register("b", None, (v2,)).look_for == (), "it has it"
     assert register("a", v7, (v2, v6, v7)) == LoadVersion(v2)
-    assert view()["head"] == "v2@r2"
+    assert view().head == "v2@r2"
 
 
 def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
@@ -182,7 +183,7 @@ def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
     register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v6,), AWAY)})
     register("a", v7, (v2, v6, v7))
     assert register("b", None, (v2,)) == LoadVersion(v2)
-    assert view()["head"] == "v2@r2"
+    assert view().head == "v2@r2"
 
 
 def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
@@ -191,7 +192,7 @@ def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
     register, view = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v2,))})
     assert isinstance(register("a", v7, (v7,)), Hold)
     assert register("b", None, (v2,)).look_for == ()
-    assert view()["slaves"]["a"]["state"] == "restoring"
+    assert view().slaves["a"].state == "restoring"
     again = register("a", v7, (v7,))
     assert (again.look_for, again.retry_after_s) == ((), 1.0)
     assert again.reason.endswith("a: v7@r7; b: v2@r2; restore a snapshot directory")

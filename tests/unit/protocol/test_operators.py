@@ -65,7 +65,7 @@ def test_an_operators_quarantine_leaves_the_statistics_alone() -> None:
     before = run.machine._run.penalty.penalty_row("a")
     ask(run, QuarantineAsked(0, "a", "a look"))
     assert [round_of(run, "a") for _ in range(4)] == ["gated"] * 4
-    assert run.view["clusters"]["a"]["quarantined"] and run.view["clusters"]["a"]["quarantine"] == "a look"
+    assert run.view.clusters["a"].quarantined and run.view.clusters["a"].quarantine == "a look"
     assert run.machine._run.penalty.penalty_row("a") == before
     ask(run, ReadmissionAsked(0, "a"))
     assert round_of(run, "a") == "accepted"
@@ -77,7 +77,7 @@ def test_a_row_stands_before_its_answer_and_is_bounded() -> None:
     ask(run, QuarantineAsked(0, "a", "\x1b[2J\u202e" + "x" * 10_000))
     kinds = [type(effect) for effect in run.effects]
     (row,) = run.all_of(OperatorActed)
-    assert run.view["clusters"]["a"]["quarantine"].isprintable()
+    assert run.view.clusters["a"].quarantine.isprintable()
     assert kinds.index(OperatorActed) < len(kinds) - 1 - kinds[::-1].index(Reply)
     assert row.wall == 1e9 and row.caller == "alice.operator"
     for text in (row.caller, row.action, row.arguments, row.outcome):

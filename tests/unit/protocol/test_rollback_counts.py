@@ -74,7 +74,7 @@ class StoredRun(ScriptedRun):
 
     def report_mirror(self, *held: VersionId, why: str = "") -> None:
         self.held_by_mirror = ev.MirrorReport(held, why)
-        self.step(ev.MirrorReported("s", self.view["slaves"]["s"]["sinc"], self.held_by_mirror))
+        self.step(ev.MirrorReported("s", self.view.slaves["s"].sinc, self.held_by_mirror))
 
     def offer(self, *offered: VersionId) -> None:
         """Its slave is another process, which has these on its disk; it registers until it serves the head."""
@@ -134,9 +134,9 @@ def test_a_mirror_that_lagged_over_retired_versions(lineage_kept: int) -> None:
     assert [v.version for v in run.state.versions.values() if v.retired and v.version.version > 2]
     run.offer(mirrored)
     assert run.head == mirrored
-    assert run.view["progress"]["tokens"] == run.view["clusters"]["a"]["tokens_accepted"] == 200
-    assert run.view["clusters"]["a"]["tokens_undone"] == 500
-    assert run.view["ranges"]["settled"] == 4 and run.view["ranges"]["free"] == 196
+    assert run.view.progress.tokens == run.view.clusters["a"].tokens_accepted == 200
+    assert run.view.clusters["a"].tokens_undone == 500
+    assert run.view.ranges.settled == 4 and run.view.ranges.free == 196
     assert describe(run.state) == describe(read_again(run))
 
 
@@ -149,7 +149,7 @@ def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
         run.make_version("a")
     assert run.head.version > 4 and all(v.retired for v in list(run.state.versions.values())[1:-2])
     run.offer()
-    assert run.head == GENESIS and run.view["progress"]["tokens"] == 0
+    assert run.head == GENESIS and run.view.progress.tokens == 0
     assert describe(run.state) == describe(read_again(run))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from dips.codecs import Codec, Dtype
 from dips.ids import PushId
 from dips.outer import reference
 from dips.protocol.manifest import Layer, Manifest, Parameter
@@ -15,9 +16,9 @@ from dips.slave import receiver as receiver_module
 from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
-from dips.wire import codecs, streams
+from dips.wire import bodies, streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Dtype, Header, Kind
+from dips.wire.frame import BadFrame, Header, Kind
 from dips.wire.streams import StreamName
 
 PUSH, N, STALL_S, DEADLINE_S = PushId("a", 1, 1), 2048, 10.0, 60.0
@@ -33,12 +34,12 @@ def name(epoch: int = 1) -> StreamName:
 class OneRank:
     """A push of one rank, one lane, two chunks."""
 
-    def __init__(self, codec: str = "fp32") -> None:
+    def __init__(self, codec: Codec = Codec.FP32) -> None:
         layout = LayerLayout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
         self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
         self.receiver.set_layers(layout)
         self.buffer = np.zeros(N, np.float32)
-        self.receiver.open_push(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.codec_named(codec))
+        self.receiver.open_push(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codec)
 
     def hello(self, epoch: int = 1, now: float = 0.0) -> Say:
         """Return the answer."""
@@ -50,7 +51,9 @@ class OneRank:
         says = [move for move in self.receiver.plan_wants(0, now) if isinstance(move, Say)]
         return [chunk for say in says for chunk in streams.decode_want(say.body)]
 
-    def bring(self, chunk: Range, *, wrong: bool = False, dtype: Dtype = Dtype.FP32, epoch: int = 1) -> list[Move]:
+    def bring(
+        self, chunk: Range, *, wrong: bool = False, dtype: Dtype = Codec.FP32.dtype, epoch: int = 1
+    ) -> list[Move]:
         body = VALUES[chunk.offset : chunk.offset + chunk.length].tobytes()
         checksum = xxhash.xxh3_64_intdigest(body)
         if wrong:
@@ -86,22 +89,22 @@ def test_a_chunk_in_a_codec_that_was_not_granted_is_refused() -> None:
     push.hello()
     chunk = push.wants()[0]
     with pytest.raises(BadFrame) as refused:
-        push.bring(chunk, dtype=Dtype.BF16)
+        push.bring(chunk, dtype=Codec.BF16.dtype)
     assert refused.value.reason == "type"
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec.block])
 @pytest.mark.parametrize("step", [np.nan, np.inf, -np.inf, -1e-3, 3.4e38])
 @pytest.mark.parametrize("at", [0, 3])  # blocks
-def test_a_step_that_is_not_finite_ends_the_push(codec: str, step: float, at: int) -> None:
+def test_a_step_that_is_not_finite_ends_the_push(codec: Codec, step: float, at: int) -> None:
     """Under a right checksum it would come again: the push is over with the reason, all that was asked is given back,
     and nothing of the chunk is in the buffer [invariant 8]."""
-    push, spelled = OneRank(codec), codecs.codec_named(codec)
+    push = OneRank(codec)
     push.hello()
     first, *rest = push.wants()
-    body = bytearray(spelled.encode(VALUES[first.offset : first.offset + first.length]))
+    body = bytearray(bodies.encode(codec, VALUES[first.offset : first.offset + first.length]))
     body[4 * at : 4 * at + 4] = np.float32(step).tobytes()
-    moves = push.bring_body(first, body, spelled.dtype)
+    moves = push.bring_body(first, body, codec.dtype)
     assert moves[0] == FrameRefused("step")
     told = next(streams.decode_error(move.body) for move in moves if isinstance(move, Say))
     over = next(move for move in moves if isinstance(move, PushOver))
@@ -109,18 +112,18 @@ def test_a_step_that_is_not_finite_ends_the_push(codec: str, step: float, at: in
     assert not push.buffer.any()
     assert push.receiver.next_deadline(0.0) == np.inf and not push.wants()
     with pytest.raises(BadFrame) as refused:
-        push.bring(rest[0] if rest else first, dtype=spelled.dtype)
+        push.bring(rest[0] if rest else first, dtype=codec.dtype)
     assert refused.value.reason == "stream" and not push.buffer.any()
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_large_steps_are_left_to_the_gate(codec: str) -> None:
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec.block])
+def test_large_steps_are_left_to_the_gate(codec: Codec) -> None:
     """A block with nearly the largest number of fp32, and one that ends within a chunk: finite."""
-    push, spelled = OneRank(codec), codecs.codec_named(codec)
+    push = OneRank(codec)
     push.hello()
     values = np.full(N, 2.9e38, np.float32)
     for chunk in push.wants():
-        moves = push.bring_body(chunk, bytearray(spelled.encode(values[: chunk.length])), spelled.dtype)
+        moves = push.bring_body(chunk, bytearray(bodies.encode(codec, values[: chunk.length])), codec.dtype)
     assert any(isinstance(move, Staged) for move in moves)
     assert not reference.measure(np.zeros(N, np.float32), push.buffer)[0] < 1e76
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dips.codecs import UPDATE_BLOCK, Codec
 from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
@@ -15,7 +16,7 @@ from dips.slave.sender import Sender
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BLOCK, BadFrame, Kind
+from dips.wire.frame import BadFrame, Kind
 from dips.wire.streams import StreamName
 
 PULL, V = PullId("a", 1, 1), VersionId(2, 2)
@@ -126,7 +127,12 @@ def offering(*parents: VersionId) -> Sender:
     sender = Sender(4096, 10.0, lambda: 0.0)
     sender.set_layers(LayerLayout(MANIFEST, (0,)))
     chain = tuple(
-        Update({0: np.full(ITEMS, k, np.int8)}, {0: np.ones(-(-ITEMS // BLOCK), np.float32)}, parent=parent)
+        Update(
+            Codec.INT8,
+            {0: np.full(ITEMS, k, np.int8)},
+            {0: np.ones(-(-ITEMS // UPDATE_BLOCK), np.float32)},
+            parent=parent,
+        )
         for k, parent in enumerate(parents, 1)
     )
     sender.open_pull(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 0.0, chain)

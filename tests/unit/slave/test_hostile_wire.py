@@ -12,14 +12,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
-from dips.wire import codecs, streams
+from dips.wire import bodies, streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import REASONS, BadFrame, Dtype, Header, Kind, check_body, pack_header, run_id, unpack_header
+from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
 
 PUSH = PushId("fast", 1, 1)
@@ -39,8 +40,8 @@ Frame = tuple[bytes, bytes]
 class HostileWorld:
     """A slave's receiver, two honest ranks, and the frames between them, which the wire may do anything to."""
 
-    def __init__(self, codec: str = "fp32") -> None:
-        self.codec = codecs.codec_named(codec)
+    def __init__(self, codec: Codec = Codec.FP32) -> None:
+        self.codec = codec
         self.pool = Transit(LIMIT)
         self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
         self.layout = LayerLayout(MANIFEST, (0,))
@@ -67,7 +68,7 @@ class HostileWorld:
         self.up.append((self.peer(rank), self.frame(Kind.HELLO, self.name(rank).stream_id, body)))
 
     def frame(self, kind: Kind, stream: int, body: bytes, chunk: Range = Range(0, 0, 0, 0)) -> Frame:
-        dtype = self.codec.dtype if kind is Kind.CHUNK else Dtype.FP32
+        dtype = self.codec.dtype if kind is Kind.CHUNK else Codec.FP32.dtype
         header = Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], dtype)
         return pack_header(header), body
 
@@ -112,7 +113,9 @@ class HostileWorld:
 
     def chunk(self, rank: int, chunk: Range) -> Frame:
         begin, end = self.layout.place_range(chunk)
-        return self.frame(Kind.CHUNK, self.name(rank).stream_id, bytes(self.codec.encode(VALUES[begin:end])), chunk)
+        return self.frame(
+            Kind.CHUNK, self.name(rank).stream_id, bytes(bodies.encode(self.codec, VALUES[begin:end])), chunk
+        )
 
     @property
     def over(self) -> bool:
@@ -201,7 +204,12 @@ def test_what_is_staged_is_what_was_sent(story):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["int8", "int4"]), st.integers(0, 30), st.integers(0, 15), st.binary(min_size=4, max_size=4))
+@given(
+    st.sampled_from([codec for codec in Codec if codec.block]),
+    st.integers(0, 30),
+    st.integers(0, 15),
+    st.binary(min_size=4, max_size=4),
+)
 def test_no_step_brings_what_is_not_finite(codec, number, block, step):
     """One rank spells a block's step with any four bytes, under a right checksum: the push is over at once, or what is
     staged is finite [invariant 8]; all memory is given back, and the rest changes nothing.

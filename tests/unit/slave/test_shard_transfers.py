@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dips.codecs import Codec
 from dips.errors import (
     Busy,
     RemoteProtocolError,
@@ -90,8 +91,8 @@ def test_an_open_push_is_opened_once_and_reported_again() -> None:
 def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     """Its slot is θ of the base from the start, so the head may flip while it moves, and nobody waits for a pin."""
     slave = ShardRig(pinned=0).ready()
-    assert slave.order(OpenPush(P2, 1, 60.0, "int8", GENESIS)) == Done()
-    assert slave.flow.codecs[P2] == "int8"
+    assert slave.order(OpenPush(P2, 1, 60.0, Codec.INT8, GENESIS)) == Done()
+    assert slave.flow.codecs[P2] is Codec.INT8
     version = slave.prepare(P1)
     slave.order(Commit(version, ()))
     assert slave.shard.versions.served_version == version
@@ -104,17 +105,17 @@ def test_a_lossy_push_on_a_version_that_is_not_held_is_refused_and_takes_nothing
     slave = ShardRig().ready()
     before = slave.state()
     with pytest.raises(StaleVersion, match="v7@r9 is not held"):
-        slave.order(OpenPush(P1, 1, 60.0, "int8", VersionId(7, 9)))
+        slave.order(OpenPush(P1, 1, 60.0, Codec.INT8, VersionId(7, 9)))
     assert slave.state() == before
 
 
 def test_an_open_push_keeps_its_codec() -> None:
     """A new master that grants the same push otherwise than the old one is refused: the slot holds another base."""
     slave = ShardRig().ready()
-    slave.order(OpenPush(P1, 1, 60.0, "int8", GENESIS))
+    slave.order(OpenPush(P1, 1, 60.0, Codec.INT8, GENESIS))
     with pytest.raises(StalePush, match="is open as int8 on v0@r0, not fp32 on None"):
         slave.order(OpenPush(P1, 1, 60.0))
-    assert slave.order(OpenPush(P1, 1, 60.0, "int8", GENESIS)) == Done()
+    assert slave.order(OpenPush(P1, 1, 60.0, Codec.INT8, GENESIS)) == Done()
 
 
 def test_a_refused_push_frees_its_slot_and_is_told() -> None:

@@ -9,54 +9,41 @@ import pytest
 from rich.console import Console, RenderableType
 
 from dips.commands.history import draw_rounds, shorten_ranges
+from dips.protocol.enums import DurabilityState
+from dips.protocol.moves import RoundState
+from dips.protocol.view import DurabilityView, ProgressView, RangesView, RoundCounts, RoundView, VersionProcessView
 from dips.telemetry.listing import Column, Listing, ListingRow
-from dips.telemetry.status import render_status
+from dips.view.terminal import render_status
+from tests.unit.view.views import make_cluster, make_run, make_slave
 
 NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
 FAILED_EVAL = "exit code 1: CUDA out of memory"
-WAITS = "collecting: 2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
-STATUS: dict[str, Any] = {
-    "run": "llama-8b-europe",
-    "term": 3,
-    "head": "v1203@r1250",
-    "progress": {"tokens": 812_000_000_000, "tokens_target": 2_000_000_000_000},
-    "rounds": {"applied": 1203, "unchanged": 12, "skipped": 35},
-    "round": {"round": 1251, "state": "collecting", "reason": WAITS},
-    "ranges": {"total": 120_000, "settled": 60_123, "leased": 12, "free": 59_865},
-    "durability": {"red": True, "state": "degraded", "reason": NO_SPACE},
-    "on_version": {"red": True, "version": "v1200@r1247", "reason": FAILED_EVAL},
-    "clusters": {
-        "berlin-h100-west": {
-            "state": "training",
-            "reason": "trains on v1203@r1250",
-            "base": "v1203@r1250",
-            "staleness": 0,
-            "inner_steps": 123_456,
-            "tokens_accepted": 412_000_000_000,
-            "loss": 2.3456,
-            "bytes_per_s": 1.25e9,
-            "accepted": 1190,
-            "gated": 3,
-            "skipped": 35,
-        },
-        "tokyo": {"state": "gone", "reason": "silent for 30.0 s, its lease ran out", "quarantined": True},
+WAITS = "2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
+STATUS = make_run(
+    run="llama-8b-europe",
+    term=3,
+    head="v1203@r1250",
+    progress=ProgressView(812_000_000_000, 2_000_000_000_000),
+    rounds=RoundCounts(1203, 12, 35),
+    round=RoundView(RoundState.COLLECTING, 1251, WAITS),
+    ranges=RangesView(120_000, free=59_865, leased=12, settled=60_123),
+    durability=DurabilityView(state=DurabilityState.DEGRADED, reason=NO_SPACE),
+    on_version=VersionProcessView(version="v1200@r1247", red=True, reason=FAILED_EVAL),
+    clusters={
+        "berlin-h100-west": make_cluster(
+            reason="trains on v1203@r1250", base="v1203@r1250", staleness=0, inner_steps=123_456,
+            tokens_accepted=412_000_000_000, loss=2.3456, bytes_per_s=1.25e9, accepted=1190, skipped=35,
+        ),
+        "tokyo": make_cluster("gone", "silent", "silent for 30.0 s, its lease ran out", quarantined=True),
     },
-    "slaves": {
-        "parameter-server-frankfurt-0": {
-            "state": "ready",
-            "reason": "serves v1203@r1250",
-            "version": "v1203@r1250",
-            "slots": 4,
-            "slots_used": 2,
-            "pool_used": 3.2e10,
-            "pool_limit": 1.28e11,
-            "bytes_in": 9.1e12,
-            "bytes_out": 8.9e12,
-            "persist_s": 12.34,
-        },
-        "ps1": {"state": "awaited", "reason": "not registered since this master started", "slots": 4},
+    slaves={
+        "parameter-server-frankfurt-0": make_slave(
+            reason="serves v1203@r1250", version="v1203@r1250", slots=4, slots_used=2, pool_used=32 * 10**9,
+            pool_limit=128 * 10**9, bytes_in=91 * 10**11, bytes_out=89 * 10**11, persist_s=12.34,
+        ),
+        "ps1": make_slave("awaited", "unregistered", "not registered since this master started", slots=4),
     },
-}
+)  # fmt: skip
 STATUS_WORDS = (  # also where some columns have no room
     *(
         "llama-8b-europe",

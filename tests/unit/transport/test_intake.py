@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dips.codecs import UPDATE_BLOCK, Codec
 from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
 from dips.transport.intake import CHUNK_S, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake, LinkRate
 from dips.transport.pool import FLOOR_BYTES, Transit
-from dips.wire.chunks import Bf16Range, Int8Range, Range
-from dips.wire.frame import BLOCK, Header, Kind
+from dips.wire.chunks import Range, range_type
+from dips.wire.frame import Header, Kind
 
 MIB = 1 << 20
 
@@ -245,7 +246,7 @@ def test_after_a_break_a_stream_tries_again_by_itself() -> None:
     assert [chunk.offset for chunk in (trial, *chunks)] == [i * LEAST_CHUNK_BYTES // 4 for i in range(1 + len(chunks))]
 
 
-@pytest.mark.parametrize("kind", [Range, Bf16Range, Int8Range])
+@pytest.mark.parametrize("kind", [range_type(codec.dtype) for codec in Codec])
 def test_pieces_of_a_chunk_are_whole_blocks(kind: type[Range]) -> None:
     """A block of int8 has one step: where it is cut, its bytes are others than before."""
     piece = kind(0, 0, 3, 1_000_003)
@@ -257,7 +258,7 @@ def test_pieces_of_a_chunk_are_whole_blocks(kind: type[Range]) -> None:
             chunks.append(chunk)
     assert len(chunks) > 10
     assert sum(chunk.nbytes for chunk in chunks) == intake.total == piece.nbytes
-    assert all((chunk.offset - 3) % BLOCK == 0 and type(chunk) is kind for chunk in chunks)
+    assert all((chunk.offset - 3) % UPDATE_BLOCK == 0 and type(chunk) is kind for chunk in chunks)
     assert sum(chunk.length for chunk in chunks) == piece.length
 
 

@@ -6,20 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dips.codecs import ITEM_BYTES, UPDATE_BLOCK
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.update_chunks import cut_updates
+from dips.slave.outgoing_pull import cut_updates
 from dips.transport.intake import LEAST_CHUNK_BYTES, Intake
 from dips.transport.pool import Transit
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BLOCK, ITEM_BYTES, Header, Kind
-from dips.wire.updates import SPELLINGS, UpdateRange, spelling_of
-from tests.unit.wire.test_updates import chain_of
+from dips.wire import bodies
+from dips.wire.chunks import LayerLayout, Range, range_type
+from dips.wire.frame import Header, Kind
+from tests.unit.wire.test_updates import PULLS, Pull, chain_of
 
 MIB = 1 << 20
 PIECE = LEAST_CHUNK_BYTES // ITEM_BYTES  # elements of the piece that tries a link
 NUMEL = 4 * PIECE + 70
 LAYOUT = LayerLayout(Manifest((Layer("a", (Parameter("a.0", (9,)), Parameter("a.1", (NUMEL,)))),)), (0,))
-CHAINS = {key: chain_of(*key, LAYOUT) for key in SPELLINGS}
+CHAINS = {key: chain_of(*key, LAYOUT) for key in PULLS}
 
 
 def arrive(intake: Intake, chunk: Range, now: float) -> None:
@@ -33,7 +34,7 @@ def ranges(draw: st.DrawFn) -> Range:
     return Range(0, 1, offset, draw(st.integers(1, NUMEL - offset)))
 
 
-@pytest.mark.parametrize("key", SPELLINGS)
+@pytest.mark.parametrize("key", PULLS)
 @settings(deadline=None, max_examples=40)
 @given(
     piece=ranges(),
@@ -42,13 +43,12 @@ def ranges(draw: st.DrawFn) -> Range:
     second_s=st.sampled_from([1e-4, 20.0]),
 )
 def test_any_cut_of_any_range_becomes_the_newer_version(
-    key: tuple[int, int], piece: Range, chunk_bytes: int, ends: list[str], second_s: float
+    key: Pull, piece: Range, chunk_bytes: int, ends: list[str], second_s: float
 ) -> None:
     """A fast link or a slow one, that breaks or brings wrong bytes: the books balance, and so do the bits."""
     start, after, updates = CHAINS[key]
-    spelling, now, pool = spelling_of(*key), 0.0, Transit(256 * MIB)
-    assert spelling is not None
-    intake = Intake([spelling.range(*piece)], chunk_bytes, pool, now)
+    now, pool = 0.0, Transit(256 * MIB)
+    intake = Intake([range_type(*key)(*piece)], chunk_bytes, pool, now)
     expected, arrived, cut = intake.total, 0, slice(*LAYOUT.place_range(piece))
     target = start[cut].copy()
     while not intake.complete:
@@ -65,7 +65,7 @@ def test_any_cut_of_any_range_becomes_the_newer_version(
                 continue
             begin = chunk.offset - piece.offset
             body = cut_updates(LAYOUT, updates, chunk)
-            spelling.add_updates(body, chunk, target[begin : begin + chunk.length])
+            bodies.put_pulled(chunk, body, target[begin : begin + chunk.length])
             intake.mark_received(chunk)
             arrived += len(body)
     assert target.tobytes() == after[cut].tobytes()
@@ -73,16 +73,14 @@ def test_any_cut_of_any_range_becomes_the_newer_version(
     assert pool.used_bytes == 0 and intake.in_flight == 0
 
 
-@pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, BLOCK])
-@pytest.mark.parametrize("key", SPELLINGS)
-def test_one_piece_of_updates_tells_how_fast_a_link_is(key: tuple[int, int], offset: int) -> None:
+@pytest.mark.parametrize("offset", [0, 1, UPDATE_BLOCK - 1, UPDATE_BLOCK])
+@pytest.mark.parametrize("key", PULLS)
+def test_one_piece_of_updates_tells_how_fast_a_link_is(key: Pull, offset: int) -> None:
     """It ends with a block of the parameter wherever it begins, and is no shorter than what counts as a trial."""
-    spelling = spelling_of(*key)
-    assert spelling is not None
-    intake = Intake([spelling.range(0, 1, offset, 3 * PIECE)], MIB, Transit(256 * MIB), 0.0)
+    intake = Intake([range_type(*key)(0, 1, offset, 3 * PIECE)], MIB, Transit(256 * MIB), 0.0)
     ((trial,),) = intake.ask_chunks(0.0, 1 << 60)
-    assert isinstance(trial, UpdateRange) and PIECE <= trial.length < PIECE + BLOCK
-    assert (trial.offset + trial.length) % BLOCK == 0
+    assert type(trial) is range_type(*key) and PIECE <= trial.length < PIECE + UPDATE_BLOCK
+    assert (trial.offset + trial.length) % UPDATE_BLOCK == 0
     arrive(intake, trial, 0.01)
     intake.mark_received(trial)
     ((rest,),) = intake.ask_chunks(0.01, 1 << 60)

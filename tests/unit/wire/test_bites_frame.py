@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame, Dtype, Header, Kind, pack_header, unpack_header
+from dips.codecs import Codec, Dtype
+from dips.wire.frame import BadFrame, Header, Kind, pack_header, unpack_header
 
 RUN, CHUNK_BYTES = 7, 4096
+BLOCK, INT4_BLOCK = Codec.INT8.block, Codec.INT4.block
 
 
 def reason(header: Header) -> str:
@@ -21,20 +23,20 @@ def reason(header: Header) -> str:
 @pytest.mark.parametrize(
     ("dtype", "length", "whole"),
     [
-        (Dtype.BF16, 2, True),
-        (Dtype.BF16, 3, False),
-        (Dtype.FP32, 4, True),
-        (Dtype.FP32, 6, False),
-        (Dtype.INT8, 4, False),  # a step, and no element
-        (Dtype.INT8, 5, True),
-        (Dtype.INT8, 4 + BLOCK, True),
-        (Dtype.INT8, 4 + BLOCK + 4, False),
-        (Dtype.INT8, 4 + BLOCK + 5, True),
-        (Dtype.INT4, 4, False),
-        (Dtype.INT4, 5, True),
-        (Dtype.INT4, 4 + INT4_BLOCK // 2, True),
-        (Dtype.INT4, 4 + INT4_BLOCK // 2 + 4, False),
-        (Dtype.INT4, 4 + INT4_BLOCK // 2 + 5, True),
+        (Codec.BF16.dtype, 2, True),
+        (Codec.BF16.dtype, 3, False),
+        (Codec.FP32.dtype, 4, True),
+        (Codec.FP32.dtype, 6, False),
+        (Codec.INT8.dtype, 4, False),  # a step, and no element
+        (Codec.INT8.dtype, 5, True),
+        (Codec.INT8.dtype, 4 + BLOCK, True),
+        (Codec.INT8.dtype, 4 + BLOCK + 4, False),
+        (Codec.INT8.dtype, 4 + BLOCK + 5, True),
+        (Codec.INT4.dtype, 4, False),
+        (Codec.INT4.dtype, 5, True),
+        (Codec.INT4.dtype, 4 + INT4_BLOCK // 2, True),
+        (Codec.INT4.dtype, 4 + INT4_BLOCK // 2 + 4, False),
+        (Codec.INT4.dtype, 4 + INT4_BLOCK // 2 + 5, True),
     ],
 )
 def test_a_chunk_is_a_number_of_whole_elements(dtype: Dtype, length: int, whole: bool) -> None:

@@ -7,7 +7,7 @@ import pytest
 from dips.client.agent.actions import Channel
 from dips.client.agent.pushes import AGAIN_S
 from dips.client.agent.ranges import END_S
-from dips.client.agent.remarks import write_note
+from dips.client.agent.remarks import list_remarks
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,
@@ -182,12 +182,12 @@ def test_its_own_are_settled_before_it_waits_for_those_of_others() -> None:
     waits = "no data range is free: 3 are leased by east"
     play.reply(Pending(waits), Channel.RANGES)
     assert play.send(want) == AskAgain(waits) and play.s.trainer.starved
-    assert waits in write_note(play.s), "`dips status` names whom it waits for"
+    assert [r.text for r in list_remarks(play.s) if waits in r.text], "`dips status` names whom it waits for"
     assert play.asked(RangesRequested, Channel.RANGES).seq == 3, "the same question, repeated"
     play.now += 10 * END_S
     assert isinstance(play.send(want), AskAgain), "others may take as long as they like"
     play.reply(Ranges((9,), False), Channel.RANGES)
-    assert play.send(want) == RangeGiven(9) and not write_note(play.s)
+    assert play.send(want) == RangeGiven(9) and not list_remarks(play.s)
 
 
 def test_what_cannot_be_settled_is_not_given_up_while_more_may_come() -> None:

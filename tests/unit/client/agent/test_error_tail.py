@@ -87,6 +87,20 @@ def test_the_source_line_below_a_warning_is_not_the_cause() -> None:
     assert find_cause(text).endswith("UserWarning: the checkpoint is overtaken")
 
 
+def test_the_last_lines_are_few_short_and_printable() -> None:
+    """Those with words in them, as an agent sends them to its master; also while the process lives."""
+    tail = ErrorTail()
+    said = "print('line', i, '\\x1b[2J', 'x' * 300, file=sys.stderr)"
+    code = f"import sys\nfor i in range(20): {said}\nprint('===', file=sys.stderr)"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=tail.writer)
+    tail.close_writer()
+    process.wait()
+    tail.finish()
+    lines = tail.last_lines(8)
+    assert [line.split()[1] for line in lines] == [str(i) for i in range(12, 20)]
+    assert all(len(line) == LINE_CHARS and line.isprintable() for line in lines)
+
+
 def test_output_is_passed_on_and_its_end_kept(capfd: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, however much there is; what is kept is bounded."""
     tail = ErrorTail()

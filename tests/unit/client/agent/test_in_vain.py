@@ -9,14 +9,14 @@ from dips.client.agent.in_vain import NO_STEP_S
 from dips.client.ipc.messages import ErrorReply, PullMoved, PullNow, PushMoved, Remarked
 from dips.protocol.effects import Acknowledged
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.heartbeats import NOTE_CHARS
+from dips.protocol.heartbeats import REMARK_CHARS
 from tests.unit.client.agent.play import H, Play, outcome
 
 
 def note(play: Play) -> str:
     heartbeat = build_heartbeat(play.s)
     assert heartbeat is not None
-    return heartbeat.note
+    return "; ".join(remark.text for remark in heartbeat.remarks)
 
 
 def remarks(play: Play) -> list[str]:
@@ -114,4 +114,4 @@ def test_a_command_without_an_outer_loop() -> None:
 
 def test_what_a_rank_remarks_is_bounded(play: Play) -> None:
     play.send(Remarked(1, "x" * 10_000))
-    assert note(play) == "x" * NOTE_CHARS
+    assert note(play) == "x" * REMARK_CHARS

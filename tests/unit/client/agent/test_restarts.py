@@ -9,7 +9,8 @@ from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand,
 from dips.client.agent.state import Crash
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
-from dips.protocol.enums import ClusterStanding
+from dips.protocol.enums import ClusterStanding, RemarkSubject
+from dips.protocol.heartbeats import Remark
 from tests.unit.client.agent.play import Play
 
 
@@ -32,7 +33,7 @@ def test_a_command_that_crashes_is_launched_again_so_often() -> None:
     assert isinstance(third, LaunchCommand) and third.launch == 3
     end = core.plan_next_launch(third, code=137)
     assert end == EndAgent(
-        137, "crashed too often: 3 times, max_restarts is 2 in inf s: exit 137, killed by SIGKILL (out of memory?)"
+        137, "crashed too often: 3 times, max_restarts is 2 in 86400 s: exit 137, killed by SIGKILL (out of memory?)"
     )
 
 
@@ -79,10 +80,14 @@ def test_crashes_are_shown() -> None:
     play.begin()
     crash(play, last_line="ValueError: x")
     heartbeat = build_heartbeat(play.s)
-    assert heartbeat is not None and heartbeat.note == "crashing, 1 of 1, exit 1, last line: ValueError: x"
+    assert heartbeat is not None and heartbeat.remarks == (
+        Remark(RemarkSubject.CRASH, "crashing, 1 of 1, exit 1, last line: ValueError: x"),
+    )
     crash(play, last_line="ValueError: x")
     left = play.core.leave_run()
-    assert left is not None and left.reason.startswith("crashed too often: 2 times, max_restarts is 1 in inf s: exit 1")
+    assert left is not None and left.reason.startswith(
+        "crashed too often: 2 times, max_restarts is 1 in 86400 s: exit 1"
+    )
 
 
 def test_a_command_that_is_done_is_not_launched_again() -> None:

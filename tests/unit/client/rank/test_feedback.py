@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 
 from dips.client.rank.feedback import Feedback
+from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
 from dips.transport.shares import Piece
-from dips.wire import codecs
-from dips.wire.chunks import Range, split_chunks
+from dips.wire import bodies
+from dips.wire.chunks import Range, encode_ranges, split_chunks
+from tests.codec_bounds import error_bound
 
 SIZES = ((0, 0, 0, 3000), (0, 1, 512, 700), (3, 0, 0, 1))  # layer, param, offset, length
 CHUNK_BYTES = 4096
-LOSSY = ["bf16", "int8", "int4"]
+LOSSY = [codec for codec in Codec if codec.lossy]
 
 
 class FeedbackRank:
     """A rank's model and host buffer, and a slave that decodes what it sends."""
 
-    def __init__(self, codec: str, inc: int = 1) -> None:
+    def __init__(self, codec: Codec, inc: int = 1) -> None:
         self.pieces = [Piece(*size, np.zeros(size[3], np.float32)) for size in SIZES]
         self.feedback = Feedback(self.pieces)
         self.codec, self.inc, self.seq, self.accepted = codec, inc, 0, 0
@@ -36,7 +38,7 @@ class FeedbackRank:
             m += c
         return change
 
-    def push(self, codec: str | None = None) -> list[np.ndarray]:
+    def push(self, codec: Codec | None = None) -> list[np.ndarray]:
         """Freeze and send; return what the slave has of θ_j."""
         codec = codec or self.codec
         self.seq += 1
@@ -44,15 +46,14 @@ class FeedbackRank:
         for piece, m in zip(self.pieces, self.model, strict=True):
             piece.array[:] = m
         self.feedback.freeze_push(self.seq, codec)
-        spelling = codecs.codec_named(codec)
         slots = [t.copy() for t in self.theta]
         for piece, slot in zip(self.pieces, slots, strict=True):
-            for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+            for chunk in split_chunks(encode_ranges(codec.dtype, [piece.range]), codec.chunk_bytes(CHUNK_BYTES)):
                 at = slice(chunk.offset - piece.offset, chunk.offset - piece.offset + chunk.length)
                 view = piece.array[at].view(np.uint8).data
                 body = bytes(self.feedback.encode_chunk(Range(*chunk), view))
                 assert body == bytes(self.feedback.encode_chunk(Range(*chunk), view)), "asked again it is the same"
-                spelling.put(body, slot[at])
+                bodies.put(codec, body, slot[at])
         return slots
 
     def outcome(self, kind: str) -> None:
@@ -80,7 +81,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 def step_of(rank: FeedbackRank) -> float:
     """The most that one push of `train` can lose of an element."""
-    return 6e-3 * {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[rank.codec]
+    return 2 * float(error_bound(rank.codec, np.full(1, 6e-3, np.float32))[0])
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -90,12 +91,11 @@ def test_what_is_lost_comes_back(codec):
     begin = [t.astype(np.float64) for t in rank.theta]
     true = [np.zeros(t.size) for t in rank.theta]
     bare = [np.zeros(t.size) for t in rank.theta]
-    spelling = codecs.codec_named(codec)
     for n in range(1, 41):
         change = rank.train()
         for t, b, c in zip(true, bare, change, strict=True):
             t += c
-            b += spelling.decode(spelling.encode(c), c.size)
+            b += bodies.decode(codec, bodies.encode(codec, c), c.size)
         theta = rank.push()  # the only contribution, outer lr 1, no momentum: θ′ is what was pushed
         rank.outcome("accepted")
         version = VersionId(n, n)
@@ -142,30 +142,30 @@ def test_a_gated_push_owes_nothing_of_its_own(codec):
 
 def test_a_push_granted_in_fp32_pays_the_debt():
     """θ_local plus what is owed, exactly; after it is accepted nothing is owed."""
-    rank = FeedbackRank("int8")
+    rank = FeedbackRank(Codec.INT8)
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
     rank.pull(VersionId(1, 1), theta)
     owed = rank.owed()
     rank.train()
-    staged = rank.push("fp32")
+    staged = rank.push(Codec.FP32)
     assert same(staged, [m + o for m, o in zip(rank.model, owed, strict=True)])
     rank.outcome("skipped")
     assert same(rank.owed(), owed)
-    rank.push("fp32")
+    rank.push(Codec.FP32)
     rank.outcome("accepted")
     assert not any(o.any() for o in rank.owed())
 
 
 def test_what_the_model_still_contains_is_not_owed_twice():
     """Accepted, and the pull failed: the model has all of its work, so the next push carries no debt beside it."""
-    rank = FeedbackRank("int8")
+    rank = FeedbackRank(Codec.INT8)
     rank.train()
     rank.push()
     rank.outcome("accepted")
     assert any(o.any() for o in rank.owed())
-    assert same(rank.push("fp32"), rank.model)
+    assert same(rank.push(Codec.FP32), rank.model)
 
 
 @pytest.mark.parametrize("end", ["another incarnation", "a lineage that went back"])
@@ -173,7 +173,7 @@ def test_what_is_owed_ends_with_the_incarnation_and_with_the_lineage(end):
     """A new incarnation's seq begins anew and its θ contains nothing of ours; after a rollback θ owes nothing to old
     work.
     """
-    rank = FeedbackRank("int8")
+    rank = FeedbackRank(Codec.INT8)
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
@@ -188,7 +188,7 @@ def test_what_is_owed_ends_with_the_incarnation_and_with_the_lineage(end):
 
 def test_an_outcome_of_another_push_settles_nothing():
     """Only the frozen push's own seq counts: an older accepted one was settled, or came to nothing [invariant 5]."""
-    rank = FeedbackRank("int8")
+    rank = FeedbackRank(Codec.INT8)
     rank.train()
     rank.push()
     rank.accepted = rank.seq - 1

@@ -21,11 +21,12 @@ from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.fragments import FragmentGate, cut_fragments
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.codecs import Codec
 from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from dips.transport.shares import Piece
-from dips.wire import codecs
+from dips.wire import bodies
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 LAYERS, H, WAIT_S = 3, 4, 5.0
@@ -85,8 +86,8 @@ def test_an_empty_fragment_arrives_when_it_is_open():
 class PatientSlaves:
     """They take and bring one fragment after the other, as the gate opens them; `breaks_at` breaks one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-        self.codec, self.theta, self.breaks_at = codecs.codec_named(codec), 0.0, -1
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
+        self.codec, self.theta, self.breaks_at = codec, 0.0, -1
         self.pushed: dict[int, np.ndarray] = {}  # by layer: all that came of the present push
         monkeypatch.setattr(transfer, "push_pieces", self._push)
         monkeypatch.setattr(transfer, "pull_pieces", self._pull)
@@ -97,9 +98,9 @@ class PatientSlaves:
         def take(pieces: list[Piece]) -> None:
             for layer in {p.layer for p in pieces}:
                 mine = [p for p in pieces if p.layer == layer]
-                bodies = [encode(p.range, p.array.view(np.uint8).data) if encode else p.array for p in mine]
+                sent = [encode(p.range, p.array.view(np.uint8).data) if encode else p.array for p in mine]
                 self.pushed[layer] = np.concatenate(
-                    [self.codec.decode(bytes(b), p.length) for b, p in zip(bodies, mine, strict=True)]
+                    [bodies.decode(self.codec, bytes(b), p.length) for b, p in zip(sent, mine, strict=True)]
                 )
 
         return self._follow(pieces, take, cancel, **options)
@@ -145,14 +146,14 @@ class StaggeredRank:
         layout = lay_out(self.model, collectives)
         memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
         memory.merge_alpha = alpha
-        self.transfers = ShardTransfer(memory, collectives, 1.0, slaves.codec.name, fragments=fragments)
+        self.transfers = ShardTransfer(memory, collectives, 1.0, slaves.codec, fragments=fragments)
         self.seq = 0
-        assert self.transfers.begin_pull(self._request(GENESIS, "fp32")).wait(WAIT_S).ok
+        assert self.transfers.begin_pull(self._request(GENESIS, Codec.FP32)).wait(WAIT_S).ok
         self.transfers.install_version(GENESIS)
 
-    def _request(self, version: VersionId, codec: str, accepted: int = 0) -> TransferRequest:
+    def _request(self, version: VersionId, codec: Codec, accepted: int = 0) -> TransferRequest:
         self.seq += 1
-        grant = Grant(version, (), 60.0, codec, None if codec == "fp32" else version)
+        grant = Grant(version, (), 60.0, codec, version if codec.lossy else None)
         return TransferRequest(grant, TransferIdentity("r", "c", 1, self.seq, 0), lambda *_: "", accepted)
 
     @torch.no_grad()
@@ -163,12 +164,12 @@ class StaggeredRank:
 
     def push(self, base: VersionId, interval: int = 1, accepted: int = 0, delta: float = 2.0**-10) -> TransferResult:
         """Train beside a push until it is over."""
-        moving = self.transfers.begin_push(self._request(base, self.slaves.codec.name, accepted), True, interval)
+        moving = self.transfers.begin_push(self._request(base, self.slaves.codec, accepted), True, interval)
         return self._train_beside(moving, delta)
 
     def pull(self, version: VersionId, interval: int = 1, accepted: int = 0, delta: float = 2.0**-10) -> TransferResult:
         return self._train_beside(
-            self.transfers.begin_pull(self._request(version, "fp32", accepted), True, interval), delta
+            self.transfers.begin_pull(self._request(version, Codec.FP32, accepted), True, interval), delta
         )
 
     def _train_beside(self, moving: Any, delta: float) -> TransferResult:
@@ -188,7 +189,7 @@ class StaggeredRank:
 
 @pytest.fixture
 def slaves(monkeypatch: pytest.MonkeyPatch) -> PatientSlaves:
-    return PatientSlaves(monkeypatch, "fp32")
+    return PatientSlaves(monkeypatch, Codec.FP32)
 
 
 def test_each_fragment_is_frozen_at_its_own_step(slaves):
@@ -201,7 +202,7 @@ def test_each_fragment_is_frozen_at_its_own_step(slaves):
 def test_paused_training_staggers_nothing(slaves):
     """The last push of the data, or a push that the script demands: all of it is frozen and moved at once."""
     rank = StaggeredRank(slaves)
-    moving = rank.transfers.begin_push(rank._request(GENESIS, "fp32"), True, 1000)
+    moving = rank.transfers.begin_push(rank._request(GENESIS, Codec.FP32), True, 1000)
     rank.take_step(1.0)
     assert moving.wait(WAIT_S).ok
     assert [set(slaves.pushed[layer]) for layer in range(LAYERS)] == [{0.0}, {1.0}, {1.0}]
@@ -224,7 +225,7 @@ def test_a_fragment_is_merged_when_it_has_arrived(slaves):
     rank = StaggeredRank(slaves)
     assert rank.push(GENESIS, delta=0.0).ok
     slaves.theta = 8.0
-    moving, end = rank.transfers.begin_pull(rank._request(V1, "fp32"), True, 2), time.monotonic() + WAIT_S
+    moving, end = rank.transfers.begin_pull(rank._request(V1, Codec.FP32), True, 2), time.monotonic() + WAIT_S
     while rank.values() == [0.0] * LAYERS:
         assert moving.poll() is None and time.monotonic() < end
     assert rank.values() == [8.0, 0.0, 0.0]
@@ -235,7 +236,7 @@ def test_a_fragment_is_merged_when_it_has_arrived(slaves):
 def test_a_nan_before_a_late_fragment_ends_the_push(slaves, fragment):
     """Nothing that is not finite is offered: the push is given up with its reason, as one that was never begun."""
     rank = StaggeredRank(slaves)
-    moving = rank.transfers.begin_push(rank._request(GENESIS, "fp32"), True, 1)
+    moving = rank.transfers.begin_push(rank._request(GENESIS, Codec.FP32), True, 1)
     for _ in range(fragment - 1):
         rank.take_step(1.0)
         assert moving.poll() is None
@@ -252,7 +253,7 @@ def test_a_merge_that_would_not_be_finite_installs_the_version_whole(slaves):
     rank = StaggeredRank(slaves)
     assert rank.push(GENESIS, delta=0.0).ok
     slaves.theta = 8.0
-    moving, end = rank.transfers.begin_pull(rank._request(V1, "fp32"), True, 1), time.monotonic() + WAIT_S
+    moving, end = rank.transfers.begin_pull(rank._request(V1, Codec.FP32), True, 1), time.monotonic() + WAIT_S
     while rank.values()[0] != 8.0:
         assert moving.poll() is None and time.monotonic() < end
     with torch.no_grad():
@@ -270,7 +271,7 @@ def test_a_pull_that_breaks_between_fragments_leaves_two_versions(slaves, breaks
     rank = StaggeredRank(slaves)
     assert rank.push(GENESIS, delta=0.0).ok
     slaves.theta, slaves.breaks_at = 8.0, breaks_at
-    moving, end = rank.transfers.begin_pull(rank._request(V1, "fp32"), True, 1), time.monotonic() + WAIT_S
+    moving, end = rank.transfers.begin_pull(rank._request(V1, Codec.FP32), True, 1), time.monotonic() + WAIT_S
     while torn and rank.values()[0] != 8.0:
         assert moving.poll() is None and time.monotonic() < end
     rank.take_step(0.0)
@@ -278,12 +279,12 @@ def test_a_pull_that_breaks_between_fragments_leaves_two_versions(slaves, breaks
         assert time.monotonic() < end
     assert (result.ok, result.torn) == (False, torn)
     slaves.breaks_at = -1
-    assert rank.transfers.begin_pull(rank._request(V2, "fp32")).wait(WAIT_S).ok
+    assert rank.transfers.begin_pull(rank._request(V2, Codec.FP32)).wait(WAIT_S).ok
     rank.transfers.install_version(V2)
     assert rank.values() == [8.0] * LAYERS
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec.lossy])
 def test_error_feedback_of_fragments_is_that_of_the_whole(monkeypatch, codec):
     """With nothing trained beside them, pushes in fragments carry, and owe, the same bits as whole ones."""
     found = []
@@ -309,11 +310,11 @@ def test_error_feedback_of_fragments_is_that_of_the_whole(monkeypatch, codec):
 
 def test_differences_are_to_no_base_while_half_of_it_is_newer(monkeypatch):
     """A lossy push after a pull that broke between fragments would be of two versions: it fails, and says so."""
-    slaves = PatientSlaves(monkeypatch, "int8")
+    slaves = PatientSlaves(monkeypatch, Codec.INT8)
     rank = StaggeredRank(slaves)
     assert rank.push(GENESIS, delta=0.0).ok
     slaves.breaks_at = 1
-    moving, end = rank.transfers.begin_pull(rank._request(V1, "fp32"), True, 1), time.monotonic() + WAIT_S
+    moving, end = rank.transfers.begin_pull(rank._request(V1, Codec.FP32), True, 1), time.monotonic() + WAIT_S
     while (result := moving.poll()) is None:
         assert time.monotonic() < end
         rank.take_step(0.0)

@@ -14,12 +14,11 @@ from dips.client.rank import transfer
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
-from dips.wire import codecs
-
-CODEC = codecs.codec_named("int8")
+from dips.wire import bodies
 
 
 class FakeSlaves:
@@ -34,8 +33,8 @@ class FakeSlaves:
         monkeypatch.setattr(transfer, "pull_pieces", self._pull)
 
     def _push(self, grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
-        bodies = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]
-        self.pushed = [CODEC.decode(body, length).copy() for body, length in bodies]
+        sent = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]
+        self.pushed = [bodies.decode(Codec.INT8, body, length).copy() for body, length in sent]
         return TransferStats(0, 0.0, 1)
 
     def _pull(self, grant: Grant, base: Any, pieces: Any, held: Any = None, **_: Any) -> TransferStats:
@@ -56,7 +55,9 @@ def slaves(monkeypatch: pytest.MonkeyPatch) -> FakeSlaves:
 class TransferRank:
     """A rank of a job of one, under int8 pushes."""
 
-    def __init__(self, memory: type[HostMemory] = HostMemory, codec: str = "int8", pull_codec: str = "fp32") -> None:
+    def __init__(
+        self, memory: type[HostMemory] = HostMemory, codec: Codec = Codec.INT8, pull_codec: Codec = Codec.FP32
+    ) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
         collectives = JobCollectives()
@@ -66,19 +67,19 @@ class TransferRank:
         )
         self._seq = 0
 
-    def request(self, version: VersionId, accepted: int, codec: str) -> TransferRequest:
+    def request(self, version: VersionId, accepted: int, codec: Codec) -> TransferRequest:
         self._seq += 1
-        base = None if codec == "fp32" else version
+        base = None if codec == Codec.FP32 else version
         grant = Grant(version, (), 60.0, codec, base)
         return TransferRequest(grant, TransferIdentity("r", "c", 1, self._seq, 0), lambda *_: "", accepted)
 
     def push(self, version: VersionId, accepted: int = 0) -> int:
         """Push differences to `version`; return the push's seq."""
-        assert self.transfers.begin_push(self.request(version, accepted, "int8")).wait(5).ok
+        assert self.transfers.begin_push(self.request(version, accepted, Codec.INT8)).wait(5).ok
         return self._seq
 
     def pull(self, version: VersionId, accepted: int = 0) -> None:
-        assert self.transfers.begin_pull(self.request(version, accepted, "fp32")).wait(5).ok
+        assert self.transfers.begin_pull(self.request(version, accepted, Codec.FP32)).wait(5).ok
         self.transfers.install_version(version)
 
     @torch.no_grad()
@@ -137,14 +138,14 @@ def test_a_push_that_was_not_accepted_changes_nothing_that_is_owed(
 def test_a_lossy_push_without_its_base_fails(slaves: FakeSlaves) -> None:
     """Differences to a version that is not held here would be differences to nothing."""
     rank = TransferRank()
-    result = rank.transfers.begin_push(rank.request(V1, 0, "int8")).wait(5)
+    result = rank.transfers.begin_push(rank.request(V1, 0, Codec.INT8)).wait(5)
     assert not result.ok and "differences to v1@r1, not held here" in result.reason
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_pull_of_updates_begins_with_the_version_that_it_names(slaves: FakeSlaves, codec: str) -> None:
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.INT8])
+def test_a_pull_of_updates_begins_with_the_version_that_it_names(slaves: FakeSlaves, codec: Codec) -> None:
     """Whatever was pushed, or came of a pull that failed: the host buffer is the base again, and HELLO names it."""
-    rank = TransferRank(codec=codec, pull_codec="int8")
+    rank = TransferRank(codec=codec, pull_codec=Codec.INT8)
     slaves.theta = 0.5
     rank.pull(GENESIS)
     assert slaves.found[0] is None
@@ -154,7 +155,7 @@ def test_a_pull_of_updates_begins_with_the_version_that_it_names(slaves: FakeSla
     rank.pull(V1)
     assert slaves.found[0] == GENESIS and all((a == 0.5).all() for a in slaves.found[1])
     slaves.theta, slaves.fails_at = 9.0, 1
-    assert not rank.transfers.begin_pull(rank.request(V2, 0, "fp32")).wait(5).ok
+    assert not rank.transfers.begin_pull(rank.request(V2, 0, Codec.FP32)).wait(5).ok
     rank.pull(V2)
     assert slaves.found[0] == V1 and all((a == 0.75).all() for a in slaves.found[1])
 
@@ -164,18 +165,18 @@ def test_without_updates_a_pull_names_nothing(indebted: TransferRank, slaves: Fa
     assert slaves.found[0] is None
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_updates_are_added_to_what_was_pulled_not_to_what_16_bits_hold_of_it(slaves: FakeSlaves, codec: str) -> None:
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.INT8])
+def test_updates_are_added_to_what_was_pulled_not_to_what_16_bits_hold_of_it(slaves: FakeSlaves, codec: Codec) -> None:
     """The model moves to bf16 and back to the slaves: neither the base nor a push of an untrained model is rounded."""
-    rank = TransferRank(codec=codec, pull_codec="int8")
+    rank = TransferRank(codec=codec, pull_codec=Codec.INT8)
     rank.model.bfloat16()
     for version, held, theta in ((GENESIS, None, 0.1), (V1, GENESIS, 0.10001), (V2, V1, 0.10002)):
         slaves.theta = theta
         rank.pull(version)
         assert slaves.found[0] == held
         rank.transfers.begin_push(rank.request(version, 0, codec)).wait(5)
-        carried = slaves.pushed if codec == "int8" else [piece.array for piece in rank.transfers._memory.pieces]
-        untrained = np.float32(0.0 if codec == "int8" else theta)
+        carried = slaves.pushed if codec == Codec.INT8 else [piece.array for piece in rank.transfers._memory.pieces]
+        untrained = np.float32(0.0 if codec == Codec.INT8 else theta)
         assert carried and all((array == untrained).all() for array in carried)
     assert all((array == np.float32(0.10001)).all() for array in slaves.found[1])
     assert all((p == torch.tensor(0.10002).bfloat16()).all() for p in rank.model.parameters())
@@ -183,11 +184,11 @@ def test_updates_are_added_to_what_was_pulled_not_to_what_16_bits_hold_of_it(sla
 
 def test_a_model_that_is_not_finite_is_not_pushed(slaves: FakeSlaves) -> None:
     """One infinity: nothing is frozen, nothing travels, and the result names the parameter."""
-    rank = TransferRank(codec="fp32")
+    rank = TransferRank(codec=Codec.FP32)
     rank.pull(GENESIS)
     with torch.no_grad():
         next(rank.model.parameters()).view(-1)[0] = float("inf")
-    result = rank.transfers.begin_push(rank.request(GENESIS, 0, "fp32")).wait(5)
+    result = rank.transfers.begin_push(rank.request(GENESIS, 0, Codec.FP32)).wait(5)
     assert (result.ok, result.diverged) == (False, True) and "is not finite on rank 0" in result.reason
     assert not slaves.pushed
 
@@ -201,16 +202,16 @@ def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank
     assert indebted.transfers.find_misfit(lacking) == f"rank 0 expected {numel} numbers of owed, got None"
     short = {**saved, "base": saved["base"][1:]}
     assert indebted.transfers.find_misfit(short) == f"rank 0 expected {numel} numbers of base, got {numel - 1}"
-    assert TransferRank(codec="fp32").transfers.find_misfit({}) == ""
+    assert TransferRank(codec=Codec.FP32).transfers.find_misfit({}) == ""
     indebted.transfers.restore_tensors(V1, saved)
     assert np.array_equal(indebted.owed(), saved["owed"].numpy())
 
 
 def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
     """Two pulls and no step between, the second breaks: every parameter is the first version's, none is older."""
-    rank = TransferRank(LazyMemory, codec="fp32")
+    rank = TransferRank(LazyMemory, codec=Codec.FP32)
     slaves.theta = 1.0
     rank.pull(V1)
     slaves.theta, slaves.fails_at = 2.0, 1
-    assert not rank.transfers.begin_pull(rank.request(V2, 0, "fp32")).wait(5).ok
+    assert not rank.transfers.begin_pull(rank.request(V2, 0, Codec.FP32)).wait(5).ok
     assert all((p == 1.0).all() for p in rank.model.parameters())

@@ -1,0 +1,70 @@
+"""Dataclasses ⇄ what JSON and msgpack know: maps, lists, numbers, text. One walk over type hints serves all of them.
+
+A member of an enum is its value; a number that is not finite is null, since JSON has no other word for it. Reading is
+strict: a field that is missing, unknown or of another type is refused, unless `lenient` allows what another version
+of Di-PS may have written, which lacks fields that have a default, and has some that are not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from math import isfinite, nan
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+_AS_THEY_ARE = frozenset({int, str, bool, NoneType})
+
+
+def to_plain(value: Any) -> Any:
+    """Spell a value; a dataclass becomes a map of its fields."""
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: to_plain(getattr(value, name)) for name in field_types(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """The fields of a dataclass, with what each holds."""
+    return get_type_hints(cls)
+
+
+def from_plain(hint: Any, value: Any, *, lenient: bool = False) -> Any:
+    """Build what an annotation names; raise TypeError or ValueError if `value` is something else."""
+    if hint is Any:
+        return value
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        options = [h for h in arguments if h is not NoneType]
+        return None if value is None else from_plain(options[0], value, lenient=lenient)
+    if origin is tuple:
+        return tuple(from_plain(arguments[0], item, lenient=lenient) for item in value)
+    if origin is Mapping:
+        return {key: from_plain(arguments[1], item, lenient=lenient) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, lenient)
+    if issubclass(hint, Enum):
+        return hint(value)
+    if hint is float and (type(value) is int or (value is None and lenient)):
+        return nan if value is None else float(value)
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, got {value!r}")
+    return value
+
+
+def _build(cls: Any, fields: Any, lenient: bool) -> Any:
+    hints = field_types(cls)
+    if not lenient and set(fields) != set(hints):
+        raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
+    known = {name: from_plain(hint, fields[name], lenient=lenient) for name, hint in hints.items() if name in fields}
+    return cls(**known)

@@ -1,0 +1,201 @@
+"""What the page remembers of what the Coordinator did: bounded, in memory, for showing, never for deciding.
+
+`watch_step` sees each event and its effects; the times are the wall clock's, given by the caller. What lay before this
+master's start comes from the ledger, by `recall_round`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dips.errors import Busy, Unavailable
+from dips.ids import VersionId
+from dips.protocol.effects import Effect, Failed, Note, Refused, Reply
+from dips.protocol.enums import OutcomeKind, RoundResult
+from dips.protocol.events import ClusterJoined, Event, PullFinished, PullRequested, PushRequested, SlaveRegistered
+from dips.protocol.records import RolledBack, RoundEnded, VersionCommitted
+from dips.view.page.curves import RunCurves
+from dips.view.page.events import PageEvent, cluster_of_push, describe_note
+from dips.view.page.spans import RUN_LANE, Span, SpanBook, SpanKind
+from dips.view.page.text import NAME_CHARS, clean_text
+from dips.view.points import PointMaker, RoundHistory
+
+EVENTS_KEPT = 64
+ROUNDS_KEPT = 16
+REJECTIONS_KEPT = 32  # by (who, what, why), the newest
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRound:
+    """One round that ended, and how long its phases took."""
+
+    round: RoundHistory
+    phases: Mapping[str, float]  # seconds, by SpanKind
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Somebody's push did not count, or somebody was told no; so many times, last at `at`."""
+
+    who: str
+    what: str
+    why: str
+    at: float
+    times: int = 1
+
+
+class PageMemory:
+    """Used by one thread: the master's loop."""
+
+    def __init__(self) -> None:
+        self.curves, self.spans = RunCurves(), SpanBook()
+        self.events: deque[PageEvent] = deque(maxlen=EVENTS_KEPT)
+        self.rounds: deque[EndedRound] = deque(maxlen=ROUNDS_KEPT)
+        self.rejections: dict[tuple[str, str, str], Rejection] = {}
+        self.head_at: float | None = None  # when the head was made
+        self._points = PointMaker()
+        self._phases: dict[str, float] = {}  # of the open round: when each began
+        self._seen: dict[type[Any], Callable[[Any, float], None]] = {
+            Note: self._on_note,
+            VersionCommitted: self._on_version,
+            RoundEnded: self._on_round_ended,
+            RolledBack: self._on_rolled_back,
+        }
+
+    # ---- what lay before ------------------------------------------------------------------------------------------
+
+    def begin_lineage(self, version: VersionId, tokens: int) -> None:
+        """Rounds follow that go on from this version."""
+        self._points.begin(version, tokens)
+
+    def recall_round(self, r: RoundHistory) -> None:
+        """A round of the ledger, oldest first."""
+        if r.ended is None:
+            return
+        self.spans.add_span(
+            Span(RUN_LANE, SpanKind.ROUND, r.opened, r.ended, f"r{r.round}", r.version is None or r.undone is not None)
+        )
+        self._keep_round(r, {})
+
+    # ---- what happens ---------------------------------------------------------------------------------------------
+
+    def watch_step(self, event: Event, effects: Sequence[Effect], wall: float) -> None:
+        """The Coordinator took `event` and ordered `effects`."""
+        match event:
+            case PullRequested():
+                if self.spans.open_kind(event.pull.cluster) is not SpanKind.PULL:
+                    self.spans.begin_span(event.pull.cluster, SpanKind.PULL, wall)
+            case PullFinished():
+                self.spans.end_span(event.pull.cluster, wall, SpanKind.PULL, broken=not event.installed)
+            case PushRequested():
+                self.spans.end_span(event.push.cluster, wall, SpanKind.PULL)
+        for effect in effects:
+            if type(effect) in self._seen:
+                self._seen[type(effect)](effect, wall)
+            elif type(effect) is Reply and isinstance(effect.result, Failed | Refused):
+                self._on_refused(event, effect.result, wall)
+
+    def end_idle_lanes(self, busy: Mapping[str, SpanKind], wall: float) -> None:
+        """End what no event ended: a pull past its deadline, a cluster that is gone. `busy`: what clusters do."""
+        run = self.spans.open_kind(RUN_LANE)
+        self.spans.end_others({**busy, **({RUN_LANE: run} if run is not None else {})}, wall)
+
+    def _on_note(self, note: Note, wall: float) -> None:
+        fields = dict(note.fields)
+        if (line := describe_note(note.kind, fields, wall)) is not None:
+            self._keep_event(line)
+        cluster = cluster_of_push(fields.get("push", "")) or fields.get("cluster", "")
+        match note.kind:
+            case "push_granted":
+                self.spans.begin_span(cluster, SpanKind.PUSH, wall)
+            case "push_committed":
+                self.spans.begin_span(cluster, SpanKind.WAIT, wall)
+            case "push_dropped" | "cluster_gone":
+                self.spans.end_span(cluster, wall, broken=True)
+            case "claim_refused":
+                self._keep_rejection(cluster, "push refused", fields.get("reason", ""), wall)
+            case "round_opened":
+                self._phases.clear()
+                self._begin_phase(SpanKind.WINDOW, fields.get("round", ""), wall)
+            case "round_applying":
+                self._begin_phase(SpanKind.APPLY, fields.get("round", ""), wall)
+            case "round_persisting":
+                self._begin_phase(SpanKind.PERSIST, fields.get("round", ""), wall)
+
+    def _keep_event(self, event: PageEvent) -> None:
+        """What happens again and again is one line."""
+        last = self.events[-1] if self.events else None
+        if last is not None and (last.who, last.what) == (event.who, event.what):
+            self.events[-1] = replace(event, times=last.times + 1)
+        else:
+            self.events.append(event)
+
+    def _begin_phase(self, kind: SpanKind, number: str, wall: float) -> None:
+        self._phases[kind] = wall
+        self.spans.begin_span(RUN_LANE, kind, wall, f"r{number}")
+
+    def _on_version(self, row: VersionCommitted, wall: float) -> None:
+        tokens = sum(fold.tokens for fold in row.folds)
+        opened, phases = self._end_phases(wall, broken=False)
+        made = RoundHistory(
+            row.version.round, RoundResult.APPLIED, "", opened, wall, row.version, row.parent, tokens, row.step,
+            row.delta_norm, row.clipped, row.folds, row.outcomes,
+        )  # fmt: skip
+        self._end_round(made, phases, wall)
+
+    def _on_round_ended(self, row: RoundEnded, wall: float) -> None:
+        opened, phases = self._end_phases(wall, broken=True)
+        ended = RoundHistory(row.round, row.kind, row.reason, opened, wall, None, None, 0, outcomes=row.outcomes)
+        self._end_round(ended, phases, wall)
+
+    def _end_phases(self, wall: float, *, broken: bool) -> tuple[float, Mapping[str, float]]:
+        """When the round was opened, and how long each of its phases took; none of a recovered version."""
+        self.spans.end_span(RUN_LANE, wall, broken=broken)
+        begun = list(self._phases.items())
+        self._phases.clear()
+        ends = [at for _, at in begun[1:]] + [wall]
+        return begun[0][1] if begun else wall, {phase: e - at for (phase, at), e in zip(begun, ends, strict=False)}
+
+    def _end_round(self, r: RoundHistory, phases: Mapping[str, float], wall: float) -> None:
+        self._keep_round(r, phases)
+        for o in r.outcomes:
+            self.spans.end_span(o.push.cluster, wall, broken=o.kind is not OutcomeKind.ACCEPTED)
+            if o.kind is not OutcomeKind.SKIPPED:  # whoever was judged pulls the head
+                self.spans.begin_span(o.push.cluster, SpanKind.PULL, wall)
+
+    def _keep_round(self, r: RoundHistory, phases: Mapping[str, float]) -> None:
+        self.rounds.append(EndedRound(r, phases))
+        point = self._points.make_point(r)
+        for o in r.outcomes:
+            if o.kind is not OutcomeKind.ACCEPTED:
+                self._keep_rejection(o.push.cluster, f"{o.kind} in round {r.round}", o.reason, r.ended or 0.0)
+        if point is not None and r.undone is None:
+            self.curves.add_round(point)
+            self.head_at = self.head_at if r.version is None else r.ended
+
+    def _on_rolled_back(self, row: RolledBack, wall: float) -> None:
+        self.curves.drop_above(self._points.tokens_of(row.head) or 0)
+        self.head_at = wall
+
+    def _on_refused(self, event: Event, result: Failed | Refused, wall: float) -> None:
+        """Somebody who wanted to join, register or push may not."""
+        if isinstance(result, Failed) and issubclass(result.error, Unavailable | Busy):
+            return  # it is to ask again, and its state says so
+        why = result.message if isinstance(result, Failed) else result.reason
+        match event:
+            case ClusterJoined():
+                self._keep_rejection(event.cluster, "may not join", why, wall)
+            case SlaveRegistered():
+                self._keep_rejection(event.slave, "may not register", why, wall)
+            case PushRequested() if isinstance(result, Failed):
+                self._keep_rejection(event.push.cluster, "may not push", why, wall)
+
+    def _keep_rejection(self, who: str, what: str, why: str, wall: float) -> None:
+        key = (clean_text(who, NAME_CHARS), what, clean_text(why))
+        before = self.rejections.pop(key, None)
+        self.rejections[key] = Rejection(*key, wall, before.times + 1 if before is not None else 1)
+        if len(self.rejections) > REJECTIONS_KEPT:
+            del self.rejections[next(iter(self.rejections))]

@@ -1,0 +1,109 @@
+"""One judgement for all who show a run: what is heard stands beside what is known, and each peer has its word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf, isnan, nan
+
+import pytest
+
+from dips.ids import PushId, VersionId
+from dips.protocol.enums import DurabilityState, Severity
+from dips.protocol.heartbeats import OrderWait, Transfer
+from dips.protocol.moves import ClusterState, SlaveState
+from dips.protocol.view import ClusterView, DurabilityView, MirrorView, RollbackView, RunView, SlaveView
+from dips.view.judging import Heartbeats, judge_run, read_view, spell_view
+from tests.unit.view.views import CLUSTER, HEARTBEAT_S, SLAVE, make_cluster, make_run, make_slave
+
+
+def test_heartbeats_stand_beside_the_view() -> None:
+    """A peer's state and cause come from the Coordinator, the rest from its heartbeat, with its age."""
+    view = RunView(
+        clusters={"a": ClusterView(ClusterState.TRAINING, tokens_lost=7)}, slaves={"s": SlaveView(SlaveState.READY)}
+    )
+    told = replace(SLAVE, transfers=(Transfer("a", 1, 3, True, 5, 9),), waits=(OrderWait(7, "Persist", 31.0),))
+    heard: Heartbeats = {("cluster", "a"): (replace(CLUSTER, tokens_lost=5), 10.0), ("slave", "s"): (told, 11.0)}
+    judged = judge_run(view, heard, 12.0, HEARTBEAT_S)
+    cluster, slave = judged.clusters["a"], judged.slaves["s"]
+    assert (cluster.word, cluster.heard_s, cluster.loss) == ("training", 2.0, 2.5)
+    assert cluster.tokens_lost == 12, "what earlier incarnations lost and what the present one did"
+    assert (slave.heard_s, slave.heartbeat) == (1.0, told)
+
+
+def test_a_peer_without_a_heartbeat_and_a_heartbeat_without_a_peer() -> None:
+    """A cluster and a slave of one name are two."""
+    view = RunView(clusters={"s": ClusterView(ClusterState.GONE)})
+    judged = judge_run(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0, HEARTBEAT_S)
+    assert judged.clusters["s"].heartbeat is None and judged.slaves == {}
+
+
+def test_a_view_travels_as_json() -> None:
+    """And comes back as it was; a number that is not finite is null, and not a number again."""
+    staged = replace(SLAVE, staged=(PushId("a", 1, 3),), memory=VersionId(1, 1))
+    view = make_run(
+        {"a": make_cluster(loss=nan, remarks={"crash": "crashing"}, differs={"loss": "high"}, norm=inf)},
+        {"s": replace(make_slave(mirror=MirrorView(behind_versions=2)), heartbeat=staged)},
+    )
+    told = json.loads(spell_view(view))
+    assert told["clusters"]["a"]["heartbeat"]["loss"] is None and told["clusters"]["a"]["norm"] is None
+    read = read_view(told)
+    heartbeat = read.clusters["a"].heartbeat
+    assert heartbeat is not None and isnan(heartbeat.loss)
+    assert read.slaves == view.slaves and read.concerns == view.concerns
+    assert json.loads(spell_view(read)) == told
+
+
+@pytest.mark.parametrize(
+    ("cluster", "word", "severity"),
+    [
+        (make_cluster(), "training", Severity.GOOD),
+        (make_cluster("gone", "left"), "left", Severity.PLAIN),
+        (make_cluster("gone", "ended"), "left", Severity.PLAIN),
+        (make_cluster("gone", "silent"), "gone", Severity.ATTENTION),
+        (make_cluster("gone", "gave_up"), "gone", Severity.ATTENTION),
+        (make_cluster(heard_s=4.1), "silent", Severity.ATTENTION),
+        (make_cluster(quarantined=True), "quarantined", Severity.ATTENTION),
+        (make_cluster("idle", "stalled"), "idle", Severity.ATTENTION),
+        (make_cluster("idle", "stalled", trainer="starting"), "starting", Severity.PLAIN),
+        (make_cluster("idle", "stalled", trainer="dead"), "stopped", Severity.ATTENTION),
+        (make_cluster("idle", trainer="dead", remarks={"crash": "1 of 3"}), "crashing", Severity.ATTENTION),
+        (make_cluster("idle", trainer="dead", remarks={"gated": "1 of 3"}), "stopped", Severity.ATTENTION),
+        (make_cluster(gated="norm 9 above 3"), "training", Severity.ATTENTION),
+    ],
+)
+def test_a_cluster_has_a_word(cluster: ClusterView, word: str, severity: Severity) -> None:
+    judged = make_run({"west": cluster}).clusters["west"]
+    assert (judged.word, judged.severity) == (word, severity)
+
+
+@pytest.mark.parametrize(
+    ("slave", "word", "severity"),
+    [
+        (make_slave(), "ready", Severity.GOOD),
+        (make_slave("lost", "silent"), "lost", Severity.BROKEN),
+        (make_slave("restoring", "loads"), "restoring", Severity.ATTENTION),
+        (make_slave(heard_s=None), "silent", Severity.ATTENTION),
+        (make_slave(disk_free=4, disk_total=100), "ready", Severity.ATTENTION),
+        (make_slave(disk_free=6, disk_total=100), "ready", Severity.GOOD),
+        (make_slave(mirror=MirrorView(failing=True, reason="full")), "ready", Severity.ATTENTION),
+    ],
+)
+def test_a_slave_has_a_word(slave: SlaveView, word: str, severity: Severity) -> None:
+    judged = make_run(slaves={"ps0": slave}).slaves["ps0"]
+    assert (judged.word, judged.severity) == (word, severity)
+
+
+def test_a_plain_cause_needs_no_sentence() -> None:
+    """What the word says is not said twice; what it does not say is."""
+    run = make_run({"a": make_cluster("pushing", "pushes", "pushing"), "b": make_cluster("training", "skipped", "x")})
+    assert (run.clusters["a"].why, run.clusters["b"].why) == ("", "x")
+    assert make_run(slaves={"s": make_slave()}).slaves["s"].why == ""
+
+
+def test_the_gravest_concern_comes_first() -> None:
+    stopped = DurabilityView(state=DurabilityState.STOPPED, reason="disk full")
+    run = make_run({"west": make_cluster(heard_s=9.0)}, durability=stopped, rollback=RollbackView(3, "waits"))
+    assert [(c.severity, c.who) for c in run.concerns] == [
+        (Severity.BROKEN, "snapshots"), (Severity.BROKEN, "rollback"), (Severity.ATTENTION, "west"),
+    ]  # fmt: skip
