@@ -1,4 +1,4 @@
-"""One outer step as numbers, in one form for all rules, as the Coordinator decides, kernels compute and the ledger keeps:
+"""One outer step as numbers, in one form for all rules: the Coordinator decides it, and the ledger records it:
 
     g = s·acc      m′ = a·m + b·g      θ′ = θ − lr·(c·g + e·m′)
 
