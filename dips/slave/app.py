@@ -191,21 +191,21 @@ async def serve(
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:
-            others = (
-                "clusters",
-                "limits.*",
-                "master.*",
-                *(f"slaves.{s.name}.*" for s in config.slaves if s is not section),
-            )
             watching = daemon.watch_file(
-                "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level, ignored=others
-            )
+                "run file", file, config, load_run, log, runtime.fail,
+                fixed_level=fixed_level, ignored=list_foreign_keys(config, section),
+            )  # fmt: skip
             stack.callback(watching.cancel)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
+
+
+def list_foreign_keys(config: RunFile, section: SlaveSection) -> tuple[str, ...]:
+    """Return patterns of the keys of a run file that are no concern of the slave of this section."""
+    return ("clusters", "limits.*", "master.*", *(f"slaves.{s.name}.*" for s in config.slaves if s is not section))
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:

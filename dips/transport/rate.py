@@ -19,7 +19,7 @@ class Rate:
         if len(self._samples) > 1 and now - self._samples[-2][0] < STEP_S:
             self._samples.pop()
         self._samples.append((now, nbytes))
-        while len(self._samples) > 2 and now - self._samples[1][0] >= HORIZON_S:
+        while now - self._samples[1][0] >= HORIZON_S:  # the last is of now
             self._samples.popleft()
 
     @property

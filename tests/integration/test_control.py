@@ -565,13 +565,14 @@ async def test_what_a_broken_stream_left_without_answer_comes_again_in_its_order
 
 
 async def test_a_slave_at_a_new_address_gets_its_orders_there() -> None:
-    """It registers anew from elsewhere: the link to where it was is closed, also for who is there now."""
+    """It registers anew from elsewhere: the link to where it was is closed. At the end both are."""
     async with listening(SlaveScript("s0")) as before, listening(SlaveScript("s0")) as after:
         links = SlaveLinks()
         for number, slave in enumerate((before, before, after, after)):
             links.learn_address("s0", slave.address)
             assert isinstance(await links.execute_order(order(number)), events.OrderAnswered)
         await links.close()
+        assert not any(task.get_name().startswith("calls to ") for task in asyncio.all_tasks())
     assert [[o.number for o in slave.orders] for slave in (before, after)] == [[0, 1], [2, 3]]
 
 

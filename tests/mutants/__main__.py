@@ -34,7 +34,7 @@ def main() -> int:
     mutants = [m for m in drawn or MUTANTS if chosen.only in m.name or chosen.only in m.where]
     if chosen.list:
         for mutant in mutants:
-            print(f"{mutant.name}\n    {mutant.where}: {mutant.old!r} → {mutant.new!r}\n    {mutant.tests}")
+            print(f"{mutant.name}\n    {mutant.where}: {mutant.change}\n    {mutant.tests}")
         print(f"{len(mutants)} mutants")
         return 0
     began, verdicts = time.monotonic(), Counter[MutantVerdict]()
@@ -47,7 +47,7 @@ def main() -> int:
     for result in _run_drawn(mutants, chosen.jobs) if drawn else run(mutants, chosen.jobs):
         verdicts[result.verdict] += 1
         if drawn:
-            rooms[result.mutant.where.split("/")[1]][result.verdict] += 1
+            rooms[result.mutant.room][result.verdict] += 1
         print(f"{result.verdict.value:<22} {result.seconds:6.1f} s  {result.mutant.name}", flush=True)
         if chosen.verbose or result.verdict not in GOOD:
             print("    " + result.text.replace("\n", "\n    "), flush=True)

@@ -8,11 +8,14 @@ runs in production: a call whose value nobody takes is left out, a comparison or
 from __future__ import annotations
 
 import ast
-import random
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, find_definitions, find_fragment, parse_fragment, put, walk_around
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
@@ -29,10 +32,11 @@ TURNED: dict[type[ast.AST], str] = {
 WORDS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 WIDE = {  # room: what else drives its lines, where the tests of its own name find nothing
     "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
-    "master": "tests/unit/master tests/unit/test_recover.py tests/transcripts tests/integration/test_control.py "
-    "tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
+    "master": "tests/unit/master tests/unit/view tests/unit/test_recover.py tests/transcripts "
+    "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
     "tests/simulation/test_seeds.py",
-    "slave": "tests/unit/slave tests/integration/test_flow.py tests/simulation/test_seeds.py",
+    "slave": "tests/unit/slave tests/unit/test_watching.py tests/integration/test_flow.py "
+    "tests/simulation/test_seeds.py",
     "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
     "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
     "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_curve.py "
@@ -42,8 +46,9 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "data": "tests/unit/data tests/integration/test_ranges.py",
     "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
     "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
-    "commands": "tests/unit/commands tests/unit/test_cli.py tests/unit/test_recover.py "
+    "commands": "tests/unit/commands tests/unit/telemetry tests/unit/test_cli.py tests/unit/test_recover.py "
     "tests/integration/test_operator.py",
+    "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
     "http": "tests/unit/http tests/integration/test_http_port.py",
     "telemetry": "tests/unit/telemetry tests/unit/http tests/unit/test_errors.py tests/integration/test_scrapes.py",
 }
@@ -51,32 +56,51 @@ ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # o
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of different lines; the same ones for the same seed and tree."""
-    places = [place for path in _files() for place in _places_of(path)]
-    drawn = random.Random(seed).sample(places, count)
-    return [_mutant(path, node, new) for path, node, new in drawn]
+    """Draw `count` mutants of different places; for a seed the same ones, but for those whose code has changed."""
+    places = _find_places() if count else []
+    return [_mutant(place) for place in sorted(places, key=lambda place: place.draw_lot(seed))[:count]]
 
 
 def widened(mutant: Mutant) -> Mutant:
     """The same mutant, with all tests that drive its room."""
-    room = Path(mutant.where).parts[1]
-    return Mutant(mutant.name, mutant.where, mutant.old, mutant.new, WIDE.get(room, ELSEWHERE))
+    return replace(mutant, tests=WIDE.get(mutant.room, ELSEWHERE))
 
 
-def _files() -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class DrawnPlace:
+    """A node that can be turned, in the definition of this name; `number` tells it from its like in there."""
+
+    path: Path
+    name: str
+    node: ast.AST
+    around: tuple[ast.AST, ...]
+    new: str
+    number: int
+
+    def draw_lot(self, seed: int) -> bytes:
+        """Return what depends on the seed and on this code alone, neither on its file nor on other code."""
+        words = f"{seed} {self.name} {ast.unparse(self.node)} {self.new} {self.number}"
+        return hashlib.blake2b(words.encode(), digest_size=8).digest()
+
+
+@cache
+def _find_places() -> list[DrawnPlace]:
     files = sorted((ROOT / "dips").rglob("*.py"))
-    return [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
+    drawn = [path for path in files if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
+    return [place for path in drawn for place in _places_of(path)]
 
 
-Place = tuple[Path, ast.AST, str]  # a node, and the text that takes its place
-
-
-def _places_of(path: Path) -> Iterator[Place]:
-    tree = ast.parse(path.read_text())
+def _places_of(path: Path) -> Iterator[DrawnPlace]:
+    definitions = find_definitions(path)
+    (tree,) = definitions[""]
     told = {id(node) for part in _told(tree) for node in ast.walk(part)}
-    for node in ast.walk(tree):
+    names = {id(one): name for name, found in definitions.items() for one in found}
+    seen = Counter[tuple[str, str, str]]()
+    for node, around in walk_around(tree):
         if id(node) not in told and (new := _turned(node)):
-            yield path, node, new
+            name = next(names[id(one)] for one in (node, *reversed(around)) if id(one) in names)
+            seen[like := (name, ast.unparse(node), new)] += 1
+            yield DrawnPlace(path, name, node, around, new, seen[like])
 
 
 def _told(tree: ast.AST) -> Iterator[ast.AST]:
@@ -112,26 +136,27 @@ def _turned(node: ast.AST) -> str:
     return ""
 
 
-def _mutant(path: Path, node: ast.AST, new: str) -> Mutant:
-    """The lines of a node, grown until they stand once in the file, and the same lines with the node turned."""
-    lines = path.read_text().splitlines(keepends=True)
-    assert isinstance(node, ast.stmt | ast.expr) and node.end_lineno and node.end_col_offset is not None
-    first, last = node.lineno - 1, node.end_lineno - 1
-    start = len(lines[first].encode()[: node.col_offset].decode())
-    end = len(lines[last].encode()[: node.end_col_offset].decode())
-    head, tail = lines[first][:start], lines[last][end:]
-    before, after, text = "", "", "".join(lines)
-    old = "".join(lines[first : last + 1])
-    while text.count(before + old + after) > 1:
-        first, last = max(0, first - 1), min(len(lines) - 1, last + 1)
-        before, after = "".join(lines[first : node.lineno - 1]), "".join(lines[node.end_lineno : last + 1])
-    where = path.relative_to(ROOT).as_posix()
-    name = f"{where}:{node.lineno}: {ast.unparse(node).splitlines()[0][:60]} → {new[:60]}"
-    return Mutant(name, where, before + old + after, before + head + new + tail + after, _nearest(path))
+def _mutant(place: DrawnPlace) -> Mutant:
+    file, node = place.path.relative_to(ROOT), place.node
+    where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
+    title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
+    change = grow(node, place.new, place.around, find_definitions(place.path)[place.name])
+    return Mutant(title, where, *change, _nearest(place.path))
+
+
+def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list[ast.AST]) -> tuple[str, str]:
+    """A node and what becomes of it, with as much around it as stands once in some definitions."""
+    made = parse_fragment(new)[0]
+    for parent in reversed(around):
+        stands = isinstance(node, ast.expr | ast.stmt) and not isinstance(node, ast.Slice | ast.Starred)
+        if stands and len(find_fragment(ast.unparse(node), definitions)) == 1:
+            break
+        node, made = parent, put(parent, [node], [made])
+    return ast.unparse(node), ast.unparse(made)
 
 
 def _nearest(path: Path) -> str:
-    """Tests of the module's own name; else those of its room."""
+    """Tests of the module's own name; else the unit tests of its room."""
     room = path.relative_to(ROOT / "dips").parent
     tests = ROOT / "tests" / "unit" / room
     while not tests.is_dir():
@@ -140,4 +165,6 @@ def _nearest(path: Path) -> str:
     found = sorted(
         t for t in tests.rglob("test_*.py") if stem in t.stem or f"{'.'.join(room.parts)}.{path.stem}" in t.read_text()
     )
-    return " ".join(str(t.relative_to(ROOT)) for t in found) or WIDE.get(room.parts[0] if room.parts else "", ELSEWHERE)
+    if not found and tests != ROOT / "tests" / "unit":
+        found = [tests]
+    return " ".join(str(t.relative_to(ROOT)) for t in found) or ELSEWHERE

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutant import LostAnchor, Mutant, apply, locate
+from tests.mutants.mutant import LostAnchor, Mutant, apply, mutate
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml")
@@ -140,7 +140,7 @@ def run(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> I
     work: list[tuple[Mutant | None, str]] = []
     for mutant in mutants:
         try:
-            locate(mutant, ROOT)
+            mutate(mutant, ROOT)
         except LostAnchor as error:
             yield MutantResult(mutant, MutantVerdict.LOST, text=str(error))
             continue

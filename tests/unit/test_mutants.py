@@ -1,7 +1,8 @@
-"""The table of mutants is sound: every anchor holds, names are unique, and the tests exist."""
+"""The table of mutants is sound: every change applies, names are unique, and the tests exist."""
 
 from __future__ import annotations
 
+import ast
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -9,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.drawing import draw_mutants, widened
-from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, locate
-from tests.mutants.tables import MUTANTS
+from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, mutate
+from tests.mutants.tables import MUTANTS, read_table
 
 ROOT = Path(__file__).parents[2]
-LEAST = 60
+LEAST = 600
+
+
+def _check_applies(mutant: Mutant) -> None:
+    path, changed = mutate(mutant, ROOT)
+    compile(changed, str(path), "exec")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_mutant_still_applies(mutant: Mutant) -> None:
-    """Its old text stands once where it says; what takes its place is Python, and not the same."""
-    path = locate(mutant, ROOT)
-    changed = path.read_text().replace(mutant.old, mutant.new)
-    assert changed != path.read_text()
-    compile(changed, str(path), "exec")
+    """Its fragment stands once in its place; the module with the change is Python, and another program."""
+    _check_applies(mutant)
 
 
 def test_the_table_is_one_that_can_be_run() -> None:
@@ -36,28 +39,94 @@ def test_the_table_is_one_that_can_be_run() -> None:
             assert [p for p in shlex.split(mutant.tests) if not (ROOT / p.partition("::")[0]).exists()] == []
 
 
-def test_a_lost_anchor_is_loud(tmp_path: Path) -> None:
-    """No place, or two, is an error that says where the text stands."""
+@pytest.mark.parametrize(
+    ("old", "new", "source", "changed"),
+    [
+        ("x < ...", "x <= ...", "if x < y + 1: z()", "if x <= y + 1: z()"),
+        ("a", "", "b = a and c and d", "b = c and d"),
+        ("a", "", "b = c and a", "b = c"),
+        ("f(...)", "", "for x in y: f(x, key=1)", "for x in y: pass"),
+        ("await f()", "pass", "async def g():\n  await f()", "async def g():\n  pass"),
+        ("g(y, ...)", "h(...)", "f(g(y, z, *b, key=c))", "f(h(z, *b, key=c))"),
+        ("g(key=1, *...)", "g(key=2, *...)", "f(g(*b, key=1))", "f(g(*b, key=2))"),
+        ("f(...); g()", "f(...)", "f(x); g(); f(y); h()", "f(x); f(y); h()"),
+        ("with f(x): ...", "if True: ...", "with f(x):\n  a()\n  b()", "if True:\n  a()\n  b()"),
+        ("'b c'", "'b d'", "x = 'a b c'", "x = 'a b d'"),
+        ("1", "2", "if x: y = 1\nelif f'{z:{1}}': y = 3", None),
+        ("z", "a", "x = f'{z} b'", "x = f'{a} b'"),
+        ("0", "n", "x = y[0:3]", "x = y[n:3]"),
+        ("if z: ...", "", "if x:\n  y()\nelif z:\n  f()", "if x:\n  y()\nelse:\n  pass"),
+        ("r", "", "x = [y for y in z if r if q]", "x = [y for y in z if q]"),
+        ("f(...)", "f(..., 1)", "f()", "f(1)"),
+    ],
+)
+def test_a_change(tmp_path: Path, old: str, new: str, source: str, changed: str | None) -> None:
+    """`...` stands for whatever is there, what is left out leaves valid Python, and all else stays as it was."""
+    (tmp_path / "dips").mkdir()
+    path = tmp_path / "dips" / "a.py"
+    path.write_text(source)
+    mutant = Mutant("m", "a", old, new, "tests")
+    if changed is None:
+        with pytest.raises(LostAnchor, match=r"must stand once in a, got dips/a\.py:1, dips/a\.py:2"):
+            apply(mutant, tmp_path)
+        assert path.read_text() == source
+    else:
+        assert apply(mutant, tmp_path) == path
+        assert ast.dump(ast.parse(path.read_text())) == ast.dump(ast.parse(changed))
+
+
+def test_what_does_not_matter_to_a_place(tmp_path: Path) -> None:
+    """Line breaks, comments, the same text in another function, and a module that moved change nothing."""
     (tmp_path / "dips" / "room").mkdir(parents=True)
-    (tmp_path / "dips" / "a.py").write_text("x = 1\n")
-    (tmp_path / "dips" / "room" / "b.py").write_text("y = 2\ny = 2\n")
-    with pytest.raises(
-        LostAnchor, match=r"'x = 1' must stand once in dips/room, got nowhere; in the package: dips/a\.py"
-    ):
-        locate(Mutant("m", "dips/room", "x = 1", "x = 2", "tests"), tmp_path)
-    with pytest.raises(LostAnchor, match=r"got dips/room/b\.py, dips/room/b\.py"):
-        locate(Mutant("m", "dips", "y = 2", "y = 3", "tests"), tmp_path)
-    assert apply(Mutant("m", "dips", "x = 1", "x = 2", "tests"), tmp_path).read_text() == "x = 2\n"
+    mutant = Mutant("m", "room.a.Door.close", "len(x) > 1", "False", "tests")
+    (tmp_path / "dips" / "room" / "a.py").write_text(
+        "def close(x):\n    return len(x) > 1\n"
+        "class Door:\n    def close(self, x):\n        if (len(  # how many\n            x) > 1):\n            pass\n"
+    )
+    path, changed = mutate(mutant, tmp_path)
+    assert changed.split("class Door:\n")[1] == "    def close(self, x):\n        if ((False)):\n            pass\n"
+    moved = path.rename(tmp_path / "dips" / "b.py")
+    assert mutate(mutant, tmp_path) == (moved, changed)
+
+
+def test_a_lost_anchor_is_loud(tmp_path: Path) -> None:
+    """No place, or two, is an error that says where the fragment stands."""
+    (tmp_path / "dips" / "room").mkdir(parents=True)
+    (tmp_path / "dips" / "room" / "b.py").write_text("def f(): y = 2; y = 2; z = 3\n")
+    with pytest.raises(LostAnchor, match=r"'y = 2' must stand once in room\.b\.f, got dips/room/b\.py:1, dips/room/b"):
+        mutate(Mutant("m", "room.b.f", "y = 2", "y = 3", "tests"), tmp_path)
+    with pytest.raises(LostAnchor, match=r"'y = 4' must stand once in room\.b\.f, got nowhere"):
+        mutate(Mutant("m", "room.b.f", "y = 4", "y = 3", "tests"), tmp_path)
+    with pytest.raises(LostAnchor, match=r"room\.b\.g must be defined once in dips, got nowhere"):
+        mutate(Mutant("m", "room.b.g", "y = 2", "y = 3", "tests"), tmp_path)
+    with pytest.raises(LostAnchor, match="a mutant must change something, got '3' as it was"):
+        mutate(Mutant("m", "room.b.f", "3", "3", "tests"), tmp_path)
+    with pytest.raises(LostAnchor, match="cannot be left out"):
+        mutate(Mutant("m", "room.b.f", "3", "", "tests"), tmp_path)
+    for name in ("c", "d"):
+        (tmp_path / "dips" / "room" / f"{name}.py").write_text("def g(): y = 2\n")
+    with pytest.raises(LostAnchor, match=r"must be defined once in dips, got dips/room/c\.py, dips/room/d\.py"):
+        mutate(Mutant("m", "room.b.g", "y = 2", "y = 3", "tests"), tmp_path)
+
+
+def test_a_line_that_is_no_mutant_is_refused() -> None:
+    """A table says at which line it is wrong; several lines of tests are one selection."""
+    head = "# words\ntests/a.py\ntests/b.py\nroom.f\n"
+    assert list(read_table(head + "    a name: x → y\n    another: without x\n")) == [
+        Mutant("a name", "room.f", "x", "y", "tests/a.py tests/b.py"),
+        Mutant("another", "room.f", "x", "", "tests/a.py tests/b.py"),
+    ]
+    for table in (head + "    a name: x\n", head + "    a name x → y\n", "tests/a.py\n    a name: x → y\n"):
+        with pytest.raises(ValueError, match=f"t.txt:{table.count(chr(10))}: a mutant must be"):
+            list(read_table(table, "t.txt"))
 
 
 def test_drawn_mutants_apply_and_are_the_same_for_a_seed() -> None:
-    """Each is Python, changes its file, and has tests that exist; what tells people something is not drawn."""
+    """Each is another program, and has tests that exist; what tells people something is not drawn."""
     drawn = draw_mutants(40, 7)
     assert [m.name for m in drawn] == [m.name for m in draw_mutants(40, 7)] != [m.name for m in draw_mutants(40, 8)]
     for mutant in drawn:
-        path = locate(mutant, ROOT)
-        changed = path.read_text().replace(mutant.old, mutant.new)
-        assert changed != path.read_text() and "emit_note" not in mutant.name
-        compile(changed, str(path), "exec")
+        _check_applies(mutant)
+        assert "emit_note" not in mutant.name
         words = shlex.split(mutant.tests) + shlex.split(widened(mutant).tests)
         assert [word for word in words if not word.startswith("-") and not (ROOT / word).exists()] == []

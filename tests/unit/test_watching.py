@@ -11,6 +11,7 @@ import yaml
 
 from dips.config import RunFile, load_run
 from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
+from dips.slave.app import list_foreign_keys
 
 
 class EditedRunFile:
@@ -28,7 +29,12 @@ class EditedRunFile:
         self.write()
         config = load_run(self.path)
         self.watch = ConfigWatch(
-            self.path, config, load_run, ("clusters", "log_level"), self.said.append, ["slaves.s1.*"]
+            self.path,
+            config,
+            load_run,
+            ("clusters", "log_level"),
+            self.said.append,
+            list_foreign_keys(config, config.slaves[0]),
         )
 
     def write(self, **keys: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from math import inf
 from typing import cast
 
 from dips.client.ipc import encoding
@@ -138,5 +139,5 @@ class AgentClient:
                         self._send_steps(connection)
                 except DipsError:  # the agent is gone: the script's next message raises this where it can be handled
                     return
-                if self._step_batch.due_s() > now + LATEST_S:  # nothing is held
+                if self._step_batch.due_s() == inf:  # nothing is held
                     self._holding.clear()

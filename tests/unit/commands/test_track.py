@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -97,6 +99,17 @@ def test_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     sink.write_point(7, 1000.5, {"loss/run": 0.5})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*dips-my-run/*.wandb"))
+
+
+def test_wandb_shows_all_numbers_by_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of versions come later than their rounds, and W&B's own steps only grow; what is called is recorded."""
+    called: list[tuple[object, ...]] = []
+    run = SimpleNamespace(
+        define_metric=lambda name, step_metric=None: called.append((name, step_metric)), log=called.append
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
+    WandbSink("project", "my-run", tmp_path).write_point(7, 1000.5, {"loss/run": 0.5})
+    assert called == [("round", None), ("*", "round"), {"loss/run": 0.5, "round": 7, "unix_seconds": 1000.5}]
 
 
 async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class ScriptedCoordinator:
 
 
 class RecordingOutside:
-    """A disk that may be held and may fail; slaves that answer Done."""
+    """A disk that may be held and may fail; slaves that answer Done, and may be held."""
 
     def __init__(self) -> None:
         self.written: list[Record] = []
@@ -106,6 +106,8 @@ class RecordingOutside:
         self.addresses: dict[str, str] = {}
         self.disk = asyncio.Event()
         self.disk.set()
+        self.slaves = asyncio.Event()
+        self.slaves.set()
         self.fails = False
 
     async def write_records(self, records: Sequence[Record]) -> None:
@@ -122,6 +124,7 @@ class RecordingOutside:
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         self.executed.append(order.number)
+        await self.slaves.wait()
         return OrderAnswered(order.slave, order.sinc, order.number, Done())
 
 
@@ -313,6 +316,21 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     assert await ending == 0
     with pytest.raises(UnavailableMaster):
         await asking
+    made.timeline.close()
+
+
+async def test_orders_under_way_end_with_the_master(tmp_path: Path) -> None:
+    """No task of a master that has stopped waits for a slave."""
+    made = RunningMaster(tmp_path)
+    made.coordinator.script[PushStaged] = lambda e: [Order("s", 1, 3, 1, Ping(), 1.0)]
+    made.outside.slaves.clear()
+    ending = asyncio.create_task(made.runtime.run())
+    made.runtime.put_event(PushStaged("s", 1, PUSH, 4))
+    while not made.outside.executed:
+        await asyncio.sleep(0)
+    made.runtime.stop()
+    assert await ending == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     made.timeline.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.protocol import events as ev
+from dips.protocol.durability import RETRY_S
 from dips.protocol.effects import Persist
 from tests.unit.protocol.scripted_run import ScriptedRun
 
@@ -34,6 +35,27 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     order = run.orders.popleft()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
     assert run.view.durability.state == "degraded"
+
+
+def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
+    """Its slave dies while it writes the head late, and comes back with the head: no window waits for the dead one."""
+    run = ScriptedRun()
+    run.train("a")
+    fail_persist(run)
+    run.held.add(Persist)
+    push = run.push("a")
+    order = run.orders.popleft()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    assert run.outcome(push).kind == "accepted" and run.view["durability"]["state"] == "degraded"
+    run.wait(RETRY_S)
+    assert [order.body for order in run.orders] == [Persist(run.head)]
+    run.orders.clear()
+    run.ask(ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 0, run.head, None, (), 4, "", rival_heard_s=1e9))
+    assert [order.body for order in run.orders] == [Persist(run.head)]
+    run.held.clear()
+    run.answer()
+    assert run.view["durability"]["state"] == "durable"
+    assert run.outcome(run.push("a")).kind == "accepted"
 
 
 def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
-from dips.protocol.gates.losses import MARGIN
+from dips.protocol.gates.losses import LEAST_LOSS, MARGIN, excess_loss
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty
@@ -553,6 +553,12 @@ def test_losses_that_have_no_shares_are_sentences(loss: float) -> None:
     """A median of 0, a negative one, a huge one: no division by zero, no NaN."""
     said = GateStory("loss", loss=loss).judge("a", loss=2.0)
     assert said.reason and "nan" not in said.reason
+
+
+def test_shares_are_of_a_median_that_is_large_enough() -> None:
+    """From LEAST_LOSS on; below it there are none."""
+    assert excess_loss(2.0, [LEAST_LOSS]) == pytest.approx(2.0 / LEAST_LOSS)
+    assert excess_loss(2.0, [0.99 * LEAST_LOSS]) is None
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------

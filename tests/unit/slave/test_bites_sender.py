@@ -12,8 +12,10 @@ from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.moves import Say
+from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource
 from dips.slave.sender import Sender
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
+from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind
@@ -80,6 +82,17 @@ def test_large_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(BadFrame) as refused:
         sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     assert refused.value.reason == "credit"
+
+
+@pytest.mark.parametrize("jobs", [0, 2 * MOST_CHUNKS])
+def test_libzmq_is_given_twice_the_credit(jobs: int) -> None:
+    """Not a byte more, and not a chunk more: it lets go of what has arrived late."""
+    source = PullSource({})
+    stream = OutStream(OutgoingPull(PULL, V, source, 0.0, Rate(0.0)), 0, b"p", 1, 1, 0, queued=MOST_BYTES, jobs=jobs)
+    stream.held.append((LaggingTracker(), MOST_BYTES - 8, source))
+    assert (stream.has_room(8), stream.has_room(9)) == (not jobs, False)
+    stream.jobs = 2 * MOST_CHUNKS - 2
+    assert stream.has_room(8)
 
 
 class LaggingTracker:

@@ -391,3 +391,13 @@ def test_export_verifies_digests(tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         export_snapshot(directories, V2, tmp_path / "model.safetensors")
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["initial.safetensors"]
+
+
+def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file is on the disk each SYNC_BYTES, not at its end alone: the last fsync is short."""
+    sizes = list[int]()
+    monkeypatch.setattr(tensorfile, "PIECE_BYTES", 400)
+    monkeypatch.setattr(tensorfile, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(os, "fdatasync", lambda file: sizes.append(os.lseek(file, 0, os.SEEK_CUR) // 1000))
+    tensorfile.write_tensors(tmp_path / "m", {}, [("w", (1000,))], [np.zeros(1000, np.float32)])
+    assert sizes == [1, 2, 3, 4]

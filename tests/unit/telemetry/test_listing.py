@@ -129,6 +129,14 @@ def test_what_has_no_room_stands_under_its_row() -> None:
     ]  # fmt: skip
 
 
+def test_no_line_ends_in_blanks() -> None:
+    """What is copied from a terminal is the words alone, also where a last column of words is longer elsewhere."""
+    rows = [ListingRow(("ps1", "serves")), ListingRow(("ps2", "restoring v3@r3"))]
+    assert drawn(Listing("things", (Column("who", left=True), Column("state", left=True)), rows), 80).splitlines() == [
+        "things", "who  state", "ps1  serves", "ps2  restoring v3@r3"
+    ]  # fmt: skip
+
+
 def test_a_name_longer_than_the_terminal_is_folded() -> None:
     """Not a letter of it is lost."""
     name = "parameter-server-" * 4

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dips.ids import PushId, VersionId
-from dips.master.page import SlaveRates
+from dips.ids import PullId, PushId, VersionId
+from dips.master.page import MasterPage, SlaveRates
 from dips.protocol.enums import DurabilityState, OutcomeKind
+from dips.protocol.events import PullRequested
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.records import FoldRow, OutcomeRow
 from dips.protocol.view import DurabilityView, JournalView, LedgerMirrorView, MirrorView, RunView
@@ -179,3 +181,15 @@ def test_a_run_in_which_nobody_trains_is_not_said_to_go_on() -> None:
     assert state(make_run({"west": hangs}))["health"]["title"] == "No cluster trains; one thing needs a look"
     both = state(make_run({"west": hangs, "east": make_cluster()}))
     assert both["health"]["title"] == "Training goes on; one thing needs a look"
+
+
+def test_what_no_event_ended_ends_when_its_cluster_does_something_else() -> None:
+    """A pull past its deadline: once the cluster trains, its bar grows no longer."""
+    told = [make_run({"west": make_cluster("pulling", "pulls")}), make_run({"west": make_cluster()})]
+    page, runtime = MasterPage({}), SimpleNamespace(build_view=lambda: told.pop(0))
+    page.watch_steps(lambda event, now: [])(PullRequested(1, PullId("west", 1, 1), 2), 0.0)
+    shown = []
+    for _ in range(2):
+        lanes = page.read_state(runtime)["timeline"]["lanes"]  # type: ignore[arg-type]
+        shown += [(kind, end is None) for lane in lanes if lane["name"] == "west" for kind, _, end, *_ in lane["spans"]]
+    assert shown == [("pull", True), ("pull", False)]

@@ -18,11 +18,13 @@ from tests.unit.client.agent.play import V1, Play, grant, outcome
 NAN = "w is not finite on rank 1"
 
 
-def diverge(play: Play, policy: DivergencePolicy) -> tuple[PushMoved, object]:
+def diverge(play: Play, policy: DivergencePolicy, beside: int = 0) -> tuple[PushMoved, object]:
     play.core.state.settings = replace(play.core.state.settings, on_divergence=policy)
     play.begin()
     play.step(3)
     moved = PushMoved(1, 99, play.push_until_granted().seq, False, NAN, 0, diverged=True)
+    if beside:
+        play.step(beside)
     return moved, play.send(moved)
 
 
@@ -33,14 +35,15 @@ def end_pull(play: Play, question: PushMoved) -> None:
     play.reply(Acknowledged())
 
 
-def test_a_diverged_model_is_replaced_by_the_head() -> None:
-    """What it trained is lost, the push is aborted as diverged, and the ranks wait for the pull that follows."""
+@pytest.mark.parametrize("beside", [0, 2])
+def test_a_diverged_model_is_replaced_by_the_head(beside: int) -> None:
+    """What it trained, also beside the push, is lost; the push is aborted as diverged, the ranks wait for the pull."""
     play = Play()
-    moved, answer = diverge(play, DivergencePolicy.RESET)
+    moved, answer = diverge(play, DivergencePolicy.RESET, beside)
     assert isinstance(answer, AskAgain)
     aborted = play.asked(PushAborted)
     assert aborted.diverged and NAN in aborted.reason
-    assert play.s.account.lost == 30 and play.s.account.unsettled_tokens == 0
+    assert play.s.account.lost == 30 + 10 * beside and play.s.account.unsettled_tokens == 0
     play.reply(Acknowledged())
     play.asked(PullRequested)
     play.reply(grant(V1))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dips.client.parallel import devices
-from dips.client.parallel.devices import DeferredScalar, map_pages, register_pages
+from dips.client.parallel.copies import write_pulled
+from dips.client.parallel.devices import DeferredScalar, Device, map_pages, register_pages
 from dips.client.rank import collectives as collectives_module
 from dips.client.rank.collectives import JobCollectives
 from tests.unit.client.parallel.late_device import ON_DEVICE
@@ -43,6 +44,17 @@ def test_pages_that_a_driver_refuses_cost_nobody_a_kernel(refuses: bool) -> None
     runtime = CudaRuntime(refuses)
     assert register_pages(runtime, map_pages(10), runtime.launch) is not refuses
     runtime.launch()
+
+
+@pytest.mark.parametrize(("dtype", "by_blocks"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_what_is_cast_on_its_way_goes_by_blocks(dtype: torch.dtype, by_blocks: bool) -> None:
+    """A copy that casts would block the host; one that does not needs no block of the device's memory."""
+    device = Device()
+    device.accelerated, device.block_items = True, 4
+    copy: Any = SimpleNamespace(view=torch.zeros(10, dtype=dtype), host=torch.arange(10.0))
+    write_pulled(device, copy)
+    assert torch.equal(copy.view.float(), copy.host)
+    assert (device._scratch is not None) is by_blocks
 
 
 def test_a_process_that_is_forked_has_none_of_the_pages() -> None:

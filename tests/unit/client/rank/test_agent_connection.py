@@ -120,7 +120,7 @@ class AgentThread:
 
     def __init__(self) -> None:
         self.received: list[messages.Message] = []
-        self._writers: list[asyncio.StreamWriter] = []
+        self.writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -131,7 +131,7 @@ class AgentThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
+        self.writers.append(writer)
         try:
             rank = await Connection.admit_rank(reader, writer, TOKEN)
             while True:
@@ -149,7 +149,7 @@ class AgentThread:
 
         async def end() -> None:
             self._server.close()
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.close()
             serving = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*serving)
@@ -182,6 +182,17 @@ def test_questions_and_notices_over_tcp(agent: AgentThread) -> None:
     connection.close()
 
 
+def test_both_ends_of_a_connection_are_kept_alive(agent: AgentThread) -> None:
+    """A host that is gone is noticed within half a minute, also by an end that only listens."""
+    connection = AgentConnection(at(agent.port), 2.0)
+    connection.send_message(TransferProgress(1, 2, 3))
+    connection.receive_answer("TransferProgress")
+    for end in (connection._socket, agent.writers[0].get_extra_info("socket")):
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    connection.close()
+
+
 def test_the_steps_of_a_script_that_pauses_are_sent_without_a_further_one(agent: AgentThread) -> None:
     """An evaluation, a checkpoint: without a further step or question the agent would not know of the last steps."""
     client, step = AgentClient(JobCollectives(), at(agent.port), 2.0), Stepped(1, 10, 2.0)
@@ -191,6 +202,9 @@ def test_the_steps_of_a_script_that_pauses_are_sent_without_a_further_one(agent:
     end = time.monotonic() + 10
     while sum(said.tokens for said in agent.received if isinstance(said, Stepped)) < 30:
         assert time.monotonic() < end, agent.received
+        time.sleep(0.01)
+    while client._holding.is_set():  # its thread sleeps again: nothing is held
+        assert time.monotonic() < end
         time.sleep(0.01)
     client.disconnect()
 

@@ -155,6 +155,15 @@ def test_masters_that_the_loop_knows_are_none_of_them(make: Any, given: str) -> 
     assert not trained.look().startswith("ConfigError")
 
 
+def test_copies_that_the_adapter_knows_are_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's optimizer steps its own masters, which its adapter reads from the parameters."""
+    trained = TrainedLayers(PartlyCopiedAdam, coarse=True)
+    masters = [("", copy, copy.detach()) for _, copy in trained.optimizer.pairs]
+    monkeypatch.setattr(trained.kept._adapter, "local_masters", lambda: iter(masters))
+    trained.train()
+    assert trained.look() == ""
+
+
 @pytest.mark.parametrize(
     ("make", "where"),
     [(ScheduleFreeSgd, "'z'"), (Lookahead, "'slow_buffer'"), (keeps("lookahead_slow_buff"), "'lookahead_slow_buff'")],

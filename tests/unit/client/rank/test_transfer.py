@@ -38,6 +38,7 @@ class ScriptedLane:
         self.theta, self.received = theta, np.full(theta.size, np.nan, np.float32)
         self.wanted: Counter[Range] = Counter()
         self._corrupted = {CHUNKS[number] for number in corrupted}
+        self.interrupts = list[tuple[Kind, bytes]]()  # messages, each of which answers one WANT instead of its chunks
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -69,6 +70,8 @@ class ScriptedLane:
                 yield say(Kind.WELCOME, streams.encode_welcome(streams.Welcome(self.theta.nbytes, CHUNK_BYTES)))
                 if name.kind == "push":
                     yield say(Kind.WANT, streams.encode_want(CHUNKS))
+            case Kind.WANT if self.interrupts:
+                yield say(*self.interrupts.pop())
             case Kind.WANT:
                 for chunk in streams.decode_want(body):
                     yield self._chunk(header, chunk)
@@ -110,6 +113,22 @@ def test_a_corrupted_chunk_of_a_pull_is_refused_and_asked_for_again(lane: Script
     assert np.array_equal(target, lane.theta)
     assert (stats.nbytes, stats.connections) == (4 * NUMEL, 1)
     assert lane.wanted == {chunk: 1 + (chunk in lane._corrupted) for chunk in CHUNKS}
+
+
+@pytest.mark.parametrize("lane", [set()], indirect=True)
+@pytest.mark.parametrize(
+    "interrupt",
+    [(Kind.DONE, b"no such message"), (Kind.ERROR, streams.encode_error("unknown", "not open here yet"))],
+    ids=["bad", "error"],
+)
+def test_what_was_in_flight_is_asked_again_on_the_next_connection(
+    lane: ScriptedLane, interrupt: tuple[Kind, bytes]
+) -> None:
+    """Whatever ended the one before; otherwise the next would stand still until it stalls."""
+    lane.interrupts.append(interrupt)
+    target = np.full(NUMEL, np.nan, np.float32)
+    assert pull_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, target)]).connections == 2
+    assert np.array_equal(target, lane.theta)
 
 
 @pytest.mark.parametrize("lane", [set()], indirect=True)
