@@ -12,10 +12,10 @@ __version__ = "0.1.0"
 
 
 def load(model: torch.nn.Module, file: Path | str) -> str | None:
-    """Fill a plain module with a version that `dips export` wrote; return the version's name, if the file has one.
+    """Load a version that `dips export` wrote into a plain module; return the version's name, None if it is not there.
 
-    The file must hold every trainable parameter of the model and nothing else, in fp32, of its shape and finite; of
-    tied parameters one is enough. Raise ConfigError or CorruptSnapshot otherwise, and leave the model as it is.
+    The file must hold every trainable parameter of the model and nothing else, in fp32, of its shape and finite; one
+    name of a tied parameter is enough. Otherwise raises ConfigError or CorruptSnapshot, and leaves the model unchanged.
 
         model = build()
         dips.load(model, "model.safetensors")

@@ -1,8 +1,8 @@
-"""What this process may have of its machine: its control group's memory and CPU limits, of version 2 or 1.
+"""The memory and CPU limits of this process's control group, of version 2 or 1.
 
-A daemon in a container sees the whole machine's memory and CPUs, and is killed, or stopped for most of each period, at
-the limits of its control group. A limit counts at every level above the process, so the smallest one on the way up
-holds. Where the hierarchy on the way is not visible (a container without its own namespace) the mount's root is the
+A daemon in a container sees the whole machine's memory and CPUs, but is killed, or throttled in each period, at
+the limits of its control group. A limit applies at every level above the process, so the smallest one on the way up
+counts. If the levels in between are not visible (a container without its own namespace) the mount's root is the
 container's.
 """
 
@@ -16,37 +16,40 @@ from dips.dataclass import dataclass
 
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-UNLIMITED = 1 << 60  # bytes; version 1 spells "no limit" as 2^63 less a page
-MOST_LEVELS = 64  # of a hierarchy
+UNLIMITED = 1 << 60  # bytes; version 1 writes "no limit" as 2^63 minus a page
+MOST_LEVELS = 64  # levels of a hierarchy that are read
 
-MEMORY_FILES = ("memory.max", "memory.high")  # above the second one is slowed down until it is hardly alive
+MEMORY_FILES = ("memory.max", "memory.high")  # above the second limit a process is slowed down severely
 V1_MEMORY, V1_QUOTA, V1_PERIOD = "memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """None: no limit."""
+    """The limits of a control group; None: no limit."""
 
     memory_bytes: int | None = None
-    cpus: float | None = None  # processors' worth of time
+    cpus: float | None = None  # CPU time in units of one processor
 
 
 def available_memory() -> int:
-    """Bytes that this process may have: the machine's, or its control group's if that is less."""
+    """Return the bytes that this process may use: the machine's, or its control group's limit if that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = read_limits().memory_bytes
     return machine if limit is None else min(machine, limit)
 
 
 def available_cpus() -> int:
-    """Threads that may run at once: the CPUs that this process may use, and its control group's share, rounded down so
-    that heartbeats are not stopped with the kernels at the end of each period."""
+    """Return how many threads may run at once: the CPUs that this process may use, or its control group's share if
+    less.
+
+    The share is rounded down, so that heartbeats are not throttled with the kernels at the end of each period.
+    """
     allowed, share = len(os.sched_getaffinity(0)), read_limits().cpus
     return allowed if share is None else max(1, min(allowed, int(share)))
 
 
 def read_limits(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> GroupLimits:
-    """The smallest limits on the way from this process's groups to the root; none where there are no groups."""
+    """Return the smallest limits from this process's groups up to the root; no limits without groups."""
     groups = parse_membership(_read_text(membership))
     memory, cpus = list[int | None](), list[float | None]()
     if (path := groups.get("")) is not None:
@@ -64,7 +67,7 @@ def read_limits(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> GroupLimi
 
 
 def parse_membership(text: str) -> Mapping[str, str]:
-    """/proc/self/cgroup: controller → path; version 2's one hierarchy has the controller ""."""
+    """Parse /proc/self/cgroup into controller → path; version 2's hierarchy has the controller ""."""
     groups: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -76,13 +79,13 @@ def parse_membership(text: str) -> Mapping[str, str]:
 
 
 def parse_bytes(text: str) -> int | None:
-    """`max`, or a number, of which the largest mean that there is no limit."""
+    """Parse a memory limit; None for `max` and for the largest numbers, which mean no limit."""
     text = text.strip()
     return int(text) if text.isdigit() and 0 < int(text) < UNLIMITED else None
 
 
 def parse_share(text: str) -> float | None:
-    """`200000 100000`, quota and period in µs; a quota of `max` or -1 is no limit."""
+    """Parse quota and period in µs, as in `200000 100000`; None for a quota of `max` or -1."""
     match text.split():
         case [quota, period] if quota.isdigit() and period.isdigit() and int(quota) and int(period):
             return int(quota) / int(period)
@@ -90,14 +93,14 @@ def parse_share(text: str) -> float | None:
 
 
 def _levels(mount: Path, path: str) -> Iterator[Path]:
-    """The group's directory and all above it, up to the mount's root."""
+    """Yield the group's directory and all above it, up to the mount's root."""
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")][:MOST_LEVELS]
     for length in range(len(parts), -1, -1):
         yield mount.joinpath(*parts[:length])
 
 
 def _v1_mounts(mount: Path, controller: str) -> Iterator[Path]:
-    """`cpu` is mounted beside others: as `cpu`, `cpu,cpuacct` or `cpuacct,cpu`."""
+    """Return the mounts of a controller; `cpu` may be mounted as `cpu`, `cpu,cpuacct` or `cpuacct,cpu`."""
     names = (controller,) if controller == "memory" else ("cpu", "cpu,cpuacct", "cpuacct,cpu")
     return (mount / name for name in names if (mount / name).is_dir())
 
@@ -105,5 +108,5 @@ def _v1_mounts(mount: Path, controller: str) -> Iterator[Path]:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except OSError:  # another version's file, or a level that is not visible here
+    except OSError:  # a file of another version, or a level that is not visible here
         return ""

@@ -1,6 +1,6 @@
-"""`dips`: what an operator types: make a run, look at it, take a model out of it, see it all work.
+"""The command `dips`, for operators: makes a run, shows it, exports its model, runs a demonstration.
 
-Every word ends with the exit codes of errors.py. Nothing here decides or moves; each word calls the room that does.
+All subcommands use the exit codes in errors.py. This module only registers them.
 """
 
 from __future__ import annotations
@@ -47,40 +47,40 @@ cli = typer.Typer(
 
 \b
 First look:
-  dips demo --seconds 60 --no-kill                          a run with two clusters, and what it claims
+  dips demo --seconds 60 --no-kill                          a run with two clusters, whose claims are checked
   dips new my-run && cd my-run && dips up -- python train.py    a run of your own on this machine
 
 \b
 A run:
-  dips plan memory --parameters N                           what it will need
-  dips study study.yaml                                     which outer step suits its model
+  dips plan memory --parameters N                           compute what it will need
+  dips study study.yaml                                     find the outer step that suits its model
   dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
-  dips config check dips.yaml cluster.yaml                  all that the daemons would refuse
-  dips seed --config dips.yaml --model FILE                 or bring the model to slaves that wait for it
+  dips config check dips.yaml cluster.yaml                  find everything that the daemons would refuse
+  dips seed --config dips.yaml --model FILE                 or send the model to waiting slaves
   dips-master --config dips.yaml                            serve it
-  dips-slave --config dips.yaml --name NAME                 once for each slave
-  dips-client --config cluster.yaml -- torchrun ... train.py    once for each cluster
-  dips status --config dips.yaml --watch                    look at it: now,
-  dips history --config dips.yaml                           and round by round,
-  dips plot --config dips.yaml                              and as a curve
-  dips export --config dips.yaml --output model.safetensors take the model out
-  dips stop --config dips.yaml                              let it end with its next version
+  dips-slave --config dips.yaml --name NAME                 start each slave
+  dips-client --config cluster.yaml -- torchrun ... train.py    start each cluster
+  dips status --config dips.yaml --watch                    show its present state
+  dips history --config dips.yaml                           list its rounds
+  dips plot --config dips.yaml                              draw its losses
+  dips export --config dips.yaml --output model.safetensors write the model to a file
+  dips stop --config dips.yaml                              end it with its next version
 
 \b
-Keeping it going:
-  dips certs init ca/ --run RUN                             certificates: who is who
-  dips verify --config dips.yaml                            read all snapshots through
-  dips set KEY=VALUE --config dips.yaml                     change lr, window, gate or the end while the run goes on
-  dips cluster quarantine|readmit NAME --config dips.yaml   keep a cluster out of the outer step, and let it in again
-  dips rollback vN@rM --config dips.yaml                    go back to an older version, by hand
-  dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
-  dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
-  dips-master replay master/                                decide again what a master decided
-  dips recover --config dips.yaml --model model.safetensors    go on from a saved model when a disk is lost
-  dips-master recover --config dips.yaml                    make a restored ledger fit to serve
+Operation:
+  dips certs init ca/ --run RUN                             make an authority for certificates
+  dips verify --config dips.yaml                            check all snapshots
+  dips set KEY=VALUE --config dips.yaml                     change lr, window, gate or targets of a running run
+  dips cluster quarantine|readmit NAME --config dips.yaml   exclude a cluster from the outer step, or readmit it
+  dips rollback vN@rM --config dips.yaml                    make an older version the head again
+  dips drain SLAVE --config dips.yaml                       take a slave out of service without a skipped round
+  dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or different slaves
+  dips-master replay master/                                repeat a master's decisions from its journal
+  dips recover --config dips.yaml --model model.safetensors    continue from a saved model after a disk was lost
+  dips-master recover --config dips.yaml                    prepare a restored ledger for serving
 
-Exit codes: 0 done; 1 not done, or a check failed; 2 wrong words on the command line; 65 corrupt bytes; 69 nobody
+Exit codes: 0 done; 1 not done, or a check failed; 2 wrong usage of the command line; 65 corrupt bytes; 69 no process
 answers; 78 the configuration is wrong. The message says what was expected, what came and what to do.""",
 )
 
@@ -105,10 +105,10 @@ def _print_version(wanted: bool) -> None:
 @cli.callback()
 def _common_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say it and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the word."""
+    """Options before the subcommand."""
 
 
 for word in (

@@ -1,18 +1,18 @@
-"""The codecs of pushes and pulls: one row each. Frames, ranges, memory, `dips plan`, options and documents follow.
+"""The table of codecs of pushes and pulls; frames, ranges, memory, `dips plan`, options and documents follow from it.
 
 A lossy codec carries differences to a named version, never parameters: bf16 *of parameters* would round a norm's gain
-near 1.0 to steps of 2^-8, and the outer changes of 1e-3 would vanish (docs/rationale.md#38). What a push rounds away
-comes with the next one: client/rank/feedback.py. A pull that brings updates: outer/updates.py.
+near 1.0 to steps of 2^-8, and the outer changes of 1e-3 would vanish (docs/rationale.md#38). The rounding error of a
+push is added to the next one: client/rank/feedback.py. Pulls of updates: outer/updates.py.
 
     fp32   exact
     bf16   error at most 2^-8 of the element (2^-134 below the smallest normal number)
     int8   whole steps of the block's max |x| / 127; error at most half a step
-    int4   likewise, of the block's max |x| / 7; two elements in a byte
+    int4   whole steps of the block's max |x| / 7; error at most half a step; two elements in a byte
     fp8    e4m3 numbers, in steps of the block's max |x| / 448: error at most 1/16 of the element or 2^-10 of a step,
            whichever is more
 
-To add a codec: a row here, its two functions in quantisers.py, its bound in tests/codec_bounds.py; the tests that walk
-the table say what else it owes them. No numpy here: the master and the agents read the table, too.
+To add a codec: a row here, its two functions in quantisers.py, its bound in tests/codec_bounds.py; tests over
+the table report anything else that is missing. No numpy here: the master and the agents read the table, too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-ITEM_BYTES = 4  # of one fp32 element, and of a block's step
-OWED_BYTES = 8  # of a rank, a parameter that it pushes, if any codec is lossy: the base and what is owed, in fp32
+ITEM_BYTES = 4  # bytes of an fp32 element, and of a block's step
+OWED_BYTES = 8  # per parameter that a rank pushes, if any codec is lossy: base and error feedback in fp32
 
 
 class Codec(StrEnum):
     """One codec.
 
-    dtype         what the header of a push's CHUNK says
-    bits          of one element
-    block         elements that share one fp32 step; 0: there are no steps
-    largest       what a block's largest |element| is divided by to give the step
-    updates       how many updates one pull may take, fewer bytes than the parameters; 0: for pushes only
-    update_dtype  what the header of an update's CHUNK says
+    dtype         number in the header of a push's CHUNK
+    bits          per element
+    block         elements that share one fp32 step; 0: no steps
+    largest       divisor of a block's largest |element| that gives the step
+    updates       most updates in one pull, fewer bytes than the parameters; 0: for pushes only
+    update_dtype  number in the header of an update's CHUNK
     """
 
     #       name  dtype bits block largest updates update_dtype
@@ -61,71 +61,73 @@ class Codec(StrEnum):
 
     @property
     def lossy(self) -> bool:
-        """It carries differences to a base."""
+        """Whether the codec carries differences to a base."""
         return self is not Codec.FP32
 
     @property
     def element_bytes(self) -> float:
-        """Of one element, with its part of a step."""
+        """Bytes per element, including its share of a step."""
         return self.bits / 8 + (ITEM_BYTES / self.block if self.block else 0)
 
     @property
     def dtype(self) -> Dtype:
-        """Of a push's chunks."""
+        """The dtype of a push's chunks."""
         return DTYPES[self.number]
 
     @property
     def update_dtype(self) -> Dtype:
-        """Of the chunks of updates; only if there are any."""
+        """The dtype of an update's chunks; only for codecs with updates."""
         assert self.updates, f"{self} is for pushes only"
         return DTYPES[self.update_number]
 
     @property
     def tiniest(self) -> float:
-        """A block whose elements are all smaller becomes zeros: its step would not be a normal number."""
+        """The magnitude below which a block becomes zeros, because its step would not be a normal number."""
         return 2.0 ** max(-119, self.largest.bit_length() - 126)
 
     def count_blocks(self, length: int) -> int:
-        """Steps of `length` elements: the last block may be short."""
+        """Return the number of steps of `length` elements; the last block may be short."""
         return -(-length // self.block) if self.block else 0
 
     def chunk_bytes(self, most: int) -> int:
-        """What a WANT of a push may ask for at once, in bytes of fp32: whole blocks, so that no block is cut in two."""
+        """Return the most fp32 bytes that one WANT of a push may ask for: whole blocks, so that no block is cut
+        in two.
+        """
         return most - most % (ITEM_BYTES * max(1, self.block)) or most
 
 
 class Dtype(NamedTuple):
-    """What the header of a CHUNK says of its elements: a codec, and what it carries."""
+    """The content of a CHUNK, as its header says: a codec, and whether it carries updates."""
 
     number: int
     codec: Codec
-    update: bool = False  # the updates from the puller's base to its version
+    update: bool = False  # updates from the puller's base to its version
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The name for people."""
         return f"{self.codec}{' update' if self.update else ''}"
 
     @property
     def content(self) -> int:
-        """The header's codec: 0 the elements are parameters, 1 differences to the granted base, 2 updates."""
+        """The header's content field: 0 parameters, 1 differences to the granted base, 2 updates."""
         return 2 if self.update else int(self.codec.lossy)
 
     def count_bytes(self, offset: int, length: int) -> int:
-        """Of `length` elements of a parameter from `offset` on, on the wire.
+        """Return the bytes on the wire of `length` elements of a parameter, starting at `offset`.
 
-        A push's blocks begin with the chunk. An update's begin with the parameter, so that any range can be cut out:
-        one that begins within a block has that block's step, too.
+        A push's blocks begin with the chunk. An update's blocks begin with the parameter, so that any range can be cut
+        out: a range that begins within a block includes that block's step.
         """
         codec, begins = self.codec, offset % self.codec.block if self.update and self.codec.block else 0
         return -(-length * codec.bits // 8) + ITEM_BYTES * codec.count_blocks(begins + length)
 
     def is_whole(self, nbytes: int) -> bool:
-        """Whether a body of `nbytes` can be a number of whole elements."""
+        """Return whether a body of `nbytes` can be a whole number of elements."""
         codec = self.codec
         if not codec.block:
             return nbytes % (codec.bits // 8) == 0
-        if self.update:  # its range says how many; the shortest is a step and an element
+        if self.update:  # its range gives their number; the shortest is a step and an element
             return nbytes > ITEM_BYTES
         return not 1 <= nbytes % (ITEM_BYTES + codec.block * codec.bits // 8) <= ITEM_BYTES
 
@@ -135,4 +137,4 @@ DTYPES: Mapping[int, Dtype] = {
     **{codec.update_number: Dtype(codec.update_number, codec, update=True) for codec in Codec if codec.updates},
 }
 PULL_CODECS = tuple(codec for codec in Codec if codec.updates or not codec.lossy)
-UPDATE_BLOCK = Codec.INT8.block  # of every codec whose updates have blocks: slaves lay steps out by it
+UPDATE_BLOCK = Codec.INT8.block  # block of every codec whose updates have blocks: slaves lay out steps by it

@@ -1,7 +1,7 @@
-"""What the daemons have in common: certificates, open files, signals, the HTTP port, and a second look at their file.
+"""Common parts of the daemons: certificates, open files, signals, the HTTP port, and watching the configuration file.
 
-`dips-master`, `dips-slave` and `dips-client` each build themselves in their own app.py and call these in the order of
-their life. Each returns, or registers on the caller's exit stack, what undoes it.
+`dips-master`, `dips-slave` and `dips-client` are each built in their own app.py and call these functions in the order
+of a process's life. Each function returns its own undoing, or registers it on the caller's exit stack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dips.transport.tls import TlsSource
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-OWN_FILES = 128  # of a daemon without any peer: libraries, logs, ledger or snapshots, listening ports, event loops
+OWN_FILES = 128  # open files of a daemon without peers: libraries, logs, ledger or snapshots, ports, event loops
 HOW = "raise the hard limit: LimitNOFILE= of its systemd unit, `ulimit -Hn` as root, --ulimit nofile of a container"
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -45,14 +45,14 @@ def open_certificates(files: TlsFiles | None, name: str, role: PeerRole, run: st
 
 
 def raise_open_files(connections: int, peers: str, log: logs.Log) -> None:
-    """Raise the soft limit of open files to the hard one, and warn if that is too few for the peers.
+    """Raise the soft limit of open files to the hard limit, and warn if it is too low for the peers.
 
     Shells and systemd start processes with a soft limit of 1,024 and a hard limit far above it; libzmq aborts the
     process when it meets the limit. Child processes inherit the raised limit.
 
     connections  that may be open at once; each is an open file
-    peers        whose they are, for the message: "256 ranks on each of 4 lanes"
-    Errors       ConfigError: the limit does not even suffice without any connection
+    peers        description of the peers for the message: "256 ranks on each of 4 lanes"
+    Errors       ConfigError: the limit is too low even without connections
     """
     limit, needed = _raise_soft_limit(), OWN_FILES + connections
     if limit >= needed:
@@ -98,7 +98,7 @@ def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
 
 
 class HttpSection(Protocol):
-    """The keys of a daemon's section that say where and for whom its port is open."""
+    """The keys of a daemon's section for its HTTP port: address and token."""
 
     @property
     def http(self) -> str | None: ...
@@ -115,9 +115,9 @@ async def open_http(
     stack: AsyncExitStack,
     routes: Sequence[BaseRoute] = (),
 ) -> None:
-    """Open the HTTP port if the section has one; the stack closes it. Only those who use it import the server (0.1 s).
+    """Open the HTTP port if the section has one; the stack closes it. The server is imported only if needed (0.1 s).
 
-    Raise ConfigError if the port or the token is not usable.
+    Raises ConfigError if the port or the token is not usable.
     """
     if section.http is None:
         return
@@ -127,12 +127,12 @@ async def open_http(
 
 
 def list_disks(directory: Path, mirror: str | None) -> dict[str, Path]:
-    """Return the directories whose disks the metrics show: a mirror that is a URL has none."""
+    """Return the directories whose disks the metrics show; a mirror given as a URL has none."""
     local = {} if mirror is None or "://" in mirror else {"mirror": Path(mirror)}
     return {"directory": directory, **local}
 
 
-# ---- the daemon's file, looked at again -----------------------------------------------------------------------------
+# ---- watching the daemon's file -----------------------------------------------------------------------------
 
 
 def watch_file(
@@ -149,15 +149,15 @@ def watch_file(
     apply: Callable[[File, list[str], str], None] = lambda config, keys, told: None,
     on_hangup: bool = True,
 ) -> asyncio.Task[None]:
-    """Take over what may change in the file while the daemon runs, and log why the rest may not; until cancelled.
+    """Take over changed keys while the daemon runs, and log why other changes are not used; runs until cancelled.
 
     kind         "run file" or "cluster file", for the log
-    fail         called with the exception that ends the task, which is our bug
-    fixed_level  the command line named the log's level, so the file does not change it
-    changeable   top-level keys, besides `log_level`, that `apply` takes over
+    fail         called with the exception that ends the task, which is a bug
+    fixed_level  the command line set the log level, so the file does not change it
+    changeable   top-level keys that `apply` takes over, besides `log_level`
     ignored      patterns of keys that belong to other processes
-    apply        called with the new file, the keys to take over, and these spelled for a log
-    on_hangup    look at once on SIGHUP; false where SIGHUP has to end the process, as of a job whose terminal is gone
+    apply        called with the new file, the keys to take over, and a description of them for a log
+    on_hangup    check at once on SIGHUP; false if SIGHUP must end the process, as when a job's terminal is closed
     """
 
     def take_over(new: File, keys: list[str]) -> None:

@@ -1,15 +1,15 @@
-"""Which keys of `shared` differ between two processes that must agree: a digest says only that some do."""
+"""The keys of `shared` that differ between two processes; their digests only tell that some do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MOST = 5  # differences that are listed
+MOST = 5  # differences listed
 
 
 def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
-    """Say which keys of `shared` differ, at most MOST lines."""
+    """Return one line for each differing key of `shared`, at most MOST and a count of the others."""
     lines = list(_find_differing("shared", ours, runs))
     return lines if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more"]
 

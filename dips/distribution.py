@@ -1,5 +1,5 @@
-"""Which distribution owns the package `dips` here: ours is `di-ps`; `dips` on PyPI is a project of astronomers
-with the same import and the same script. Installed together, each has overwritten files of the other.
+"""Check of the distribution that owns the package `dips`: ours is `di-ps`; `dips` on PyPI is an astronomy project
+with the same package and script. If both are installed, each has overwritten files of the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ OURS, OTHERS = "di-ps", "dips"
 
 
 def refuse_other_dips(path: Sequence[str] | None = None) -> None:
-    """Raise ConfigError if the other project is installed beside this one; `path` is searched, by default sys.path."""
+    """Raise ConfigError if the other project is installed beside this one; `path` is searched, None: sys.path."""
     found = metadata.distributions(name=OTHERS) if path is None else metadata.distributions(name=OTHERS, path=[*path])
     for other in found:
         where = other.locate_file("")

@@ -1,4 +1,4 @@
-"""Every error of Di-PS, by whose fault it is and what to do; one table maps class → gRPC status → exit code → advice.
+"""All errors of Di-PS, by fault and remedy; one table maps class → gRPC status → exit code → advice.
 
 A message says what was expected, what came, and from whom. A lost round is a value, not an exception.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 
 class DipsError(Exception):
-    """Base of all errors that Di-PS raises on purpose."""
+    """Base class of all errors that Di-PS raises deliberately."""
 
 
 class ConfigError(DipsError):
-    """The configuration is wrong: refuse to start; the message names file and key."""
+    """The configuration is wrong: the process does not start; the message names file and key."""
 
 
 class DifferentModel(ConfigError):
@@ -21,19 +21,19 @@ class DifferentModel(ConfigError):
 
 
 class ProtocolError(DipsError):
-    """Somebody broke the protocol."""
+    """A message violated the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We broke it: our bug."""
+    """This process violated the protocol: a bug."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke it: drop the peer, serve the others."""
+    """The peer violated the protocol: drop the peer, serve the others."""
 
 
 class Stale(DipsError):
-    """What came belongs to yesterday: refresh or rejoin."""
+    """A message is out of date: refresh or rejoin."""
 
 
 class StaleTerm(Stale):
@@ -45,7 +45,7 @@ class StaleIncarnation(Stale):
 
 
 class StalePush(Stale):
-    """A push or pull at or below the highest that is closed."""
+    """A push or pull whose seq is at or below the highest closed one."""
 
 
 class StaleVersion(Stale):
@@ -53,7 +53,7 @@ class StaleVersion(Stale):
 
 
 class Unavailable(DipsError):
-    """Nobody's fault: ask again, with backoff."""
+    """A process does not answer, which is no fault: ask again, with backoff."""
 
 
 class UnavailableMaster(Unavailable):
@@ -73,7 +73,7 @@ class FailedDisk(DipsError):
 
 
 class FailedMirror(FailedDisk):
-    """A mirror is full, gone or failing; what it is a mirror of goes on."""
+    """A mirror is full, gone or failing; the mirrored process continues."""
 
 
 class Busy(DipsError):
@@ -81,7 +81,7 @@ class Busy(DipsError):
 
 
 class BusyDisk(Busy):
-    """A disk is at work on what is before it: that takes as long as it takes."""
+    """A disk is still working on earlier requests, which may take any time."""
 
 
 class Denied(DipsError):
@@ -89,7 +89,7 @@ class Denied(DipsError):
 
 
 class Corrupt(DipsError):
-    """These bytes are wrong and will be wrong when read again."""
+    """Bytes that are wrong, and will be wrong when read again."""
 
 
 class CorruptFrame(Corrupt):
@@ -101,28 +101,28 @@ class CorruptSnapshot(Corrupt):
 
 
 class CorruptManifest(Corrupt):
-    """A manifest that cannot be read, or that is not the one of its ledger."""
+    """A manifest that cannot be read, or that is not the ledger's."""
 
 
 class CorruptLedger(Corrupt):
-    """A ledger whose pages cannot be read, or whose rows are not those that were written."""
+    """A ledger whose pages cannot be read, or whose rows are not those written."""
 
 
 class Diverged(DipsError):
-    """The model trained into numbers that are not finite, and this job does not mend that by itself."""
+    """The model has values that are not finite, and this job cannot repair it by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """How one class of error leaves the process: gRPC status name, exit code (sysexits.h), metric label, advice."""
+    """How a class of error is reported: gRPC status name, exit code (sysexits.h), metric label, advice."""
 
     status: str
     exit_code: int
     label: str
-    advice: str  # empty: the message says it
+    advice: str  # "": the message contains it
 
 
-# The first row whose class matches is used, so the special stand before the general.
+# The first row whose class matches is used, so subclasses come before their bases.
 TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
     (DifferentModel, Treatment("INVALID_ARGUMENT", 78, "config", "train the model that `dips init` made the run of")),
     (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "")),
@@ -139,11 +139,11 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 
 
 def treatment_of(error: DipsError) -> Treatment:
-    """Return how `error` is to be shown and counted."""
+    """Return how `error` is shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
 
 
 def class_named(name: str) -> type[DipsError] | None:
-    """Return the class of this module that a peer named; None for a name that says nothing here."""
+    """Return the class of this module with the name that a peer sent; None for an unknown name."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, DipsError) else None

@@ -1,4 +1,4 @@
-"""Whether a file that is looked at again and again has changed: one stamp, for configurations and certificates."""
+"""Detection of changes to a file that is checked regularly: one stamp, for configurations and certificates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ FileStamp = tuple[int, int, int]
 
 
 def stamp_file(path: Path) -> FileStamp:
-    """Changes whenever the file does, also if a link leads to another (a ConfigMap); a missing file has one, too."""
+    """Return a value that changes with the file, also if a link is redirected (a ConfigMap); a missing file has a
+    stamp, too.
+    """
     try:
         stat = path.stat()
     except (OSError, ValueError):  # ValueError: a name with a NUL

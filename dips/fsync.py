@@ -1,4 +1,4 @@
-"""Makes what a file system was told last through a power cut."""
+"""Makes changes to a file system durable, so that they survive a power cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Make a file, or a directory's list of files, durable: a new file exists only when its directory says so."""
+    """Make a file, or a directory's list of files, durable: a new file is durable only after its directory is
+    synced.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -18,7 +20,7 @@ def sync_path(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, each durable in the one above; one that is there is fine."""
+    """Make a directory and its parents, each made durable in its parent; an existing directory is fine."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -27,7 +29,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
-    """Yield a path beside `output` to write to, and to make durable; only what is whole then gets the name."""
+    """Yield a path beside `output` to write to and make durable; it is renamed to `output` if the block succeeds."""
     aside = output.with_name(f".unfinished-{output.name}")
     try:
         make_directory(output.parent)
@@ -39,7 +41,7 @@ def write_aside(output: Path) -> Iterator[Path]:
 
 
 def write_durably(path: Path, content: bytes, aside: Path) -> None:
-    """Put a whole file in the place of another, by way of `aside` in the same directory; durable on return."""
+    """Replace a file with new content, written to `aside` in the same directory; durable on return."""
     with aside.open("wb") as file:
         file.write(content)
         file.flush()

@@ -1,9 +1,9 @@
 """Names that are never used twice (docs/architecture.md#invariant-5).
 
 A version is named by the outer steps that θ has had and by the round that made it, `v12@r17`: after a rollback a
-new v7 is made by another round, so two contents never share a name. A transfer (push or pull) is named by its
-sender: (cluster, incarnation, seq), seq strictly rising within one incarnation, shared by pushes and pulls.
-The pull that follows the Outcome of push s bears the number s too.
+new v7 is made by another round, so no name has two contents. A transfer (push or pull) is named by its
+sender: (cluster, incarnation, seq); seq rises strictly within one incarnation, over pushes and pulls together.
+The pull that follows the Outcome of push s has the seq s, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class VersionId:
     version: int
     round: int
 
-    def __hash__(self) -> int:  # a key of many dictionaries: at a quarter of the generated one's price
+    def __hash__(self) -> int:  # a key of many dictionaries: a quarter of the generated method's time
         return self.round
 
-    def __eq__(self, other: object) -> bool:  # and this at half, since it makes no tuples
+    def __eq__(self, other: object) -> bool:  # half of the generated method's time, since it makes no tuples
         if other.__class__ is not VersionId:
             return NotImplemented
         return self is other or (self.round == other.round and self.version == other.version)
@@ -37,7 +37,7 @@ class VersionId:
 
     @classmethod
     def parse(cls, text: str) -> VersionId:
-        """Read `v12@r17`; raise ValueError on anything else."""
+        """Parse `v12@r17`. Raises ValueError for anything else."""
         match = _VERSION.fullmatch(text)
         if match is None:
             raise ValueError(f"expected a version name like v12@r17, got {text!r}")
@@ -78,7 +78,9 @@ class PullId:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it may name a run, cluster or slave (file names, metrics and logs carry it)."""
+    """Return `name` if it is valid for a run, cluster or slave: file names, metrics and logs contain it. Raises
+    ConfigError.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what} name {name!r} is not usable: expected 1 to 63 of a-z 0-9 . _ -, "

@@ -1,12 +1,12 @@
-"""Files below a URL, where copies are kept of what must outlive a machine: a second disk, NFS, s3://… (fsspec).
+"""Files below a URL that hold copies of state which must survive a machine: a second disk, NFS, s3://… (fsspec).
 
-A directory path or `file://` needs nothing besides; other URLs need their fsspec package (s3fs for s3). What must stay
-true: `write_file` leaves a whole file under its name, or none; `create_file` promises nothing, so whoever uses it
-writes a small file behind it, which says that all is there. Raises FailedMirror, whatever the backend raised.
+A directory path or `file://` needs no other package; other URLs need their fsspec package (s3fs for s3). Must stay
+true: `write_file` leaves a whole file under its name, or none; `create_file` does not guarantee this, so its caller
+afterwards writes a small file that marks it as complete. Any error of the backend is raised as FailedMirror.
 
-Where a disk is not mounted, nothing must be written below its mount point, and "nothing lies there" must not be
-believed. The directory of a local mirror is never made here; and the first write leaves a marker in the mirror, and
-beside what is mirrored a note of it: from then on a place without that marker is another one.
+If a disk is not mounted, nothing must be written below its mount point, and an empty directory there must not be
+taken for an empty mirror. So the directory of a local mirror is never created here; and the first write leaves a marker
+in the mirror and a note of it in the mirrored directory: from then on a place without this marker is refused.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dips.fsync import make_directory, sync_path, write_durably
 
 PIECE_BYTES = 8 << 20  # read and written at a time
 ASIDE = ".unfinished-"
-MARKER = "dips-mirror"  # a file in each folder of a mirror; its content tells it from every other
-SEEN = "mirror.seen"  # beside what is mirrored: the mirror's URL, and its marker
+MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
+SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
 MOST_MARKER_BYTES = 4096
-_SECRET = re.compile("//[^/@]*@")  # user and password: never in a log
+_SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
 
 
 class MirrorStore:
     """One folder of a mirror: `<url>/<run>/<owner>/`."""
 
     def __init__(self, url: str, *folders: str, of: Path | None = None) -> None:
-        """Raise ConfigError if the URL says nothing, or its package is not installed; nothing is asked of it yet.
+        """Parse the URL without accessing it. Raises ConfigError if it is invalid, or its package is not installed.
 
-        of  the directory that is mirrored: the mirror must be the one that it had; None: of somebody who only looks
+        of  the mirrored directory: the mirror must be the one noted there; None: the mirror is only read
         """
         self.url = "/".join((_SECRET.sub("//", url).rstrip("/"), *folders))
         try:
@@ -49,17 +49,19 @@ class MirrorStore:
         self._local = isinstance(self._fs, LocalFileSystem)
         self._base = str(PurePosixPath(self._root, *folders))
         self._of = of
-        self._proven = False  # since the last failure; asked each time of a disk, which may be unmounted in between
+        self._proven = False  # the marker was checked since the last failure; never for disks, which may be unmounted
 
     def shares_disk(self) -> bool:
-        """Whether it lies on the disk of what it mirrors, and is lost with it; False if that cannot be told."""
+        """Return whether the mirror is on the disk of the mirrored directory and would be lost with it; False if
+        unknown.
+        """
         try:
             return self._local and self._of is not None and os.stat(self._root).st_dev == os.stat(self._of).st_dev
         except OSError:
             return False
 
     def list_names(self, folder: str = "") -> list[str]:
-        """The names of what lies in a folder, ascending; empty if the folder is not there, but the mirror is."""
+        """Return the names in a folder, ascending; empty if the mirror exists but the folder does not."""
         with self._translate_errors(folder):
             self._require_mirror()
             self._fs.invalidate_cache()
@@ -71,7 +73,9 @@ class MirrorStore:
             return sorted(name for name in names if name != MARKER and not name.startswith(ASIDE))
 
     def read_file(self, name: str, most: int) -> bytes | None:
-        """The content of a file, None if it is not there; FailedMirror if it is longer than `most` bytes."""
+        """Return the content of a file, None if it does not exist. Raises FailedMirror if it is longer than `most`
+        bytes.
+        """
         with self._translate_errors(name):
             self._require_mirror()
             size = self.file_size(name)
@@ -83,14 +87,14 @@ class MirrorStore:
         return content
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Put a whole file under its name, in the place of another; local ones are synced and renamed."""
+        """Write a whole file under its name, replacing any other; local files are synced and renamed."""
         with self._translate_errors(name):
             self._require_mirror(marks=True)
             self._put_file(name, content)
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file piece by piece; it is durable when the context ends, if the disk is local."""
+        """Yield a file to be written piece by piece; it is durable when the context ends, if the disk is local."""
         with self._translate_errors(name):
             self._require_mirror(marks=True)
             path = self._full_path(name)
@@ -106,13 +110,13 @@ class MirrorStore:
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Read a file piece by piece."""
+        """Yield a file to be read piece by piece."""
         more = {} if self._local else {"block_size": PIECE_BYTES}
         with self._translate_errors(name), self._fs.open(self._full_path(name), "rb", **more) as file:
             yield file
 
     def file_size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
+        """Return a file's size in bytes; None if it does not exist."""
         with self._translate_errors(name):
             self._fs.invalidate_cache()
             try:
@@ -121,13 +125,13 @@ class MirrorStore:
                 return None
 
     def file_state(self, name: str) -> str:
-        """A text that changes with a file: its size, when it was changed, what else the backend knows of it."""
+        """Return a text that changes with a file: its size, its time of change, and other data of the backend."""
         with self._translate_errors(name):
             self._fs.invalidate_cache()
             return str(self._fs.ukey(self._full_path(name)))
 
     def remove_path(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; a missing one is fine."""
+        """Remove a file, or a folder with its contents; a missing one is fine."""
         with self._translate_errors(name):
             self._fs.invalidate_cache()
             if self._fs.exists(self._full_path(name)):
@@ -145,7 +149,7 @@ class MirrorStore:
         write_durably(path, content, path.with_name(ASIDE + path.name))
 
     def _require_mirror(self, *, marks: bool = False) -> None:
-        """It is there, and it is the one that was written to before; with `marks` a new one gets its marker."""
+        """Raise FailedMirror unless the mirror exists and is the one written to before; with `marks` mark a new one."""
         if self._local and not Path(self._root).is_dir():
             raise FailedMirror(f"mirror: {self._root} is not there: mount it, or make the directory")
         if self._of is None or self._proven:
@@ -173,7 +177,7 @@ class MirrorStore:
         return content.decode(errors="replace").strip()
 
     def _read_seen(self, path: Path) -> str | None:
-        """The marker of the mirror at this URL, if it was ever seen; of another URL nothing is known."""
+        """Return the marker noted for the mirror at this URL; None if it was never seen."""
         try:
             url, _, marker = path.read_text(errors="replace").strip().partition("\n")
         except FileNotFoundError:
@@ -182,7 +186,7 @@ class MirrorStore:
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
-        """Whatever a backend raises becomes FailedMirror with the place; what our own code raised inside passes."""
+        """Raise any error of a backend as FailedMirror with the place; errors of Di-PS pass unchanged."""
         try:
             yield
         except DipsError:

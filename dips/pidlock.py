@@ -1,6 +1,6 @@
-"""A file that one process holds for as long as it lives, and that says which process that is.
+"""A lock file that one process holds while it runs, with the process's id in it.
 
-The kernel lets go of it when the process dies, however it dies; the file stays and means nothing by itself.
+The kernel releases the lock when the process dies for any reason; the file stays and has no meaning by itself.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ UNKNOWN = "unknown"  # the holder has not written its pid yet
 
 
 class PidLock:
-    """Held from construction to `close`."""
+    """A lock that is held from construction to `close`."""
 
     def __init__(self, path: Path, *, busy: str, advice: str) -> None:
-        """Take the lock, or raise ConfigError: `busy`, its holder, `advice`; OSError if the file cannot be opened."""
+        """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, OSError if it cannot be
+        opened.
+        """
         self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,12 +37,12 @@ class PidLock:
         self._file.flush()
 
     def close(self) -> None:
-        """Let go of the lock; twice is fine."""
+        """Release the lock. Idempotent."""
         self._file.close()
 
 
 def lock_holder(path: Path) -> str:
-    """Return the pid of the process that holds a lock file, UNKNOWN if it has not written it; empty if nobody does."""
+    """Return the pid in a held lock file, UNKNOWN if it is not written yet; empty if the lock is not held."""
     try:
         with path.open() as file:
             try:

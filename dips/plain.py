@@ -1,8 +1,8 @@
-"""Dataclasses ⇄ what JSON and msgpack know: maps, lists, numbers, text. One walk over type hints serves all of them.
+"""Conversion between dataclasses and the types of JSON and msgpack (maps, lists, numbers, text), by type hints.
 
-A member of an enum is its value; a number that is not finite is null, since JSON has no other word for it. Reading is
-strict: a field that is missing, unknown or of another type is refused, unless `lenient` allows what another version
-of Di-PS may have written, which lacks fields that have a default, and has some that are not known here.
+A member of an enum becomes its value; a number that is not finite becomes null, since JSON cannot write it. Reading is
+strict: a field that is missing, unknown or of another type is an error, unless `lenient` allows data of another version
+of Di-PS, which may lack fields that have a default, and may have fields that are unknown here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AS_THEY_ARE = frozenset({int, str, bool, NoneType})
 
 
 def to_plain(value: Any) -> Any:
-    """Spell a value; a dataclass becomes a map of its fields."""
+    """Convert a value; a dataclass becomes a map of its fields."""
     if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, float):
@@ -35,12 +35,12 @@ def to_plain(value: Any) -> Any:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass, with what each holds."""
+    """Return the fields of a dataclass with their types."""
     return get_type_hints(cls)
 
 
 def from_plain(hint: Any, value: Any, *, lenient: bool = False) -> Any:
-    """Build what an annotation names; raise TypeError or ValueError if `value` is something else."""
+    """Build a value of the annotated type. Raises TypeError or ValueError if `value` does not fit."""
     if hint is Any:
         return value
     origin, arguments = get_origin(hint), get_args(hint)

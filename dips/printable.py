@@ -1,7 +1,7 @@
-"""Text from outside, as it may be shown: on a terminal, in a log, in a file that somebody will `cat`.
+"""Escaping of text from outside for terminals, logs and files.
 
-Escape sequences move cursors and hide lines, newlines forge them, marks of writing direction turn them round. What does
-not print is spelled (`\\x1b`), so that it is seen and does nothing. Pure.
+Escape sequences move cursors and hide lines, newlines forge lines, bidirectional marks reverse them. Characters that
+do not print are escaped (`\\x1b`), so that they are visible and have no effect. Pure.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from typing import Any
 
 
 def make_printable(text: str) -> str:
-    """`text` on one line, with everything spelled that would not print."""
+    """Return `text` on one line, with all characters escaped that do not print."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def make_lines_printable(text: str) -> str:
-    """The same for what may have several lines, since it is our own: a traceback, an advice."""
+    """Escape each line of our own text, which may have several: a traceback, an advice."""
     return "\n".join(make_printable(line) for line in text.split("\n"))
 
 
 def format_finding(verdict: str, what: str, seen: str, remedy: str) -> str:
-    """A line of a check: "ok", "note" or "FAIL", what was looked at, what was seen; below it what to do.
+    """Format a finding of a check: verdict ("ok", "note" or "FAIL"), subject and finding, with the remedy in a line
+    below.
 
-    Not a table: paths and addresses stay whole, to be copied.
+    Not a table, so that paths and addresses stay whole for copying.
     """
     return make_lines_printable(f"{verdict:<4}  {what}: {seen}" + (f"\n      {remedy}" if remedy else ""))
 
 
 def make_tree_printable(value: Any) -> Any:
-    """The same for every text, keys too, of what was read from JSON."""
+    """Escape every text, including keys, in a value read from JSON."""
     if isinstance(value, str):
         return make_printable(value)
     if isinstance(value, dict):

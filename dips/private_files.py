@@ -1,6 +1,6 @@
-"""What a daemon writes is its user's alone: ledger, journal, snapshots, logs, sockets.
+"""File permissions: all files of a daemon are readable by its user only: ledger, journal, snapshots, logs, sockets.
 
-The training command and `master.on_version` are not ours: they get back the umask that we were started with.
+The training command and `master.on_version` run with the umask that this process was started with.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from dips.fsync import make_directory
 
 PRIVATE_MASK = 0o077
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_given = -1  # the umask that we were started with; -1: ours was not changed, as subprocess spells it
+_given = -1  # the umask at the start of this process; -1: it was not changed, as in subprocess
 
 
 def keep_files_private() -> None:
-    """From now on new files are 0600 and directories 0700; once, at the start of a process."""
+    """Create new files as 0600 and directories as 0700 from now on; call it once, at the start of a process."""
     global _given
     before = os.umask(PRIVATE_MASK)
     _given = before if _given == -1 else _given
 
 
 def umask_given() -> int:
-    """For processes that are not ours; as `subprocess.Popen(umask=…)` takes it."""
+    """Return the umask for processes that are not ours, as `subprocess.Popen(umask=…)` takes it."""
     return _given
 
 
 def make_private_directory(path: Path, key: str) -> None:
-    """Make it, or take it from all others; raise ConfigError if everybody may write in it and it is not ours to change.
+    """Make a directory, or remove the permissions of others. Raises ConfigError if it is another user's and
+    world-writable.
 
-    What belongs to another user is left to a group: Kubernetes gives volumes to one (fsGroup).
+    The group keeps its permissions in directories of other users: Kubernetes gives volumes to a group (fsGroup).
     """
     make_directory(path)
     found = path.stat()
@@ -47,7 +48,9 @@ def make_private_directory(path: Path, key: str) -> None:
 
 
 def require_private(path: Path, key: str) -> None:
-    """Raise ConfigError if others may read this secret. A group may: Kubernetes mounts Secrets as 0440, of fsGroup."""
+    """Raise ConfigError if others can read this secret. The group may: Kubernetes mounts Secrets as 0440 with
+    fsGroup.
+    """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IRWXO:
         raise ConfigError(f"{key}: {path} can be read by everybody on this machine (mode {mode:o}): chmod 600 it")

@@ -1,11 +1,11 @@
-"""How each codec rounds elements to codes, in numpy: what chunks and updates are made of and read by.
+"""The rounding of elements to codes by each codec, in numpy, for encoding and decoding chunks and updates.
 
-A lossy codec is two functions: one rounds elements (of a codec with blocks: in its steps) to codes, the other widens
-codes again. Blocks, spans and steps are the same for all. The compiled twins in outer/kernels.py have the same bits.
+A lossy codec has two functions: one rounds elements (in units of the step, for codecs with blocks) to codes, the other
+widens codes. Blocks, spans and steps are the same for all. The compiled twins in outer/kernels.py give the same bits.
 
-What must stay true: a zero stays zero; of what is not finite, bf16 keeps the NaN or infinity and a block's step becomes
-NaN; no code of ours is NaN; equal elements make equal codes, so a repeated chunk is the same. Elements are numbered
-from a block's begin. Spans keep what one pass writes in the cache for the next.
+Must stay true: a zero stays zero; of elements that are not finite, bf16 keeps the NaN or infinity and a block's step
+becomes NaN; no code of ours is NaN; equal elements make equal codes, so a repeated chunk is the same. Elements are
+numbered from a block's begin. Spans keep what one pass writes in the cache for the next.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
-Codes = npt.NDArray[Any]  # of the type that the codec's quantiser names
+Codes = npt.NDArray[Any]  # of the type in the codec's quantiser
 
-SPAN = 1 << 15  # elements done at once, whole blocks: 128 KiB of fp32
+SPAN = 1 << 15  # elements processed at once, whole blocks: 128 KiB of fp32
 _NAN_BF16 = np.uint16(0x7FC0)
-_ZERO4 = 8  # how int4 writes 0: −7 to 7 are 1 to 15, the first of two elements in the low half of their byte
+_ZERO4 = 8  # int4's code of 0: −7 to 7 are 1 to 15, the first of two elements in the low half of their byte
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """A codec's two functions. `round` may overwrite elements in steps, which are an array of its own."""
+    """The two functions of a codec. `round` may overwrite its input if the codec has blocks."""
 
-    codes: type[np.generic]  # what holds one code, or two of 4 bits
+    codes: type[np.generic]  # type of one code, or of two codes of 4 bits
     round: Callable[[F32, Codes], None]  # elements → codes
-    widen: Callable[[Codes, int], F32]  # codes → so many elements, an array of its own
+    widen: Callable[[Codes, int], F32]  # codes, number of elements → a new array of elements
 
 
 def quantise(codec: Codec, values: F32, steps: F32, codes: Codes) -> None:
-    """Round `values` to codes. Callers silence numpy's warnings: what is not finite is made so on purpose.
+    """Round `values` to codes. Callers silence numpy's warnings: values that are not finite are expected.
 
     values  f32[n]         in
-    steps   f32[n/block]   out  of each block: its largest |element| / codec.largest, 0 if that is tiny; else empty
+    steps   f32[n/block]   out  largest |element| of each block / codec.largest, 0 if tiny; empty without blocks
     codes   n of them      out  of the quantiser's type
     """
     quantiser = QUANTISERS[codec]
@@ -53,7 +53,7 @@ def quantise(codec: Codec, values: F32, steps: F32, codes: Codes) -> None:
 
 
 def add_codes(codec: Codec, codes: Codes, steps: F32, target: F32) -> None:
-    """Add what codes stand for to `target`, in one fp32 addition each."""
+    """Add the values of codes to `target`, in one fp32 addition each."""
     quantiser = QUANTISERS[codec]
     for cut, blocks, places in _split_spans(codec, target.size, codes.itemsize):
         values = quantiser.widen(codes[places], cut.stop - cut.start)
@@ -63,7 +63,7 @@ def add_codes(codec: Codec, codes: Codes, steps: F32, target: F32) -> None:
 
 
 def _split_spans(codec: Codec, length: int, itemsize: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Elements, blocks and codes of each span."""
+    """Yield the slices of elements, blocks and codes of each span."""
     block, bits, held = codec.block or SPAN, codec.bits, 8 * itemsize
     for begin in range(0, length, SPAN):
         end = min(begin + SPAN, length)
@@ -72,7 +72,7 @@ def _split_spans(codec: Codec, length: int, itemsize: int) -> Iterator[tuple[sli
 
 
 def _count_steps(codec: Codec, values: F32, steps: F32) -> F32:
-    """Set the step of each block; return the elements in steps."""
+    """Set the step of each block; return the elements in units of their steps."""
     blocks, rest = divmod(values.size, codec.block)
     full, scaled = values.size - rest, np.abs(values)
     square = scaled[:full].reshape(blocks, codec.block)
@@ -90,7 +90,7 @@ def _count_steps(codec: Codec, values: F32, steps: F32) -> F32:
 
 
 def _take_steps(codec: Codec, values: F32, steps: F32) -> None:
-    """Turn elements in steps into elements."""
+    """Convert elements in units of their steps into elements, in place."""
     blocks, rest = divmod(values.size, codec.block)
     square = values[: values.size - rest].reshape(blocks, codec.block)
     square *= steps[:blocks, None]
@@ -102,7 +102,7 @@ def _take_steps(codec: Codec, values: F32, steps: F32) -> None:
 
 
 def _round_bf16(values: F32, codes: U16) -> None:
-    """To nearest, ties to even. A finite element beyond the largest bf16 (3.39e38) becomes infinite."""
+    """Round to nearest, ties to even. A finite element beyond the largest bf16 (3.39e38) becomes infinite."""
     bits = values.view(np.uint32)
     odd = bits >> 16
     odd &= 1
@@ -111,7 +111,7 @@ def _round_bf16(values: F32, codes: U16) -> None:
     odd >>= 16
     codes[:] = odd
     wrong = np.isnan(values)
-    if wrong.any():  # the sum above may have carried a NaN's payload away
+    if wrong.any():  # the sum above may have changed a NaN's payload
         codes[wrong] = _NAN_BF16
 
 
@@ -133,7 +133,7 @@ def _widen_int8(codes: I8, _: int) -> F32:
 
 
 def _round_int4(values: F32, codes: U8) -> None:
-    """Two elements in a byte: two at once as one little-endian number."""
+    """Round to whole steps and pack two elements per byte, both at once as one little-endian number."""
     whole = np.zeros(2 * codes.size, np.int8)
     np.copyto(whole[: values.size], np.rint(values, out=values), casting="unsafe")
     pairs = (whole.view(np.uint8) + np.uint8(_ZERO4)).view("<u2")
@@ -157,7 +157,7 @@ _NAN_E4M3, _MOST_E4M3 = 0x7F, np.uint32(0x7E)  # the largest number is 448
 
 
 def _list_e4m3() -> F32:
-    """What each of the 256 codes is."""
+    """Return the value of each of the 256 codes."""
     codes = np.arange(256)
     exponent, fraction = codes >> 3 & 15, codes & 7
     magnitude = np.ldexp(fraction + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
@@ -168,11 +168,11 @@ def _list_e4m3() -> F32:
 
 _E4M3 = _list_e4m3()
 _SUBNORMAL = np.float32(2.0**-6)  # smaller numbers are multiples of 2^-9
-_SHIFT = np.float32(2.0**14)  # a sum with it is rounded to multiples of 2^-9: they are its last bits
+_SHIFT = np.float32(2.0**14)  # a sum with it is rounded to multiples of 2^-9, which are its last bits
 
 
 def _round_fp8(values: F32, codes: U8) -> None:
-    """To nearest, ties to even; beyond 448 to 448."""
+    """Round to nearest, ties to even; values beyond 448 become 448."""
     magnitude = np.abs(values)
     small = (magnitude + _SHIFT).view(np.uint32) & 15
     bits = magnitude.view(np.uint32)

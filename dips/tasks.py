@@ -1,6 +1,6 @@
-"""Tasks that nobody awaits: when one fails, which is our bug, that is heard at once.
+"""Background tasks that are not awaited: a failure of one, which is a bug, is reported at once.
 
-asyncio tells of it only when the task is collected, so a daemon would go on without what the task did.
+asyncio reports it only when the task is collected, so a daemon would continue without the task's work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Fail = Callable[[BaseException], None]
 
 
 def start_task(work: Coroutine[Any, Any, T], fail: Fail, name: str | None = None) -> asyncio.Task[T]:
-    """Begin `work` on the running loop; if it raises, `fail` is called with what: it ends the process."""
+    """Run `work` on the running loop; if it raises, call `fail` with the exception, to end the process."""
     task = asyncio.get_running_loop().create_task(work, name=name)
 
     def hear_end(ended: asyncio.Task[T]) -> None:

@@ -1,4 +1,4 @@
-"""What runs beside a training job: the agent, a process of its own, and the library inside every rank.
+"""The client side of Di-PS: the agent, a separate process beside a training job, and the library inside every rank.
 
     from dips.client import OuterLoop
 

@@ -1,6 +1,6 @@
-"""`dips-client`: the agent beside one training job; the daemon from its start to its end in one file.
+"""The command `dips-client`: the agent daemon that runs beside one training job.
 
-Here, and only here, sockets, channels, locks and signal handlers of the agent are made.
+This is the only module that creates the agent's sockets, channels, locks and signal handlers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dips.telemetry.timeline import Timeline
 from dips.transport.endpoints import master_peer
 
 MASTER_CONNECTIONS = 2
-# Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
-# and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
+# torchrun's ranks rendezvous at a store that outlives restarts. Restarted ranks would find dead ranks' addresses in it
+# and fail, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
 RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -58,26 +58,26 @@ def dips_client(
         list[str] | None,
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
     ] = None,
-    take_over: Annotated[bool, typer.Option("--take-over", help="Replace an agent of this name that lives.")] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Replace a running agent of the same name.")] = False,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error, instead of the file's log_level.")
+        str | None, typer.Option(help="Override the file's log_level: debug, info, warning or error.")
     ] = None,
 ) -> None:
-    """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
+    """Run a training command as one cluster of a Di-PS run.
 
     Example: dips-client --config cluster.yaml -- torchrun --standalone --nproc-per-node 8 train.py
 
-    The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
-    the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
-    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over; 77: the name
-    is taken by an agent that lives (--take-over replaces it), or the master refuses this cluster for good.
+    The training script creates an OuterLoop (dips.client), which finds this agent through environment variables. The
+    agent joins the run, renews the cluster's lease, coordinates its pushes and pulls, restarts the command when it
+    crashes, and exits with the command's exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over; 77:
+    an agent of this name is running (--take-over replaces it), or the master refuses this cluster for good.
 
-    A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
-    DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
-    `token`). What the command starts is handed both. Without a command the agent serves ranks that others start, until
-    they say goodbye.
+    A job on several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
+    DIPS_AGENT=tcp://HOST:PORT, ranks on other hosts connect to it with the job's token (DIPS_AGENT_TOKEN, or the file
+    `token`). The agent passes both to the command it starts. Without a command it serves ranks that are started
+    elsewhere, until they detach.
 
-    `dips-client check --config cluster.yaml` looks at everything that is needed, before accelerators are held.
+    `dips-client check --config cluster.yaml` checks everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
     if not command and over_network(file) is None:
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def _lock_directory(directory: Path) -> PidLock:
-    """Hold the directory until the end: a second agent would fence the first."""
+    """Lock the agent's directory for the life of the process: a second agent would fence the first."""
     make_private_directory(directory, "directory")
     busy = f"directory: {directory} is in use by another agent"
     advice = "one agent for a cluster, or another directory for another cluster"
@@ -158,7 +158,9 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
 
 
 def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
-    """One for each rank of other hosts; with a relay one to the rank and one to the slave for each lane."""
+    """Raise the limit on open files: one for each rank on another host; with a relay one to the rank and one to the
+    slave for each lane.
+    """
     ranks = TRANSFER_RANKS
     remote = ranks if over_network(config) is not None else 0
     relayed = 2 * ranks * AUTO_LANES if config.relay else 0

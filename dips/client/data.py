@@ -1,4 +1,4 @@
-"""From leased data ranges to batches: a torch DataLoader with workers, and Hugging Face data sets.
+"""Batches from leased data ranges, for a torch DataLoader with workers and for Hugging Face data sets.
 
     data = DataSet("corpus")                                              # of `dips data build`
     batches = TokenBatches(data, sequences=8, length=2048, rank=rank, world=world)
@@ -8,12 +8,12 @@
         ...
         outer.step(tokens=feed.samples * 2048, loss=loss)
 
-Every sample is trained once: what a range leaves behind its last whole step goes with the first step of the next one,
-and what is left at the end of the data is a smaller step. A range counts as trained with the step that has its last
-sample, and whoever goes on with a range that is trained in part begins there, on as many ranks as there are then.
+Every sample is trained once: the samples after a range's last whole step go into the first step of the next range,
+and the samples left at the end of the data form a smaller step. A range counts as trained with the step that has its
+last sample. A cluster that continues a partly trained range starts where it was left, with any number of ranks.
 
-Only this process asks for ranges. The workers find in shared memory which samples come next, read those, and are done
-with them before more are asked for. The order of batches does not depend on the number of workers.
+Only this process asks for ranges. Workers find in shared memory which samples come next, and have read them before
+more are asked for. The order of batches does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -38,31 +38,37 @@ MOST_PARTS = 256  # data ranges that one step may take samples of
 
 
 class Batches(Protocol):
-    """What one rank trains on: samples of ranges, of which an inner step takes so many; as many on every rank."""
+    """The source of one rank's batches: samples grouped into ranges; each inner step takes the same number on every
+    rank.
+    """
 
     @property
     def ranges(self) -> int: ...
 
     @property
     def digest(self) -> str:
-        """Names the data set; "" if nothing does."""
+        """The digest of the data set; "" if it has none."""
 
     @property
     def step_samples(self) -> int:
-        """Of a whole step, on all ranks together."""
+        """The number of samples in a whole step, over all ranks."""
 
     def samples(self, number: int) -> int:
-        """How many samples a range has, on all ranks together."""
+        """Return the number of samples in a range, over all ranks."""
 
     def read_step(self, step: Sequence[Part]) -> Any:
-        """This rank's batch of a step."""
+        """Return this rank's batch of a step."""
 
 
 class TokenBatches:
     """Sequences of tokens of a data set: i64[sequences, length + 1] each."""
 
     def __init__(self, data: DataSet, sequences: int, length: int, rank: int = 0, world: int = 1) -> None:
-        """`sequences`: of this rank in one inner step; `rank` and `world` count what has batches of its own."""
+        """Read batches for one rank.
+
+        sequences    this rank's sequences in one inner step
+        rank, world  this reader's number and the count of readers that have batches of their own
+        """
         self._data, self._shape, self._place = data, (sequences, length), (rank, world)
 
     @property
@@ -87,15 +93,15 @@ class TokenBatches:
         return torch.from_numpy(tokens.astype(np.int64))
 
     def batches(self, number: int, start: int) -> Iterator[torch.Tensor]:
-        """The whole batches of one range alone, from batch `start` on."""
+        """Yield the whole batches of one range alone, starting with batch `start`."""
         for tokens in self._data.batches(number, *self._shape, *self._place, start):
             yield torch.from_numpy(tokens.astype(np.int64))
 
 
 class RowBatches:
-    """Rows of a table that is read by numbers, such as a Hugging Face `Dataset`; nothing of it is copied.
+    """Rows of an indexable table, such as a Hugging Face `Dataset`, without copying it.
 
-    Yields `table[numbers]` with `size` numbers each: what a Hugging Face data set answers with columns.
+    Yields `table[numbers]` with `size` numbers each; a Hugging Face data set returns columns for it.
     """
 
     def __init__(
@@ -108,7 +114,10 @@ class RowBatches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """`sources`: of each row its source, so that each range has its share of all; None: all rows are of one."""
+        """Deal the rows of a table into ranges.
+
+        sources  the source of each row, so that each range has its share of every source; None: all rows have one
+        """
         self._table, self._size, self._seed, self._place = table, size, seed, (rank, world)
         self._rows = deal_rows(len(table), ranges, seed, sources)
         self._last: tuple[int, list[int]] | None = None  # range, its row numbers
@@ -126,7 +135,7 @@ class RowBatches:
         return len(self._rows[number % self.ranges])
 
     def rows(self, number: int) -> list[int]:
-        """The row numbers of a range, for `table.select`."""
+        """Return the row numbers of a range, for `table.select`."""
         if self._last is None or self._last[0] != number:
             dealt = self._rows[number % self.ranges]
             self._last = (number, [int(row) for row in dealt[shuffle_numbers(len(dealt), self._seed, number)]])
@@ -137,7 +146,7 @@ class RowBatches:
         return self._table[[self.rows(number)[place] for number, places in shares for place in places]]
 
     def batches(self, number: int, start: int) -> Iterator[Any]:
-        """The whole batches of one range alone, from batch `start` on."""
+        """Yield the whole batches of one range alone, starting with batch `start`."""
         cutter = StepCutter(self.step_samples)
         cutter.add_range(number, self.samples(number), start * self.step_samples)
         while step := cutter.take_step():
@@ -145,20 +154,22 @@ class RowBatches:
 
 
 class RangeDataset(IterableDataset[Any]):
-    """The batches of the samples that come next; for a DataLoader with `batch_size=None`, with workers or without."""
+    """An iterable data set of the batches that come next, for a DataLoader with `batch_size=None`, with or without
+    workers.
+    """
 
     def __init__(self, batches: Batches) -> None:
         self.source = batches
-        # Workers read it: whether a smaller step is wanted, how many parts there are, then each part.
+        # Shared with the workers: whether only whole steps are wanted, the number of parts, then each part.
         self._next = torch.zeros(2 + MOST_PARTS * 4, dtype=torch.int64).share_memory_()
 
     def set_range(self, number: int, start: int = 0) -> None:
-        """Have the next iterator yield this range alone, from batch `start` on."""
+        """Make the next iterator yield this range alone, starting with batch `start`."""
         of = self.source.samples(number)
         self.set_parts([Part(number, min(of, start * self.source.step_samples), of, of)])
 
     def set_parts(self, parts: Sequence[Part], *, whole: bool = True) -> None:
-        """Have the next iterator yield the whole steps of these samples; not `whole`: also what is left of them."""
+        """Make the next iterator yield the whole steps of these samples; if not `whole`, also a last, smaller step."""
         if len(parts) > MOST_PARTS:
             raise ConfigError(
                 f"a step takes samples of more than {MOST_PARTS} data ranges: build a data set of fewer ranges"
@@ -173,16 +184,16 @@ class RangeDataset(IterableDataset[Any]):
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         while step := cutter.take_step(whole=bool(whole)):
-            if at % workers == mine:  # the loader takes one batch of each worker in turn: the order is kept
+            if at % workers == mine:  # the loader takes one batch from each worker in turn, which keeps the order
                 yield self.source.read_step(step)
             at += 1
 
 
 class Feed:
-    """All batches of the ranges that this cluster is given, until the data or the run is at its end.
+    """All batches of the ranges leased to this cluster, until the data or the run ends.
 
-    Report each step before the next batch is taken, and let nothing take batches ahead of it: what a range has behind
-    the batch that was taken last is what is still to be trained.
+    Report each step before taking the next batch, and do not prefetch batches: the samples of a range behind the batch
+    taken last count as still to be trained.
     """
 
     def __init__(self, outer: OuterLoop, loader: DataLoader[Any]) -> None:
@@ -196,17 +207,19 @@ class Feed:
             raise ConfigError(f"shared.data.digest: expected {source.digest}, this data set's, got {agreed.digest}")
         self._outer, self._loader, self._dataset, self._source = outer, loader, loader.dataset, source
         self._cutter, self._recalls, self._told = StepCutter(source.step_samples), outer.range_recalls, set[str]()
-        self.number, self.cursor = -1, 0  # where the last batch ends: a range, and how many of its samples are trained
-        self.samples = 0  # of the last batch, on all ranks together: fewer in the last step of the data
+        self.number, self.cursor = -1, 0  # range in which the last batch ends, its trained samples
+        self.samples = 0  # samples in the last batch, over all ranks; fewer in the last step of the data
 
     def state_dict(self) -> dict[str, int]:
-        """Where we are, for a checkpoint. `outer.state_dict` has it, too; this one says how ranges are cut."""
+        """Return the position in the data, for a checkpoint. Unlike `outer.state_dict`, it also tells how ranges are
+        cut.
+        """
         return {"number": self.number, "cursor": self.cursor, "of": self._of(self.number)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Refuse a checkpoint of ranges that were cut otherwise; where to begin, `outer.load_state_dict` has said.
+        """Check that a checkpoint's ranges are cut as these are; `outer.load_state_dict` restores the position.
 
-        The number of ranks may be another one.
+        The number of ranks may differ. Raises ConfigError if the range has another number of samples.
         """
         of = self._of(state["number"])
         if of != state["of"]:
@@ -217,7 +230,7 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         outer = self._outer
-        outer.mark_ranges(self._cutter.numbers_left)  # from the first question on it is told what was taken back
+        outer.mark_ranges(self._cutter.numbers_left)  # before the first range is asked for, so that recalls are noticed
         while True:
             for number in outer.ranges():
                 self._add_range(number)
@@ -260,12 +273,12 @@ class Feed:
                 return
 
     def _begun(self) -> BegunRange | None:
-        """The range that comes next, if a part of it is trained."""
+        """Return the range that comes next if a part of it is trained, else None."""
         part = self._cutter.parts[0] if self._cutter.parts else None
         return BegunRange(part.number, part.begin, part.of) if part and part.begin else None
 
     def _forget_recalled(self) -> bool:
-        """Work was lost, and the ranges with it: they are given again."""
+        """Drop the samples that are left if the trainer's ranges were recalled; the master leases them again."""
         recalled = self._recalls != self._outer.range_recalls
         if recalled:
             self._recalls = self._outer.range_recalls

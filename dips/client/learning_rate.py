@@ -1,12 +1,12 @@
-"""The inner learning rate: driven by the run's progress, since clusters have no step count in common
+"""The inner learning rate as a function of the run's progress, since clusters have no common step count
 (docs/architecture.md#life-of-a-round).
 
     scheduler = schedule(optimizer, outer)          # cosine from the optimizer's own lr to a tenth of it
     ...
     optimizer.step(); outer.step(local_tokens=n, loss=loss); scheduler.step()
 
-A cluster that joins a run under way has an empty optimizer: AdamW's first steps would have the full learning rate in
-noisy directions. Its rate therefore rises over REJOIN_WARMUP_STEPS inner steps (`outer.lr_scale`).
+A cluster that joins a running run has an empty optimizer state, so AdamW's first steps would apply the full learning
+rate in noisy directions. Its rate therefore warms up over REJOIN_WARMUP_STEPS inner steps (`outer.lr_scale`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ NO_TARGET = "schedule() follows outer.progress, which stays 0 without `stop.toke
 
 
 def cosine(progress: float, floor: float = 0.1) -> float:
-    """From 1 at progress 0 down to `floor` at 1."""
+    """Return the cosine decay from 1 at progress 0 to `floor` at progress 1."""
     return floor + (1 - floor) * (1 + cos(pi * min(1.0, max(0.0, progress)))) / 2
 
 
 def schedule(optimizer: Optimizer, outer: OuterLoop, curve: Callable[[float], float] = cosine) -> LambdaLR:
-    """Make torch's scheduler of `curve(outer.progress) · outer.lr_scale`; step it after each inner step.
+    """Return a LambdaLR with the factor `curve(outer.progress) · outer.lr_scale`; call its `step` after each inner
+    step.
 
-    curve   progress of the run, 0 to 1 → a factor of the optimizer's own learning rate
+    curve   maps the run's progress, 0 to 1, to a factor of the optimizer's own learning rate
     """
     if not outer.shared.stop.tokens and not outer.progress:  # the run may have a target that this file does not know
         warnings.warn(NO_TARGET, stacklevel=2)

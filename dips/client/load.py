@@ -1,4 +1,4 @@
-"""Loads an exported version into a model: every tensor that the run shares, and nothing else, or an error."""
+"""Loading of an exported version into a model: all tensors that the run shares and nothing else, or an error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dips.client.parallel.tensors import plain_name
 from dips.client.parallel.unshared_buffers import warn_of_missing
 from dips.errors import ConfigError, CorruptSnapshot
 
-MOST_NAMES = 5  # in a message
+MOST_NAMES = 5  # parameter names that a message lists
 
 
 def load_version(model: nn.Module, file: Path | str) -> str | None:
-    """Fill the trainable parameters of a plain module, and the buffers that are in it, from a file of `dips export`;
-    see dips.load.
+    """Copy the trainable parameters and shared buffers from a file of `dips export` into a plain module; see
+    dips.load.
     """
     path = Path(file)
     try:
@@ -40,7 +40,7 @@ def load_version(model: nn.Module, file: Path | str) -> str | None:
 
 
 def _match_names(path: Path, model: nn.Module, there: set[str]) -> dict[str, torch.Tensor]:
-    """Each name of the file with its parameter, of a tied one any of its names; or with its buffer."""
+    """Map each name in the file to its parameter (a tied parameter may have any of its names) or its buffer."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -57,7 +57,7 @@ def _match_names(path: Path, model: nn.Module, there: set[str]) -> dict[str, tor
 
 
 def _check_tensors(path: Path, opened: Any, names: Mapping[str, torch.Tensor]) -> None:
-    """All before the first is copied: a model is filled as a whole or not at all."""
+    """Check all tensors before the first is copied, so that a model is filled completely or not at all."""
     for name, parameter in names.items():
         if isinstance(parameter, DTensor) or parameter.is_meta:
             raise ConfigError(

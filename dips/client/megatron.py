@@ -4,14 +4,14 @@
     with OuterPretrain():                                                               # 2
         pretrain(datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
-Inside the block three functions of `megatron.training.training` are wrapped, by the names by which its loop calls them:
+Inside the block three functions of `megatron.training.training` are wrapped, under the names that its loop calls:
 
     train_step        after each inner step, `step`, with the tokens of all data-parallel ranks; a finished run ends the
                       loop as Megatron's own reasons do
     load_checkpoint   joins the run first, then resumes, so that a checkpoint is loaded over what was pulled
     save_checkpoint   saves the outer state first, under <save>/dips/iter_0000100/
 
-Whoever calls `train_step` of another module passes that module. What a step counts comes from Megatron's arguments:
+A loop that calls `train_step` in another module passes that module. Megatron's arguments give the tokens of a step:
 global batch × sequence length.
 """
 
@@ -32,11 +32,13 @@ from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
 
 WRAPPED = ("train_step", "load_checkpoint", "save_checkpoint")
-SHOULD_EXIT = 3  # its place in what train_step returns
+SHOULD_EXIT = 3  # index of should_exit in the tuple that train_step returns
 
 
 class OuterPretrain:
-    """Takes part in the run while its block lasts; `outer` is the loop, None before the first step."""
+    """A context manager that takes part in the run while its block lasts; `outer` is the loop, None before the first
+    step.
+    """
 
     def __init__(
         self,
@@ -45,14 +47,16 @@ class OuterPretrain:
         learning_rate: Callable[[float], float] | None = None,
         training: Any = None,
     ) -> None:
-        """
-        config         the cluster file; None: the one that the agent was started with
-        learning_rate  of the run's progress, 0 to 1; None: Megatron's scheduler, which counts this cluster's steps
+        """Prepare the wrapping; nothing changes before the block is entered.
+
+        config         the cluster file; None: the file the agent was started with
+        learning_rate  maps the run's progress, 0 to 1, to a learning rate; None: Megatron's scheduler, which counts the
+                       steps of this cluster
         training       the module whose `train_step` is called; None: megatron.training.training
         """
         self._config, self._learning_rate, self._training = config, learning_rate, training
         self._before: dict[str, Any] = {}  # the functions that are wrapped, by name
-        self._stepped = False  # a step was taken, or there was none to take
+        self._stepped = False  # a step was taken, or the run was already finished
         self.outer: OuterLoop | None = None
 
     def __enter__(self) -> OuterPretrain:
@@ -74,7 +78,7 @@ class OuterPretrain:
             setattr(self._training, name, before)
         if self.outer is None:
             return
-        # Megatron leaves its loop by sys.exit(), and so it does if it cannot begin.
+        # Megatron leaves its loop by sys.exit(), after training and also if training cannot begin.
         if kind is None or (self._stepped and isinstance(error, SystemExit) and not error.code):
             self.outer.close()
         else:
@@ -107,7 +111,7 @@ class OuterPretrain:
         self, model: Sequence[nn.Module], optimizer: Any, *words: Any, **options: Any
     ) -> tuple[Any, ...]:
         load: Callable[..., tuple[Any, ...]] = self._before["load_checkpoint"]
-        if optimizer is None or self.outer is not None:  # a teacher, a dense model to be upcycled
+        if optimizer is None or self.outer is not None:  # not the trained model: a teacher, or a dense model to upcycle
             return load(model, optimizer, *words, **options)
         outer, saved = self._join(model, optimizer), self._directory("load")
         found = load(model, optimizer, *words, **options)
@@ -136,7 +140,9 @@ class OuterPretrain:
         return self.outer
 
     def _count_tokens(self) -> int:
-        """Of the whole cluster: ranks of tensor, pipeline and context parallelism share their sequences."""
+        """Return the cluster's tokens in one step: ranks of tensor, pipeline and context parallelism share their
+        sequences.
+        """
         training, args = self._training, self._arguments()
         sequences = training.get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         return int(sequences * args.seq_length)
@@ -155,7 +161,7 @@ class OuterPretrain:
 
 
 def _all_ranks(holds: bool) -> bool:
-    """Whether it holds on each rank of the job."""
+    """Return whether `holds` is true on every rank of the job. Collective."""
     found = [holds]
     if dist.is_initialized():
         found = [False] * dist.get_world_size()
@@ -169,7 +175,7 @@ def _state_file(directory: Path, iteration: int) -> Path:
 
 
 def _remove_stale(directory: Path, iteration: int) -> None:
-    """Outer states of checkpoints that Megatron, or somebody, has removed; rank 0 does it."""
+    """Remove outer states whose Megatron checkpoint no longer exists; done by rank 0 only."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     for path in directory.glob("iter_*"):

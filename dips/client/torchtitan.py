@@ -1,4 +1,4 @@
-"""The outer loop for torchtitan's Trainer: one call between its making and `trainer.train()`.
+"""The outer loop for torchtitan's Trainer: one call after the Trainer is built and before `trainer.train()`.
 
     trainer = config.build()
     outer = join_trainer(trainer)
@@ -9,9 +9,9 @@ or without a script of one's own, with torchtitan's command line and its data lo
 
     dips-client --config cluster.yaml -- torchrun … -m dips.client.torchtitan --module llama3 --config llama3_8b
 
-The trainer's own train_step, loss, metrics, schedules and checkpoints stay. Beside them: each step is counted with the
+The trainer's own train_step, loss, metrics, schedules and checkpoints stay. In addition each step is counted with the
 tokens of all ranks, a finished run ends the loop, and the outer state is saved in each checkpoint and resumed after it
-is loaded, whatever it was loaded from. FSDP, HSDP, tensor, expert and pipeline parallelism.
+is loaded, from any source. FSDP, HSDP, tensor, expert and pipeline parallelism are supported.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from dips.client.rank.outer_loop import OuterLoop
 from dips.data import DataSet
 from dips.errors import ConfigError
 
-STATE = "dips"  # of the checkpointer's states; name it in checkpoint.exclude_from_loading for checkpoints without
+STATE = "dips"  # key in the checkpointer's states; checkpoint.exclude_from_loading lists it to load others
 LOADED = "a checkpoint without outer state was loaded, which says nothing of θ: pulled {}"
 
 
 def join_trainer(
     trainer: Any, config: str | PathLike[str] | None = None, *, learning_rate: Callable[[float], float] | None = None
 ) -> OuterLoop:
-    """Let a torchtitan Trainer take part in the run; the caller closes what is returned.
+    """Make a torchtitan Trainer take part in the run; the caller closes the returned loop.
 
-    config         the cluster file; None: the one that the agent was started with
-    learning_rate  of the run's progress, 0 to 1; None: torchtitan's schedule, which counts this cluster's steps
-    Errors         ConfigError: experts that are parallel and no DTensors; what OuterLoop refuses
+    config         the cluster file; None: the file the agent was started with
+    learning_rate  maps the run's progress, 0 to 1, to a learning rate; None: torchtitan's schedule, which counts this
+                   cluster's steps
+    Errors         ConfigError for expert-parallel parameters that are no DTensors; also the errors of OuterLoop
     """
     parts = list(trainer.model_parts)
     for part in parts:
@@ -63,7 +64,7 @@ class LeasedTitanLoader:
     def build(
         self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> LeasedTitanLoader:
-        """What torchtitan calls, once."""
+        """Create the DataLoader; torchtitan calls this once."""
         batches = TokenBatches(DataSet(self._directory), local_batch_size, seq_len, dp_rank, dp_world_size)
         self._loader: Any = torch.utils.data.DataLoader(
             RangeDataset(batches), batch_size=None, num_workers=self._workers, persistent_workers=self._workers > 0
@@ -71,26 +72,30 @@ class LeasedTitanLoader:
         return self
 
     def lease_from(self, outer: OuterLoop) -> None:
-        """The ranges are those that this cluster is leased."""
+        """Take the data ranges from this outer loop."""
         self._feed = Feed(outer, self._loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         for tokens in self._feed:  # i64[sequences, length + 1]
             inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-            positions = torch.arange(inputs.shape[1]).expand(inputs.shape).contiguous()  # of which it makes its masks
+            positions = torch.arange(inputs.shape[1]).expand(inputs.shape).contiguous()  # for torchtitan's masks
             yield {"input": inputs, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """The range that is being trained, and how far; which ranges are left, the run knows."""
+        """Return the range being trained and the position in it; the master knows which ranges are left."""
         return dict(self._feed.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of that range, if the run gives it out first."""
+        """Check a saved position; training continues in the middle of that range if it is leased to this cluster
+        first.
+        """
         self._feed.load_state_dict(state)
 
 
 def check_experts(model: nn.Module) -> None:
-    """Refuse experts of which a rank holds a part that does not say which: each rank's would be taken for all."""
+    """Raise ConfigError for expert parameters that are sharded without being DTensors: a rank's part would be taken for
+    all.
+    """
     for path, module in model.named_modules():
         count = getattr(module, "num_experts", None)
         for name, parameter in module.named_parameters(recurse=False) if count and "expert" in path else ():
@@ -103,9 +108,9 @@ def check_experts(model: nn.Module) -> None:
 
 def _wrap_steps(trainer: Any, outer: OuterLoop, learning_rate: Callable[[float], float] | None) -> None:
     dims = trainer.parallel_dims
-    copies = dims.dp_replicate * dims.dp_shard * dims.cp  # ranks that count tokens of their own
+    copies = dims.dp_replicate * dims.dp_shard * dims.cp  # number of ranks that count their own tokens
     train_step, log, goes_on = trainer.train_step, trainer.metrics_processor.log, trainer.should_continue_training
-    logged: list[float] = []  # the loss, in steps that torchtitan logs
+    logged: list[float] = []  # the step's loss, if torchtitan logs this step
 
     def log_and_keep(step: int, global_avg_loss: float, *words: Any, **options: Any) -> Any:
         logged.append(global_avg_loss)
@@ -127,7 +132,10 @@ def _wrap_steps(trainer: Any, outer: OuterLoop, learning_rate: Callable[[float],
 
 
 def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
-    """A checkpoint is loaded over what was pulled, and the model last; so the outer state is held until it is done."""
+    """Register the outer state with the checkpointer and resume from it after the model is loaded.
+
+    A checkpoint's model is loaded last and overwrites the pulled parameters; the outer state is held until then.
+    """
     checkpointer = trainer.checkpointer
     if not checkpointer.enable:
         return
@@ -139,7 +147,7 @@ def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
         loaded = bool(load(*words, **options))
         if loaded and held.state:
             outer.load_state_dict(held.state)
-        elif loaded:  # of a model alone, or of a finished run
+        elif loaded:  # a checkpoint without outer state, or of a finished run
             outer.pull()
             outer.remark(LOADED.format(outer.version))
         return loaded
@@ -148,14 +156,16 @@ def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
 
 
 class HeldState:
-    """The outer state as torch.distributed.checkpoint saves it: one text, and this rank's own tensors if it has any."""
+    """The outer state as torch.distributed.checkpoint saves it: one JSON text, and this rank's own tensors if it has
+    any.
+    """
 
     def __init__(self, outer: OuterLoop) -> None:
         self._outer = outer
-        self.state: dict[str, Any] = {}  # as it was loaded
+        self.state: dict[str, Any] = {}  # the loaded state, until the model is loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective, as OuterLoop's own; of a run that is over nothing is left to resume."""
+        """Return the outer state; empty if the run is finished, since nothing can be resumed then. Collective."""
         if self._outer.finished:
             return {"text": ""}
         state = self._outer.state_dict()
@@ -163,13 +173,13 @@ class HeldState:
         return {"text": json.dumps({n: v for n, v in state.items() if n not in tensors}), **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold it until the model is loaded."""
+        """Hold a loaded state until the model is loaded."""
         tensors = {name: value for name, value in state.items() if name != "text"}
         self.state = {**json.loads(state["text"]), **tensors} if state["text"] else {}
 
 
 def main() -> None:
-    """torchtitan's own command line, as `python -m torchtitan.train`, with the outer loop."""
+    """Run torchtitan's command line, as `python -m torchtitan.train` does, with the outer loop."""
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import init_logger
 

@@ -1,7 +1,8 @@
-"""The outer loop's part of the Trainer's checkpoints: a file of each rank in `checkpoint-N`.
+"""The outer loop's state in the Trainer's checkpoints: one file per rank in `checkpoint-N`.
 
-The Trainer has loaded model and optimizer before it calls a callback, and OuterLoop, which is made then, pulls. So what
-was loaded is kept aside and put back, and the outer loop told to go on from it (docs/architecture.md#silent-failures).
+The Trainer loads model and optimizer before it calls a callback, and the OuterLoop that the callback creates pulls over
+them. So the loaded parameters are kept aside and put back, and the outer loop resumes from the saved state
+(docs/architecture.md#silent-failures).
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ MISSING = (
 
 
 def checkpoint_path(args: TrainingArguments, state: TrainerState) -> Path:
-    """This rank's file beside what the Trainer saves at this step."""
+    """Return the path of this rank's outer state in the checkpoint of the Trainer's current step."""
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FILE.format(rank=args.process_index)
 
 
 def write_outer_state(path: Path, outer: dict[str, Any], feed: dict[str, int]) -> None:
-    """Save the outer loop's state, and where this rank is in its data."""
+    """Save the outer loop's state and this rank's position in its data."""
     with write_aside(path) as aside:
         torch.save({"outer": outer, "feed": feed}, aside)
         sync_path(aside)
 
 
 def read_outer_state(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """Both, or None if there is no such file."""
+    """Return the outer loop's state and the position in the data, or None if there is no such file."""
     if not path.exists():
         return None
     found = torch.load(path, weights_only=True)
@@ -44,7 +45,7 @@ def read_outer_state(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None
 
 
 class HeldParameters:
-    """A copy on the host of what a rank holds of a model's trainable parameters."""
+    """A copy on the host of a rank's part of a model's trainable parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -52,7 +53,7 @@ class HeldParameters:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write it into the model again."""
+        """Copy the held parameters back into the model."""
         for name, parameter in _local_parameters(self._model):
             parameter.copy_(self._held[name])
 

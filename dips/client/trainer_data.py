@@ -1,7 +1,7 @@
-"""The Trainer's batches from the data ranges that its cluster leases, so that no row is trained twice in the run.
+"""Batches for the Trainer from the data ranges that its cluster leases, so that no row is trained twice in the run.
 
 Every cluster gives its Trainer the same `train_dataset`; its rows are dealt into `shared.data.ranges` ranges, and the
-Trainer reads the rows of those that the outer loop is given. A range counts when its last optimizer step is done.
+Trainer reads the rows of the ranges leased to the outer loop. A range counts as trained after its last optimizer step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dips.client.rank.joining import find_config
 from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
 
-NO_LIMIT = 1_000_000_000  # max_steps of a Trainer that the run ends
+NO_LIMIT = 1_000_000_000  # max_steps of a Trainer whose training ends with the run
 
 
 class RangeTaker(Protocol):
-    """OuterCallback, as this module knows it."""
+    """The attributes of OuterCallback that this module uses."""
 
     config: str | os.PathLike[str] | None
     outer: OuterLoop | None
@@ -33,9 +33,10 @@ class RangeTaker(Protocol):
 
 
 def lease_ranges(trainer: Trainer, callback: RangeTaker, seed: int = 0) -> None:
-    """Have the Trainer train on the ranges that `callback` leases; nothing changes if the run has none.
+    """Make the Trainer train on the ranges that `callback` leases; has no effect if the run has no data ranges.
 
-    seed  of which rows are a range; the same in all clusters
+    seed  decides which rows form a range; must be the same in all clusters
+
     Call it before `train`. The Trainer's collator and number of workers are kept; its sampler is not used.
     """
     make_loader = trainer.get_train_dataloader
@@ -44,9 +45,9 @@ def lease_ranges(trainer: Trainer, callback: RangeTaker, seed: int = 0) -> None:
         ranges = find_config(callback.config).shared.data.ranges
         if not ranges:
             return make_loader()
-        trainer.args.ignore_data_skip = True  # the outer state knows where it was
+        trainer.args.ignore_data_skip = True  # the outer state holds the position
         if trainer.args.max_steps <= 0:
-            trainer.args.max_steps = NO_LIMIT  # nobody knows how many ranges this cluster will be given
+            trainer.args.max_steps = NO_LIMIT  # the number of ranges that this cluster will lease is unknown
         callback.loader = LeasedLoader(trainer, callback, make_loader(), ranges, seed)
         return callback.loader
 
@@ -54,10 +55,12 @@ def lease_ranges(trainer: Trainer, callback: RangeTaker, seed: int = 0) -> None:
 
 
 class LeasedLoader:
-    """One rank's micro-batches, in the order of the leased ranges; ends the training when there are no more."""
+    """One rank's micro-batches, in the order of the leased ranges; stops the Trainer when there are no more ranges."""
 
     def __init__(self, trainer: Trainer, callback: RangeTaker, plain: DataLoader[Any], ranges: int, seed: int) -> None:
-        """`plain`: the Trainer's own; raise ConfigError if its rows have no numbers, or a range too few of them."""
+        """Wrap `plain`, the Trainer's own loader. Raises ConfigError if its rows are not numbered or its ranges too
+        small.
+        """
         self._trainer, self._callback, args = trainer, callback, trainer.args
         if not hasattr(plain.dataset, "__len__"):
             raise ConfigError("train_dataset: expected rows with numbers (__len__, __getitem__), to deal into ranges")
@@ -80,7 +83,7 @@ class LeasedLoader:
         self._feed: Feed | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, for a checkpoint."""
+        """Return the position in the data, for a checkpoint."""
         return self._feed.state_dict() if self._feed is not None else {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -94,7 +97,7 @@ class LeasedLoader:
 
 
 class _Examples:
-    """Rows by their numbers, as a collator wants them."""
+    """A data set that returns lists of rows by their numbers, as a collator expects them."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -107,13 +110,13 @@ class _Examples:
 
 
 class CollateStep:
-    """Cuts the rows of an optimizer step into the number of micro-batches that the Trainer waits for."""
+    """Splits the rows of an optimizer step into the number of micro-batches that the Trainer expects."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:
         self._collate, self._count = collate, count
 
     def __call__(self, rows: list[Any]) -> list[Any]:
-        """Near equal ones; the last step of the data may have too few rows, and then some are in it twice."""
+        """Return micro-batches of nearly equal size; if the last step has too few rows, some rows are repeated."""
         enough = [rows[i % len(rows)] for i in range(max(len(rows), self._count))]
         ends = [len(enough) * i // self._count for i in range(self._count + 1)]
         return [self._collate(enough[a:b]) for a, b in pairwise(ends)]

@@ -8,10 +8,10 @@
 
 Start it under the agent, with torchrun or `accelerate launch`: `dips-client --config cluster.yaml -- torchrun …`.
 Models: plain, DDP, FSDP2 (accelerate's `fsdp_version: 2`), and PEFT's adapters alone, since only parameters with
-requires_grad are shared. What the callback does for the Trainer:
+requires_grad are shared. The callback does this for the Trainer:
 
 * `max_steps` is set, unless the script has: the training ends with the run (`shared.stop`). The Trainer's epochs do not
-  count. A `max_steps` of the script's own takes this cluster out earlier, and what it trained last is pushed.
+  count. A `max_steps` set by the script ends this cluster's training earlier; its last steps are pushed.
 * Tokens are counted over all ranks (`include_num_input_tokens_seen`, "all" unless the script says "non_padding").
 * The learning rate follows `lr_scheduler_type` over the run's tokens, not over max_steps (trainer_rate.py).
 * Checkpoints hold the outer loop's state; `train(resume_from_checkpoint=…)` goes on from it (trainer_checkpoint.py).
@@ -59,21 +59,25 @@ COARSE = "{name} has 16 bits and no fp32 master: load the model with dtype=torch
 
 
 class OuterCallback(TrainerCallback):
-    """Joins when training begins, takes part after each optimizer step, leaves when training ends."""
+    """A Trainer callback that joins the run when training begins, steps the outer loop, and leaves when training
+    ends.
+    """
 
     def __init__(self, config: str | os.PathLike[str] | None = None) -> None:
-        """`config`: the cluster file; None: the one that the agent was started with."""
+        """Create the callback; `config` is the cluster file, None: the file the agent was started with."""
         self.config = config
-        self.outer: OuterLoop | None = None  # while training
+        self.outer: OuterLoop | None = None  # None outside of training
         self.loader: LeasedLoader | None = None  # with `lease_ranges`
-        self.resumed_feed: dict[str, int] = {}  # where in its data the checkpoint was that training goes on from
+        self.resumed_feed: dict[str, int] = {}  # position in the data of the checkpoint being resumed; empty: none
         self._rate: RunRate | None = None
-        self._tokens = 0  # of those that the Trainer has seen, counted here
-        self._loss: float | None = None  # as the Trainer last logged it, until it is passed on
+        self._tokens = 0  # tokens the Trainer has seen that were already passed to the outer loop
+        self._loss: float | None = None  # the last logged loss, until it is passed to the outer loop
         self._over = False  # the Trainer was told to stop
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let the run end the training. Raise ConfigError for intervals that are a share of max_steps."""
+        """Let the run end the training instead of max_steps. Raises ConfigError for intervals given as a share of
+        max_steps.
+        """
         if is_alone(self.config):
             return
         for key in ("logging_steps", "eval_steps", "save_steps"):
@@ -92,9 +96,9 @@ class OuterCallback(TrainerCallback):
         lr_scheduler: Any = None,
         **_: Any,
     ) -> None:
-        """Join the run and pull its newest version, or go on from a checkpoint.
+        """Join the run and pull its newest version, or resume from a checkpoint.
 
-        Raise ConfigError if the Trainer does not know of the job's other ranks, or would not end with the run.
+        Raises ConfigError if the Trainer does not know the job's other ranks, or would not end with the run.
         """
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if args.world_size != ranks:
@@ -119,7 +123,7 @@ class OuterCallback(TrainerCallback):
         self._end_with_run(args, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the step, on all ranks together; every H-th is followed by an outer step."""
+        """Count the step; every H-th is followed by an outer step. Collective."""
         assert self.outer is not None and self._rate is not None, "the Trainer begins before it steps"
         tokens, self._tokens = int(state.num_input_tokens_seen - self._tokens), state.num_input_tokens_seen
         loss, self._loss = self._loss, None
@@ -135,21 +139,21 @@ class OuterCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Keep the training loss: a mean over the Trainer's logging_steps."""
+        """Keep the logged training loss, a mean over the Trainer's logging_steps."""
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the outer loop's state beside what the Trainer has just saved; on all ranks together.
+        """Save the outer loop's state into the checkpoint that the Trainer has just saved. Collective.
 
-        Also at the end of the run, which `dips set` may have go on.
+        Also saves at the end of the run, since `dips set` may extend it.
         """
         if self.outer is None or args.save_only_model:
-            return  # nothing is to be resumed
+            return  # such a checkpoint cannot be resumed
         feed = self.loader.state_dict() if self.loader is not None else {}
         write_outer_state(checkpoint_path(args, state), self.outer.state_dict(), feed)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave; if the run goes on, push what was trained last."""
+        """Push the last steps if the run goes on, then leave the run."""
         if self.outer is None or self._rate is None:
             return
         if self._rate.pending and not self.outer.finished and not args.load_best_model_at_end:
@@ -158,12 +162,12 @@ class OuterCallback(TrainerCallback):
         self.outer = self._rate = self.loader = None
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The last data range may have ended the run after the last step."""
+        """Stop training if the run ended when it leased its last data range, after the last step."""
         if self.outer is not None:
             self._end_with_run(args, control)
 
     def _resume(self, outer: OuterLoop, held: HeldParameters, args: TrainingArguments, state: TrainerState) -> None:
-        """Go on from the checkpoint that the Trainer has loaded, which OuterLoop has overwritten."""
+        """Resume from the checkpoint that the Trainer has loaded and that OuterLoop's pull has overwritten."""
         path = checkpoint_path(args, state)
         found = read_outer_state(path)
         if found is None:
@@ -177,7 +181,7 @@ class OuterCallback(TrainerCallback):
             self.resumed_feed = feed
 
     def _find_faults(self, args: TrainingArguments, state: TrainerState) -> list[str]:
-        """What makes a run worse without failing."""
+        """Return remarks on settings that make the run worse without failing."""
         config, faults = find_config(self.config), list[str]()
         pace = config.pace.steps or config.pace.aligned
         logs = str(getattr(args.logging_strategy, "value", args.logging_strategy))
@@ -188,7 +192,9 @@ class OuterCallback(TrainerCallback):
         return faults
 
     def _tell(self, outer: OuterLoop, texts: list[str], warned: str = "") -> None:
-        """As warnings of rank 0, and in `dips status`; `warned` was given as a warning already."""
+        """Emit remarks as warnings on rank 0 and send them to `dips status`; `warned` was emitted as a warning
+        already.
+        """
         found = [text for text in texts if text]
         if int(os.environ.get("RANK", "0")) == 0:
             for text in found:
@@ -207,7 +213,9 @@ class OuterCallback(TrainerCallback):
 
 
 def find_coarse(model: nn.Module) -> str:
-    """The remark on parameters of which small steps and the ends of pulls are lost."""
+    """Return a remark on 16-bit parameters without fp32 masters, which lose small steps and rounded pulls; "" if there
+    are none.
+    """
     trained = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype in COARSE_TYPES)
     name = next(trained, "")
     return COARSE.format(name=name) if name else ""

@@ -1,7 +1,9 @@
-"""Pulls a version of a run into memory from anywhere that reaches the master and the slaves: no cluster, no torch.
+"""Pulling a version of a run into memory from any host that reaches the master and the slaves, without a cluster or
+torch.
 
-It joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does, keeps its
-lease by heartbeats while the bytes come, and leaves. No round waits for it. Two with one name fence each other.
+The puller joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does,
+renews its lease by heartbeats during the transfer, and leaves. No round waits for it. Two pullers with one name fence
+each other.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
 CALL_S = 10.0
-HEARTBEAT_S = 2.0  # at most between two
-LEASE_HEARTBEATS = 5  # in a lease, as the run's own clusters send them
-GRANT_S = 60.0  # for the slaves to be there and to pin the version
+HEARTBEAT_S = 2.0  # longest pause between two heartbeats
+LEASE_HEARTBEATS = 5  # heartbeats per lease, as clusters send them
+GRANT_S = 60.0  # for the slaves to register and to pin the version
 RETRY_S = 0.2
-FIRST_SEQ = 1  # of an incarnation's only pull
+FIRST_SEQ = 1  # seq of the incarnation's only pull
 
-# Is told run, version and model; returns room for all parameters, one behind another in the manifest's order.
+# (run, version, manifest) → an array for all parameters, concatenated in the manifest's order.
 MakeRoom = Callable[[str, VersionId, Manifest], F32]
 
 
 @dataclass(frozen=True, slots=True)
 class PulledVersion:
-    """What came."""
+    """The version that was pulled, with statistics of its transfer."""
 
     version: VersionId
     stats: TransferStats
@@ -53,12 +55,11 @@ class PulledVersion:
 async def pull_version(
     master: Endpoint, name: str, make_room: MakeRoom, version: VersionId | None = None, stall_s: float = 30.0
 ) -> PulledVersion:
-    """Pull a version of the run of `master`, as a cluster of the name `name`.
+    """Pull a version of the run of `master`, as a cluster named `name`.
 
-    version  one that the slaves still keep; None: the head
-
-    Errors  UnavailableMaster, UnavailableSlave; ConfigError: the version is not kept any more; StaleIncarnation:
-            another of this name joined; Denied: the name is another's; what `make_room` raises
+    version  a version that the slaves still keep; None: the head
+    Errors   UnavailableMaster, UnavailableSlave; ConfigError: the version is no longer kept; StaleIncarnation: another
+             process with this name joined; Denied: the name belongs to another; also the errors of `make_room`
     """
     check_name(name, "cluster")
     described = await _describe_run(master)
@@ -97,7 +98,7 @@ async def _pull_joined(
     make_room: MakeRoom,
     stall_s: float,
 ) -> PulledVersion:
-    """Pull as an incarnation that has joined; what moves has ended when this returns."""
+    """Pull as an incarnation that has joined; the transfer has ended when this returns."""
     cancel, rates = threading.Event(), [TransferRate(0, 0, 0.0)]
     keep = asyncio.create_task(_keep_lease(link, pull, rates, cancel))
     try:
@@ -126,7 +127,7 @@ async def _move(
     cancel: threading.Event,
     rates: list[TransferRate],
 ) -> TransferStats:
-    """Move the bytes in a thread, which has ended when this returns, also when this is cancelled."""
+    """Transfer the bytes in a thread; the thread has ended when this returns, also after a cancellation."""
 
     def move() -> TransferStats:
         report = lambda rate: rates.__setitem__(0, rate)  # noqa: E731 (a name of its own would add nothing)
@@ -142,7 +143,7 @@ async def _move(
 
 
 def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
-    """All parameters as pieces of one flat array."""
+    """Return all parameters as pieces of one flat array."""
     sizes = [(l, p, parameter.numel) for l, layer in enumerate(manifest.layers)
              for p, parameter in enumerate(layer.parameters)]  # fmt: skip
     ends = [0]
@@ -156,7 +157,7 @@ def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
 
 
 async def _await_grant(link: MasterLink, question: PullRequested, keep: asyncio.Task[None]) -> Grant:
-    """Ask until the slaves have pinned the version."""
+    """Ask the master until the slaves have pinned the version; return the grant."""
     why = "it does not answer"
     try:
         async with asyncio.timeout(GRANT_S):
@@ -179,7 +180,9 @@ async def _await_grant(link: MasterLink, question: PullRequested, keep: asyncio.
 
 
 async def _keep_lease(link: MasterLink, pull: PullId, rates: list[TransferRate], cancel: threading.Event) -> None:
-    """Send heartbeats; end the transfer and raise StaleIncarnation if another one of this name joined."""
+    """Send heartbeats; cancel the transfer and raise StaleIncarnation if the incarnation was replaced or its lease ran
+    out.
+    """
     pause_s = HEARTBEAT_S
     while True:
         rate = rates[0]

@@ -1,1 +1,1 @@
-"""The subcommands of `dips`: one file for each, put together by dips/cli.py."""
+"""The subcommands of `dips`: one file for each, registered in dips/cli.py."""

@@ -1,4 +1,4 @@
-"""`dips certs`: an offline authority and the certificates that it signs."""
+"""The command `dips certs`: an offline certificate authority and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dips.identity.names import PeerIdentity, PeerRole, make_identity
 from dips.telemetry import exits
 
 CRT, KEY, CSR, RENEWAL = ".crt", ".key", ".csr", ".renewal"
-MOST_DAYS = 825  # of a leaf
+MOST_DAYS = 825  # longest validity of a leaf certificate
 SOON = timedelta(days=14)
 VALID, EXPIRES_SOON, REQUEST = "valid", "expires soon", "request"
 
@@ -27,23 +27,23 @@ words = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings=exits.HELP_OPTIONS,
-    help="""Certificates: who is master, slave, cluster, operator or viewer of a run.
+    help="""Make and sign the certificates of a run's master, slaves, clusters, operators and viewers.
 
-Private keys stay where they are made; only requests and certificates travel.
+Private keys stay on the machine where they are made; only requests and certificates are copied.
 
 \b
-On the authority's machine, once, offline if you like:
+On the authority's machine, once; it may be offline:
   dips certs init ca/ --run RUN
 On each machine, then signed by the authority and brought back:
   dips certs request slave-0 --role slave --run RUN --out certs/
-  dips certs show slave-0.slave.csr               who it asks to be
+  dips certs show slave-0.slave.csr               the name and role that it asks for
   dips certs issue ca/ slave-0.slave.csr --as slave-0.slave
 Later:
   dips certs renew certs/slave-0.slave.crt        a new key and a new request
   dips certs revoke ca/ cluster-a.cluster         and copy ca/crl.pem to all
   dips certs show certs/*.crt
 
-cert-manager or Vault serve as well: one DNS name <name>.<role>.<run>.dips, P-256, client and server usage.""",
+cert-manager or Vault can be used instead: one DNS name <name>.<role>.<run>.dips, P-256, client and server usage.""",
 )
 
 AUTHORITY = Annotated[Path, typer.Argument(help="The authority's directory.")]
@@ -52,20 +52,20 @@ AUTHORITY = Annotated[Path, typer.Argument(help="The authority's directory.")]
 @words.command("init")
 def init_command(
     directory: AUTHORITY,
-    run: Annotated[str, typer.Option(help="The run that it signs for; shared.run.")],
-    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is valid.")] = ROOT_DAYS,
+    run: Annotated[str, typer.Option(help="The run to sign for, as in shared.run.")],
+    days: Annotated[int, typer.Option(min=1, max=36500, help="Validity of the authority in days.")] = ROOT_DAYS,
 ) -> None:
-    """Make an authority: ca.crt for everybody, ca.key for nobody else."""
+    """Make an authority: ca.crt, to be copied to all machines, and ca.key, to be kept secret."""
     Authority.create(directory, run, days)
     print(f"{directory / ROOT}: copy it to all machines; {directory / REVOCATIONS}: likewise, after each revocation")
 
 
 @words.command("request")
 def request_command(
-    name: Annotated[str, typer.Argument(help="Of the slave, cluster or person; the master is called `master`.")],
-    role: Annotated[PeerRole, typer.Option(help="What it is.")],
-    run: Annotated[str, typer.Option(help="The run; shared.run.")],
-    out: Annotated[Path, typer.Option(help="Directory for key and request.")] = Path("certs"),
+    name: Annotated[str, typer.Argument(help="The name of the slave, cluster or person; `master` for the master.")],
+    role: Annotated[PeerRole, typer.Option(help="The role to ask for.")],
+    run: Annotated[str, typer.Option(help="The run, as in shared.run.")],
+    out: Annotated[Path, typer.Option(help="The directory to write key and request into.")] = Path("certs"),
 ) -> None:
     """Make a key, which stays here, and a request for `dips certs issue`."""
     identity = make_identity(name, role, run)
@@ -78,17 +78,18 @@ def request_command(
 @words.command("issue")
 def issue_command(
     directory: AUTHORITY,
-    request: Annotated[Path, typer.Argument(help="A request (.csr); the certificate is written beside.")],
+    request: Annotated[Path, typer.Argument(help="The request (.csr); the certificate is written beside it.")],
     label: Annotated[
-        str, typer.Option("--as", metavar="NAME.ROLE", help="Whom you sign for: berlin.cluster, operator.operator.")
+        str,
+        typer.Option("--as", metavar="NAME.ROLE", help="Name and role to sign for: berlin.cluster, operator.operator."),
     ],
-    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How long they are valid.")] = LEAF_DAYS,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="Validity of the certificate in days.")] = LEAF_DAYS,
 ) -> None:
-    """Sign one request, for the name and role that you say.
+    """Sign one request, for the name and role given by --as.
 
-    Whoever sends a request chooses what it asks for and what its file is called: a cluster's file may ask for an
-    operator's certificate, with which it could do everything. So a request for anybody but --as is refused. If you do
-    not know who sent it, compare the key's fingerprint, which `dips certs request` and `dips certs show` print.
+    The sender of a request chooses the name that it asks for and the name of its file: a cluster's file may ask for an
+    operator's certificate, which may do everything. So a request for any name but --as is refused. If you do not know
+    the sender, compare the key's fingerprint, which `dips certs request` and `dips certs show` print.
     """
     authority = Authority.open(directory)
     asked = pem_files.parse_request(pem_files.read_pem(request, "request"), request, "request")
@@ -103,13 +104,13 @@ def issue_command(
 def renew_command(
     certificate: Annotated[Path, typer.Argument(help="The present certificate (.crt), with its key beside it.")],
     authority: Annotated[
-        Path | None, typer.Option(help="The authority's directory, if it is here: sign and put in place at once.")
+        Path | None, typer.Option(help="The authority's directory, if it is here: sign and install at once.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="With --authority: its validity.")] = LEAF_DAYS,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="With --authority: validity in days.")] = LEAF_DAYS,
 ) -> None:
-    """Make a new key and request for the same name; again, when it is signed: put both in place.
+    """Make a new key and request for the same name; call it again after signing to install both.
 
-    Daemons use the new files from the next connection, without a restart.
+    Daemons use the new files from the next connection on, without a restart.
     """
     stem = certificate.with_suffix("")
     key, request, signed = (stem.with_name(stem.name + RENEWAL + end) for end in (KEY, CSR, CRT))
@@ -130,9 +131,11 @@ def renew_command(
 @words.command("revoke")
 def revoke_command(
     directory: AUTHORITY,
-    label: Annotated[str, typer.Argument(metavar="NAME.ROLE", help="Whose; or the serial of one certificate.")],
+    label: Annotated[
+        str, typer.Argument(metavar="NAME.ROLE", help="The name and role; or the serial of one certificate.")
+    ],
 ) -> None:
-    """Revoke all certificates of a name; copy crl.pem to all daemons, which refuse it within a heartbeat."""
+    """Revoke all certificates of a name; then copy crl.pem to all daemons, which refuse the name within a heartbeat."""
     for row in Authority.open(directory).revoke(label):
         print(f"revoked {row.san}, serial {row.serial:x}")
     print(f"copy {directory / REVOCATIONS} to the machines' tls.crl")
@@ -140,9 +143,9 @@ def revoke_command(
 
 @words.command("show")
 def show_command(
-    files: Annotated[list[Path], typer.Argument(help="Certificates, or requests.")], as_json: AS_JSON = False
+    files: Annotated[list[Path], typer.Argument(help="Certificates or requests.")], as_json: AS_JSON = False
 ) -> None:
-    """Show who each certificate is of, or who a request asks to be, how long it is valid, and what is wrong with it.
+    """Show the name, validity and problems of each certificate, or the name that a request asks for.
 
     Exit codes: 0 all are valid; 1 one is not; 78 one cannot be read.
     """
@@ -159,7 +162,7 @@ def show_command(
 
 
 def _show_certificate(path: Path, certificate: x509.Certificate) -> tuple[dict[str, str], str]:
-    """As a row for scripts, and as lines for people."""
+    """Return a certificate as a row for scripts, and as lines of text."""
     who, state = _describe(certificate)
     until, serial = certificate.not_valid_after_utc, f"{certificate.serial_number:x}"
     row = {"file": str(path), "who": who, "state": state, "serial": serial, "until": until.isoformat()}
@@ -167,7 +170,7 @@ def _show_certificate(path: Path, certificate: x509.Certificate) -> tuple[dict[s
 
 
 def _show_request(path: Path, request: x509.CertificateSigningRequest) -> tuple[dict[str, str], str]:
-    """Likewise; what it asks for, whatever its file is called."""
+    """Return a request as a row for scripts, and as lines of text, with the name that it asks for."""
     try:
         identity, key = identity_of(request), fingerprint_of(read_requested_key(request))
     except Denied as error:
@@ -203,7 +206,9 @@ def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
 
 
 def _put_in_place(signed: Path, key: Path, certificate: Path, old_key: Path) -> None:
-    """Between the two renames a daemon sees files that do not fit, and goes on with what it has."""
+    """Rename the new files over the old; between the two renames a daemon sees files that do not match and keeps its
+    own.
+    """
     new = pem_files.parse_certificate(pem_files.read_pem(signed, "certificate"), signed, "certificate")
     if key.exists():
         secret = pem_files.parse_key(pem_files.read_key_pem(key, "key"), key, "key")

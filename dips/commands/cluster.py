@@ -1,4 +1,4 @@
-"""`dips cluster`: keep a cluster out of the outer step, and let it in again."""
+"""The command `dips cluster`: excludes a cluster from the outer step, or readmits it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.protocol.effects import Refused
 from dips.protocol.events import QuarantineAsked, ReadmissionAsked
 
 words = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Keep a cluster out of the outer step, or let it in again."
+    no_args_is_help=True, rich_markup_mode=None, help="Exclude a cluster from the outer step, or readmit it."
 )
 
 
@@ -23,15 +23,16 @@ def quarantine(
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
-    reason: Annotated[str, typer.Option(help="Why; `dips status` and the ledger show it.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, shown by `dips status` and the ledger.")] = "",
 ) -> None:
-    """Keep a cluster out of the outer step while you look at it.
+    """Exclude a cluster from the outer step while you investigate it.
 
-    It goes on training and pulling, so that it stays close to the run; all that it pushes is gated, and its statistics
-    are left alone. The ledger keeps the quarantine, also over restarts, until `dips cluster readmit`. To end what a
-    cluster may do at all, revoke its certificate (`dips certs revoke`) or take it from the run file's list `clusters`.
+    The cluster keeps training and pulling, so that it stays close to the run; all its pushes are gated, and its
+    statistics do not change. The ledger keeps the quarantine, also over restarts, until `dips cluster readmit`. To
+    exclude a cluster completely, revoke its certificate (`dips certs revoke`) or remove it from the run file's list
+    `clusters`.
 
-    Exit codes: 0 done; 69 no master answers; 77 you are no operator; 78 the master does not know it.
+    Exit codes: 0 done; 69 no master answers; 77 you are no operator; 78 the master does not know the cluster.
 
     \b
     Example:
@@ -51,11 +52,11 @@ def readmit(
 ) -> None:
     """Lift the quarantine of a cluster: an operator's, the gate's, or both.
 
-    A cluster that the gate kept out penalty.gate_patience times in a row, while the others were in, is quarantined: it
-    trains and pulls, and its pushes are judged by statistics that it cannot move. When you have fixed the cause (its
-    data, its learning rate), this lets it warm up again: its next penalty.warmup_rounds pushes are accepted, but for
-    the finite check and the hard cap. After an operator's quarantine its next push is judged as before. The ledger
-    keeps it.
+    A cluster whose pushes are gated penalty.gate_patience times in a row, while the others' are accepted, is
+    quarantined: it trains and pulls, and its pushes are judged by statistics that it cannot change. When you have fixed
+    the cause (its data, its learning rate), this command lets it warm up again: its next penalty.warmup_rounds pushes
+    are accepted, except for the finite check and the hard cap. After an operator's quarantine its next push is judged
+    as before. The ledger records it.
 
     Exit codes: 0 done; 1 it is not quarantined; 69 no master answers; 77 you are no operator; 78 the master does not
     know it.

@@ -1,6 +1,6 @@
-"""What a shell may complete: names of the run file that stands on the line, and of its ledger, if it is here.
+"""Shell completion of names from the run file on the command line, and from its ledger if it is on this machine.
 
-A completion reads files and asks nobody; whatever is wrong with them, it offers nothing and says nothing.
+Completion only reads files and contacts no daemon; if a file cannot be read, nothing is offered.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import typer
 from dips.config import RunFile, load_run
 from dips.protocol.tunable import TARGETS, TUNABLE
 
-DEFAULT_FILE = Path("dips.yaml")  # where a run file usually is
-MOST = 50  # names that are offered
+DEFAULT_FILE = Path("dips.yaml")  # the usual run file
+MOST = 50  # names offered at most
 
 
 def complete_slave(context: typer.Context, incomplete: str) -> list[str]:
-    """Slaves of the run file."""
+    """Complete the slaves of the run file."""
     run_file = _read_run(context)
     return _pick((s.name for s in run_file.slaves) if run_file else (), incomplete)
 
 
 def complete_cluster(context: typer.Context, incomplete: str) -> list[str]:
-    """Clusters that the run file lists, and those that the ledger knows."""
+    """Complete the clusters in the run file's list and in the ledger."""
     run_file = _read_run(context)
     if run_file is None:
         return []
@@ -34,13 +34,13 @@ def complete_cluster(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_version(context: typer.Context, incomplete: str) -> list[str]:
-    """The newest versions of the ledger."""
+    """Complete the newest versions in the ledger."""
     run_file = _read_run(context)
     return _pick(_known_versions(run_file) if run_file else (), incomplete)
 
 
 def complete_change(incomplete: str) -> list[str]:
-    """Keys of `dips set`, with their sign."""
+    """Complete the keys of `dips set`, each with its `=`."""
     return _pick((f"{key}=" for key in (*TARGETS, *TUNABLE)), incomplete)
 
 
@@ -52,7 +52,7 @@ def _read_run(context: typer.Context) -> RunFile | None:
     named = context.params.get("config")
     try:
         return load_run(Path(named) if named else DEFAULT_FILE)
-    except Exception:  # noqa: BLE001 (a shell that asks for names wants no traceback)
+    except Exception:  # noqa: BLE001 (completion must not print a traceback)
         return None
 
 
@@ -73,5 +73,5 @@ def _read_ledger(run_file: RunFile, read: Callable[[Any], list[str]]) -> list[st
     try:
         with closing(Ledger.open(ledger_path(run_file), readonly=True, verified=False)) as ledger:
             return read(ledger)
-    except Exception:  # noqa: BLE001 (likewise)
+    except Exception:  # noqa: BLE001 (as above)
         return []

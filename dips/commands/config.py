@@ -1,4 +1,4 @@
-"""`dips config`: look at the files before a daemon does."""
+"""The command `dips config`: checks and prints configuration files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from dips.printable import format_finding
 
 EXIT_REFUSED = 78
 
-words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the files before a daemon does.")
-FILES = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files and cluster files, together.")]
+words = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Check configuration files before starting daemons."
+)
+FILES = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files and cluster files to check together.")]
 
 
 @words.command("check")
@@ -27,18 +29,18 @@ def check_command(
     labels: Annotated[
         list[str] | None,
         typer.Option(
-            "--for", metavar="NAME.ROLE", help="This process is to run here: its files must be; may be repeated."
+            "--for", metavar="NAME.ROLE", help="Require the files of this process, since it will run here. Repeatable."
         ),
     ] = None,
     as_json: AS_JSON = False,
 ) -> None:
-    """Find everything that the daemons would refuse, and what contradicts itself, without starting one.
+    """Find everything that the daemons would refuse, and contradictions between files, without starting a daemon.
 
-    Keys and values; addresses that two would listen on; directories that two would use; certificates, their keys, names
-    and dates (those that are on this machine, and those of --for); the ledger and the memory of the slaves whose
-    directories are here; and whether a cluster file agrees with the run file that is given beside it.
+    Checks keys and values; addresses and directories used twice; certificates, their keys, names and dates (those on
+    this machine and those named by --for); the ledger and the memory of the slaves whose directories are on this
+    machine; and whether a cluster file agrees with a run file given with it.
 
-    Exit codes: 0 nothing would be refused, though there may be notes; 78 something would.
+    Exit codes: 0 nothing would be refused, though there may be notes; 78 something would be.
 
     \b
     Example:
@@ -60,7 +62,7 @@ def check_command(
 
 @words.command("show")
 def show_command(file: Annotated[Path, typer.Argument(help="A run file or a cluster file.")]) -> None:
-    """Print a file as a daemon reads it: every key with its value, defaults too, paths made absolute; JSON.
+    """Print a file as JSON, as a daemon reads it: every key with its value, including defaults, paths made absolute.
 
     \b
     Example:

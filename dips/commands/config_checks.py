@@ -1,4 +1,4 @@
-"""The rows of `dips config check`: what was looked at, what was seen, and what to do. Changes nothing."""
+"""The rows of `dips config check`: subject, verdict, finding and remedy of each check. Changes nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.tls_files import load_tls, require_identity
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
-SOON = timedelta(days=14)  # before a certificate ends it is worth a note
+SOON = timedelta(days=14)  # before a certificate expires a note is made
 OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFinding:
-    """One row; `verdict` is OK, NOTE or FAIL."""
+    """The result of one check; `verdict` is OK, NOTE or FAIL."""
 
     what: str
     verdict: str
@@ -37,7 +37,7 @@ class ConfigFinding:
 def check_files(
     files: Sequence[Path], labels: tuple[str, ...] = (), now: datetime | None = None
 ) -> list[ConfigFinding]:
-    """All rows of all files; a file that cannot be read has one."""
+    """Return the rows of all files; a file that cannot be read has one row."""
     rows, runs, clusters = list[ConfigFinding](), list[tuple[Path, RunFile]](), list[tuple[Path, ClusterFile]]()
     for path in files:
         try:
@@ -85,7 +85,7 @@ def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
 
 
 def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
-    """Port 0 takes a free one; the same port twice on one host is taken by whoever comes first."""
+    """Check that no port is used twice on one host; port 0 means any free port."""
     users = defaultdict[tuple[str, int], list[str]](list)
     listening = [("master.listen", run.master.listen), ("master.http", run.master.http)]
     for s in run.slaves:
@@ -108,7 +108,7 @@ def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
 
 
 def _on_own_machines(host: str) -> bool:
-    """`0.0.0.0` and `::` are every machine's own."""
+    """Return whether a host is `0.0.0.0` or `::`, which mean each machine itself."""
     return host in ("0.0.0.0", "::")
 
 
@@ -172,7 +172,7 @@ def _check_tls(
     labels: tuple[str, ...],
     now: datetime | None,
 ) -> Iterator[ConfigFinding]:
-    """Those whose certificate or key is here, and those that are asked for; a process alone is always asked for."""
+    """Check the certificates whose files are here or whose labels are requested; a single process is always checked."""
     if tls is None:
         return
     here = 0
@@ -207,7 +207,7 @@ def _check_tls(
 
 
 def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunFile) -> Iterator[ConfigFinding]:
-    """What the master would compare when the cluster joins, and what both say of the same thing."""
+    """Check what the master would compare when the cluster joins, and all that both files state."""
     beside = f"{path} and {run_path}"
     if cluster.shared.run != run.shared.run:
         seen = f"run {cluster.shared.run!r} and run {run.shared.run!r}"

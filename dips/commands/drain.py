@@ -1,4 +1,4 @@
-"""`dips drain`: take a slave out of service without breaking a round."""
+"""The command `dips drain`: takes a slave out of service without breaking a round."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dips.protocol.effects import Acknowledged, Pending
 from dips.protocol.events import DrainAsked
 from dips.transport.endpoints import Endpoint
 
-RETRY_S = 1.0  # between two questions to a master that does not answer
-LEAST_S = 1.0  # for one question
+RETRY_S = 1.0  # pause between two questions to a master that does not answer
+LEAST_S = 1.0  # shortest timeout of one question
 
 
 def drain(
@@ -27,24 +27,24 @@ def drain(
     credentials: CREDENTIALS = None,
     own: Annotated[
         bool,
-        typer.Option("--self", help="Ask as the slave itself, with its certificate of the run file: before it ends."),
+        typer.Option("--self", help="Ask as the slave itself, with its certificate from the run file."),
     ] = False,
-    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for what is open on it.")] = 600.0,
+    wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for its open transfers and round.")] = 600.0,
 ) -> None:
-    """Take a slave out of service, when nothing is open on it.
+    """Take a slave out of service once nothing is open on it.
 
-    From now on no push and no pull begins (clusters train on and ask again); what moves goes to its end, and so does
-    the open round. Then the slave may be stopped, moved or updated, and no round is skipped for it. It serves again
-    when it is started again. A slave that is stopped without this costs the open round and nothing else.
+    From now on no push or pull begins (clusters train on and ask again); transfers in progress and the open round are
+    completed. Then the slave may be stopped, moved or updated without a skipped round. It serves again when it is
+    restarted. Stopping a slave without draining it costs the open round and nothing else.
 
-    With --self a slave's own machine asks, as a preStop hook does: one that is not in service, or whose run has no
-    model yet, may be stopped at once, and a master that does not answer is asked again until --wait-s is over.
+    With --self the slave's own machine asks, as a preStop hook does: a slave that is not in service, or whose run has
+    no model yet, may be stopped at once, and a master that does not answer is asked again until --wait-s is over.
 
-    A cluster needs no such word: SIGTERM to its dips-client ends the training and gives its unfinished work back: its
-    data ranges are leased to others, its tokens since the last accepted push count as lost.
+    A cluster needs no drain: SIGTERM to its dips-client ends the training and returns its unfinished work: its data
+    ranges are leased to others, its tokens since the last accepted push count as lost.
 
-    Exit codes: 0 drained; 1 it does not serve, or not within --wait-s (it goes on draining); 69 no master answers;
-    78 there is no such slave.
+    Exit codes: 0 drained; 1 it does not serve, or was not drained within --wait-s (draining continues); 69 no master
+    answers; 78 there is no such slave.
 
     \b
     Example:
@@ -72,7 +72,7 @@ def drain(
 
 
 def _drain_self(slave: str, peer: Endpoint, wait_s: float) -> None:
-    """Return when the slave may end. What is waited for is said when it changes, one line each: it goes to a log."""
+    """Return when the slave may end. Prints each new reason for waiting on a line of its own, for a log."""
     until, said = time.monotonic() + wait_s, ""
     while True:
         try:
@@ -93,6 +93,6 @@ def _drain_self(slave: str, peer: Endpoint, wait_s: float) -> None:
 
 
 async def _ask_until(peer: Endpoint, slave: str, until: float) -> Any:
-    """The master holds a question open for longer than a hook may have left."""
+    """Ask with a timeout, since the master holds a question open for longer than a hook may have left."""
     async with asyncio.timeout(max(LEAST_S, until - time.monotonic())):
         return await operator.ask_master(peer, "Drain", DrainAsked(0, slave))

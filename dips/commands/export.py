@@ -1,4 +1,4 @@
-"""`dips export`: take a version out as one checkpoint."""
+"""The command `dips export`: writes a version as one checkpoint."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ SAFETENSORS, HF = "safetensors", "hf"
 
 
 def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; with --format hf a directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; with --format hf the directory.")],
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
     version: Annotated[
         str | None,
-        typer.Option(metavar="vN@rM", help="Which version; default the head.", autocompletion=complete_version),
+        typer.Option(metavar="vN@rM", help="The version to write; default the head.", autocompletion=complete_version),
     ] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
     ] = SAFETENSORS,
     factory: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="hf: makes the PreTrainedModel.")
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="hf: a function that returns the PreTrainedModel.")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="hf: a directory with config.json; its tokenizer is copied.")
+        Path | None, typer.Option(help="hf: a directory with config.json, whose tokenizer is copied.")
     ] = None,
     convert: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="hf: makes the PreTrainedModel of a dict of the tensors by name."),
+        typer.Option(metavar="MODULE:FUNCTION", help="hf: a function from tensors by name to the PreTrainedModel."),
     ] = None,
 ) -> None:
     """Write one version as a safetensors file, or as a directory of transformers.
@@ -91,7 +91,7 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
     from dips.slave.export import export_snapshot
 
     run_file = load_run(config)
-    if wanted == GENESIS:  # no slave writes it down
+    if wanted == GENESIS:  # slaves have no snapshot of it
         initial = run_file.master.directory / INITIAL_MODEL
         if not initial.exists():
             raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
@@ -108,7 +108,7 @@ def _parse_version(version: str) -> VersionId:
 
 
 def _committed_head(config: Path) -> VersionId | None:
-    """The committed head, or None where the ledger is not at hand: then the newest complete snapshot is taken."""
+    """Return the committed head, or None if the ledger is not here: then the newest complete snapshot is used."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""`dips export --format hf`: a directory that `from_pretrained` reads, with configuration, ties and tokenizer."""
+"""`dips export --format hf`: a directory for `from_pretrained`, with configuration, tied weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dips.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Beside the weights and config.json, which are written: what a model's directory has for its users.
+# Files of a model's directory that are copied; weights and config.json are written.
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,11 +25,11 @@ COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What makes the model of transformers: exactly one of the three."""
+    """The source of the transformers model: exactly one of the three."""
 
     factory: str | None = None  # MODULE:FUNCTION that makes the model
-    like: Path | None = None  # a directory of transformers with its config.json, whose tokenizer is copied, too
-    convert: str | None = None  # MODULE:FUNCTION that makes it of the tensors by name; for models with other names
+    like: Path | None = None  # a transformers directory with config.json, whose tokenizer is copied, too
+    convert: str | None = None  # MODULE:FUNCTION from tensors by name to the model, for models with other names
 
     def check(self) -> None:
         """Raise ConfigError unless exactly one is given."""
@@ -41,9 +41,9 @@ class ModelSource:
 
 
 def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None:
-    """Write the version in `file` as a directory of transformers.
+    """Write the version in `file` as a transformers directory.
 
-    Raise ConfigError if `directory` is not empty, or the file is not of that model.
+    Raises ConfigError if `directory` is not empty, or the file does not fit the model.
     """
     source.check()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

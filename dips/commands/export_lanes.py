@@ -1,4 +1,4 @@
-"""`dips export --master`: a version over the lanes, from anywhere, straight into the file."""
+"""`dips export --master`: pulls a version over the lanes, from any host, directly into the file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.transport.endpoints import Endpoint
 
-NAME = "export"  # of the cluster that it is meanwhile; two of one name would fence each other
+NAME = "export"  # cluster name of the puller; two pullers with one name would fence each other
 
 
 def export_over_lanes(master: Endpoint, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
-    """Write a version, or the head, of the run of `master`; raise ConfigError if it is not kept."""
+    """Write a version of the run of `master`, None: the head. Raises ConfigError if it is no longer kept."""
 
     def make_room(aside: Path, run: str, granted: VersionId, manifest: Manifest) -> tensorfile.F32:
         shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]

@@ -1,4 +1,4 @@
-"""Reads or makes the model that a run begins with: for `dips init` and `dips seed`."""
+"""Reads or makes the first model of a run, for `dips init` and `dips seed`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from dips.errors import ConfigError
 def load_tensors(
     model: Path | None, factory: str | None, seed: int, trainable: Sequence[str], share_buffers: tuple[str, ...]
 ) -> dict[str, Any]:
-    """fp32 parameters by name, of a file, of MODULE:FUNCTION, or of both; raise ConfigError naming what is wrong."""
+    """Return fp32 parameters by name, from a file, from MODULE:FUNCTION, or from both. Raises ConfigError for any
+    problem.
+    """
     check_source(model, factory)
     made, frozen = _from_factory(factory, seed, share_buffers) if factory else (None, [])
     tensors = made if model is None else _from_file(model, made, frozen)
@@ -28,7 +30,7 @@ def load_tensors(
 
 
 def check_source(model: Path | None, factory: str | None) -> None:
-    """Raise ConfigError for what can be known before the model is made: no file, no torch, no such function."""
+    """Raise ConfigError for problems that are known before the model is made: no file, no torch, no such function."""
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
     if model is not None and not model.is_file():
@@ -47,7 +49,7 @@ def check_source(model: Path | None, factory: str | None) -> None:
 
 def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
-    the frozen parameters.
+    its frozen parameters.
     """
     import torch
 
@@ -69,7 +71,7 @@ def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple
 
 
 def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> dict[str, Any]:
-    """Read a safetensors file: what the factory's module trains, or all of it if there is none."""
+    """Read a safetensors file: the tensors that the factory's module trains, or all tensors without a factory."""
     from safetensors import SafetensorError, safe_open
 
     try:

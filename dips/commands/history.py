@@ -1,4 +1,4 @@
-"""`dips history`: versions and rounds, as the ledger has them."""
+"""The command `dips history`: lists the versions and rounds in the ledger."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ COLUMNS = (
     *(Column(name, left=True) for name in ("round", "ended", "version")),
     *(Column(name) for name in ("loss", "tokens", "seconds", "stale", "‖δ‖")),
 )
-MOST_RANGES = 20  # shown of a round's data ranges, as first-last runs
+MOST_RANGES = 20  # runs of data ranges shown per round
 
 
 def history(
     config: CONFIG,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with everything.")] = False,
-    last: Annotated[int, typer.Option(min=1, help="So many of the newest rounds.")] = 20,
-    audit: Annotated[bool, typer.Option("--audit", help="What operators did, instead: who, when, what came.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all fields, one JSON object per line.")] = False,
+    last: Annotated[int, typer.Option(min=1, help="Show the newest N rounds.")] = 20,
+    audit: Annotated[bool, typer.Option("--audit", help="Show the audit log of operators instead of rounds.")] = False,
 ) -> None:
-    """List the rounds and what they made: versions with loss, tokens, seconds since the round before, data, gates.
+    """List the rounds and the versions they made, with loss, tokens, seconds since the last round, staleness and gates.
 
-    The loss is the mean of the pushes by tokens; stale is how many versions behind the oldest base of a push was.
+    The loss is the mean over the pushes, weighted by tokens; stale is how many versions the oldest base of a push was
+    behind. Reads the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
+    pushes were gated), skipped (it failed), recovered (`dips recover` made its version from a file) or is unfinished. A
+    version that was rolled back is marked undone, with the reason; its children name another parent than the row above
+    them. Rebalances and changes by `dips set` are listed between the rounds.
 
-    Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
-    gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
-    was rolled back is marked undone, with the reason; its children name another parent than the row above them. What
-    `dips rebalance` and `dips set` did stands between them.
-
-    With --audit: each request of an operator, the refused ones too, by the name of its certificate; with plain text on
-    loopback nobody is known by name. Of requests that changed nothing, those too many are only counted.
+    With --audit: each request of an operator, also refused ones, by the name of its certificate; with plain text on
+    loopback no name is known. Of requests that changed nothing, those beyond a limit are only counted.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
@@ -64,13 +63,13 @@ def history(
 
 
 def round_as_data(row: Any) -> dict[str, Any]:
-    """A round as plain data, its version and parent by their names."""
+    """Return a round as plain data, with version and parent as text."""
     names = {key: str(value) if (value := getattr(row, key)) else None for key in ("version", "parent")}
     return {**asdict(row), **names}
 
 
 def _rows(config: Path, last: int) -> list[dict[str, Any]]:
-    """The newest rounds, oldest first, and the rebalances among them."""
+    """Return the newest rounds, oldest first, with the rebalances and changes between them."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -87,7 +86,7 @@ def _rows(config: Path, last: int) -> list[dict[str, Any]]:
 
 
 def rebalance_as_data(row: Any) -> dict[str, Any]:
-    """A rebalance as plain data, in the words of a round."""
+    """Return a rebalance as plain data, with the keys of a round."""
     return {
         "kind": "rebalanced",
         "version": str(row.version),
@@ -99,13 +98,13 @@ def rebalance_as_data(row: Any) -> dict[str, Any]:
 
 
 def extension_as_data(row: Any) -> dict[str, Any]:
-    """A `dips set` as plain data, in the words of a round."""
+    """Return a change of targets by `dips set` as plain data, with the keys of a round."""
     told = {"before": asdict(row.before), "targets": asdict(row.targets), "said": row.targets.describe()}
     return {"kind": "extended", "version": row.resumed or None, "last_round": row.last_round, "wall": row.wall, **told}
 
 
 def tuning_as_data(row: Any) -> dict[str, Any]:
-    """One key of a `dips set` as plain data, in the words of a round."""
+    """Return a change of one key by `dips set` as plain data, with the keys of a round."""
     value = None if row.change.off else row.change.value
     return {
         "kind": "tuned",
@@ -118,7 +117,7 @@ def tuning_as_data(row: Any) -> dict[str, Any]:
 
 
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
-    """Draw the rounds, who contributed to each and why it ended so under it."""
+    """Draw the rounds, each with its contributors and the reason of its end in a line below."""
     rows, before = list[ListingRow](), None
     for r in rounds:
         rows.append(_round_row(r, before))
@@ -161,7 +160,7 @@ def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> Listin
 
 
 def _describe_result(result: Mapping[str, Any] | None) -> str:
-    """What `master.on_version` said of the version, or why it failed."""
+    """Return the result of `master.on_version` for the version, or why it failed."""
     if result is None:
         return ""
     told = ", ".join(f"{name} {value:.6g}" for name, value in result["numbers"].items())
@@ -186,7 +185,7 @@ def _tuned_row(r: Mapping[str, Any]) -> ListingRow:
 
 
 def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
-    """Another than the version of the row above; where that made none, the parent is worth a word, too."""
+    """Return whether the parent is not the version of the row above, or that row made no version."""
     return bool(r["parent"]) and (before is None or before.get("version") != r["parent"])
 
 
@@ -197,7 +196,7 @@ def _format_loss(r: Mapping[str, Any]) -> str:
 
 
 def _format_seconds(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """Since the end of the row above."""
+    """Return the seconds since the end of the row above."""
     ended, since = r.get("ended"), (before or {}).get("ended")
     return f"{ended - since:.0f}" if ended is not None and since is not None else NONE
 
@@ -222,7 +221,7 @@ def _list_contributions(r: Mapping[str, Any]) -> str:
 
 
 def shorten_ranges(numbers: Sequence[int]) -> str:
-    """Shorten data ranges: 3 4 5 9 → 3–5 9."""
+    """Format data ranges as runs: 3 4 5 9 → 3–5 9."""
     found: list[list[int]] = []
     for n in sorted(numbers):
         if found and n == found[-1][1] + 1:

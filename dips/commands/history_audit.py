@@ -1,4 +1,4 @@
-"""`dips history --audit`: what operators did, as the ledger has it."""
+"""`dips history --audit`: lists the operators' requests in the ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = tuple(Column(name, left=True) for name in ("when (UTC)", "who", "what"
 
 
 def show_audit(config: Path, last: int, as_json: bool) -> None:
-    """Print the newest `last` rows, oldest first; with `as_json` one object a line."""
+    """Print the newest `last` rows, oldest first; with `as_json` one object per line."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -33,7 +33,7 @@ def show_audit(config: Path, last: int, as_json: bool) -> None:
 
 
 def draw_audit(rows: Sequence[OperatorActed]) -> Listing:
-    """What came of each request stands under it."""
+    """Draw the requests, each with its outcome in a line below."""
     return Listing("operators", COLUMNS, [_draw_row(row) for row in rows])
 
 

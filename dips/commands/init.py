@@ -1,4 +1,4 @@
-"""`dips init`: make a run from a model."""
+"""The command `dips init`: makes a run from a model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from dips.private_files import keep_files_private
 
 def init(
     config: CONFIG,
-    model: Annotated[Path | None, typer.Option(help="Take θ from a safetensors file, fp32.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Read θ from this safetensors file, fp32.")] = None,
     factory: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Make θ: a function without arguments, returns a module."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Make θ by this function, which takes no arguments and returns a module."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="torch.manual_seed before the factory is called.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for torch.manual_seed before the factory is called.")] = 0,
     trainable: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only parameters of such names, as in '*.lora_*'; may be repeated."),
+        typer.Option(metavar="PATTERN", help="Share only parameters of such names, as '*.lora_*'. Repeatable."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Throw the run away that is already there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete the run that is already there.")] = False,
 ) -> None:
     """Make a run: its first model and its ledger.
 
     Writes v0@r0 and the ledger under master.directory of the run file. `dips new` writes a run file to begin with.
 
-    The model comes from here, never from a cluster. Parameters must be fp32; buffers are part of the model only where
-    shared.share_buffers names them, frozen parameters never: what the factory's module gives requires_grad, or what
-    --trainable names, is what the clusters share (LoRA adapters alone, say). With both --model and --factory the file
-    gives the numbers, and may hold the frozen parameters too.
+    The model is made here, never by a cluster. Parameters must be fp32; buffers are part of the model only if
+    shared.share_buffers names them, frozen parameters never: the clusters share the parameters with requires_grad in
+    the factory's module, or those that --trainable names (LoRA adapters alone, say). With both --model and --factory
+    the file gives the values, and may hold the frozen parameters too.
 
     Slaves read the model from their key initial_model. On other machines copy <master.directory>/initial/
-    model.safetensors to where that points, or let `dips seed` bring it.
+    model.safetensors to that path, or send it by `dips seed`.
 
     \b
     Example:
@@ -62,7 +64,7 @@ def init(
 
 
 def _used_directories(run_file: RunFile) -> list[Path]:
-    """Directories of slaves with snapshots in them, as far as they can be seen from here."""
+    """Return the slaves' directories on this machine that hold snapshots."""
     from dips.slave.snapshot_files import version_of
 
     found = (s.directory for s in run_file.slaves if s.directory.is_dir())

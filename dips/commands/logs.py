@@ -1,4 +1,4 @@
-"""`dips logs`: what the processes of a run on this machine have logged."""
+"""The command `dips logs`: prints the logs of a run's processes on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ BLOCK = 1 << 16  # bytes read at once from the end of a file
 
 
 def logs(
-    names: Annotated[list[str] | None, typer.Argument(help="master, a slave's or a cluster's name; none: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="master, or the name of a slave or cluster; default all.")
+    ] = None,
     config: Annotated[Path, typer.Option("--config", "-c", help="The run file.")] = Path(RUN),
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each, the newest so many.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Show the newest N lines of each log.")] = 20,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines as they are written, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Print the newest lines of the logs that `dips up` writes, and of the slaves that the master started.
 
-    Daemons that are started otherwise log to standard error: journalctl, kubectl logs or the job's output has it.
+    Daemons started in other ways log to standard error: see journalctl, kubectl logs or the job's output.
 
     Exit code 78 if there is no such log.
 
@@ -48,7 +52,7 @@ def logs(
 
 
 def _find_logs(config: Path) -> dict[str, Path]:
-    """Return the log of each process by name; raise ConfigError if there is none."""
+    """Return the log of each process by name. Raises ConfigError if there is none."""
     run_file = load_run(config)
     places = [config.with_name(LOGS), run_file.master.directory / "slaves"]
     found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("*.log"))}
@@ -68,7 +72,7 @@ def _choose(found: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
 
 
 def _print_tail(name: str, path: Path, lines: int, width: int) -> int:
-    """Print the last lines; return the offset after what was printed."""
+    """Print the last lines; return the offset after them."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begin, text = size, b""
@@ -82,7 +86,7 @@ def _print_tail(name: str, path: Path, lines: int, width: int) -> int:
 
 def _print_from(name: str, path: Path, offset: int, width: int) -> int:
     """Print the complete lines after `offset`; return the offset after them."""
-    if path.stat().st_size < offset:  # truncated, or begun anew
+    if path.stat().st_size < offset:  # truncated, or replaced
         offset = 0
     with path.open("rb") as file:
         file.seek(offset)

@@ -1,4 +1,4 @@
-"""`dips new`: the files of a run, and a model and a training script to begin with."""
+"""The command `dips new`: writes the files of a run, with an example model and training script."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from dips.errors import ConfigError
 RUN, SHARED, CLUSTER = "dips.yaml", "shared.yaml", "cluster.yaml"
 EXAMPLE = ("model.py", "train.py")
 NAME, LISTEN = "my-run", "127.0.0.1:7800"  # in the templates
-TOKENS = 1_500_000  # of the example: a minute or two on two cores
+TOKENS = 1_500_000  # target of the example: a minute or two on two cores
 
 
 def new(
-    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there. Its name is the run's.")],
-    bare: Annotated[bool, typer.Option("--bare", help="Only the three configuration files, with every key.")] = False,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the master will answer.")] = LISTEN,
+    directory: Annotated[Path, typer.Argument(help="The directory, made if missing. Its name becomes the run's.")],
+    bare: Annotated[
+        bool, typer.Option("--bare", help="Write only the three configuration files, with every key.")
+    ] = False,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of the master.")] = LISTEN,
 ) -> None:
     """Write the files of a new run: configuration, a small model and its training script.
 
     dips.yaml (master and slaves), shared.yaml (what all must agree on) and cluster.yaml (one training cluster) hold
-    every key with its default. model.py and train.py are a small language model that learns Python source text; replace
-    them by yours. Nothing that exists is overwritten.
+    every key with its default. model.py and train.py train a small language model on Python source text; replace
+    them with yours. Existing files are not overwritten.
 
     \b
     Example:
@@ -48,7 +50,7 @@ def new(
 
 
 def read_template(name: str) -> str:
-    """Return the text of a file that a new run begins with, as it lies in the wheel (`dips/templates/`)."""
+    """Return the text of a template of a new run's file, from the installed package (`dips/templates/`)."""
     return files("dips").joinpath("templates", name).read_text(encoding="utf-8")
 
 

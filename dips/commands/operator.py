@@ -1,4 +1,4 @@
-"""One question to the master's OperatorService, as the words of an operator ask it."""
+"""One question to the master's OperatorService, as the operators' commands ask it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 15.0  # the master holds a question open for 10 s
 
 
 async def ask_master(master: Endpoint, method: str, question: object) -> Any:
-    """Ask once; raise UnavailableMaster if nobody answers, or what the master raises."""
+    """Ask once and return the answer. Raises UnavailableMaster if none comes, and the errors of the master."""
     channel = control.open_channel(master)
     try:
         reply = await control.call_method(

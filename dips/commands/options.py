@@ -1,4 +1,4 @@
-"""Options that several words share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from dips.identity.tls_files import load_tls
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import TlsSource
 
-CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")]
-WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file; names the master.")]
-CLUSTER = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_cluster)]
-SLAVE = Annotated[str, typer.Argument(help="Its name, as `dips status` shows it.", autocompletion=complete_slave)]
-MASTER = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The master, instead of --config.")]
+CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file, with the run's master and slaves.")]
+WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file, which names the master.")]
+CLUSTER = Annotated[str, typer.Argument(help="The cluster, as in `dips status`.", autocompletion=complete_cluster)]
+SLAVE = Annotated[str, typer.Argument(help="The slave, as in `dips status`.", autocompletion=complete_slave)]
+MASTER = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The master's address, instead of --config.")]
 CREDENTIALS = Annotated[
     Path | None,
     typer.Option(
         envvar="DIPS_CREDENTIALS",
-        help="Your certificate NAME.operator.crt or NAME.viewer.crt; its .key and ca.crt lie beside it.",
+        help="Your certificate NAME.operator.crt or NAME.viewer.crt, with its .key and ca.crt beside it.",
     ),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-OPERATOR = "operator"  # whose files the run file's `tls` names for a command
+OPERATOR = "operator"  # name whose certificate a command uses by default
 
 
 def find_master(config: Path | None, master: str | None, credentials: Path | None) -> Endpoint:
-    """Where the master answers, and as whom we ask; raise ConfigError unless the options fit."""
+    """Return the master's endpoint, with the certificate to use. Raises ConfigError unless the options fit together."""
     if (config is None) == (master is None):
         raise ConfigError("whom to ask: give --config FILE or --master HOST:PORT, one of them")
     run_file = load_run(config) if config is not None else None
@@ -50,14 +50,16 @@ def find_master(config: Path | None, master: str | None, credentials: Path | Non
 
 
 def operator_peer(config: RunFile, name: str) -> Endpoint:
-    """The run's master, asked by the operator `name`, whose files the run file's `tls` names."""
+    """Return the run's master as an endpoint for the operator `name`, with the certificate that the run file's `tls`
+    names.
+    """
     files = config.tls_files(name, PeerRole.OPERATOR)
     source = TlsSource(files, name, PeerRole.OPERATOR, config.shared.run, _warn) if files else None
     return master_peer(config.master.listen, source)
 
 
 def slave_peer(config: Path, slave: str) -> Endpoint:
-    """The run's master, asked by this slave with the certificate that the run file names for it."""
+    """Return the run's master as an endpoint for this slave, with the certificate that the run file names for it."""
     run_file = load_run(config)
     section = run_file.slave_section(slave)
     files = run_file.tls_files(slave, PeerRole.SLAVE)

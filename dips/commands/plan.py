@@ -1,4 +1,4 @@
-"""`dips plan memory`: what a run needs of memory, disk and links, before anybody pays for machines."""
+"""The command `dips plan memory`: computes the memory, disk and link traffic that a run will need."""
 
 from __future__ import annotations
 
@@ -24,37 +24,42 @@ KEEP_SNAPSHOTS, SLAVES, RANKS, ROUNDS, CPUS = 2, 2, 8, 10_000, 4
 SECONDS_DAY = 86_400
 GB, GBIT_BYTES = 1e9, 1.25e8
 
-words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What a run needs, before it is made.")
+words = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Compute what a run will need, before it is made."
+)
 
 
 @words.callback()
 def _plan() -> None:
-    """So that `memory` stays a word of its own."""
+    """Keep `memory` a subcommand although it is the only one."""
 
 
 @words.command("memory")
 def memory_command(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="A run file: its slaves, slots, codecs; else defaults.")
+        Path | None, typer.Option("--config", "-c", help="A run file with slaves, slots and codecs; else defaults.")
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file: overlap and install; else defaults.")] = None,
-    parameters: Annotated[int | None, typer.Option(min=1, help="So many, placed in equal shares.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A safetensors file; its header is read.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file with overlap and install; else defaults.")
+    ] = None,
+    parameters: Annotated[int | None, typer.Option(min=1, help="Assume N parameters, in equal shares.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Read the model from a safetensors file's header.")] = None,
     factory: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="A function that returns a module; takes no memory.")
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Read the model from this function's module, without memory."),
     ] = None,
-    slaves: Annotated[int, typer.Option(min=1, help="How many, if there is no --config.")] = SLAVES,
-    ranks: Annotated[int, typer.Option(min=1, help="Of a cluster.")] = RANKS,
-    rounds: Annotated[int, typer.Option(min=1, help="Of the whole run, for the ledger.")] = ROUNDS,
-    cpus: Annotated[int, typer.Option(min=1, help="Of a slave, for --kubernetes.")] = CPUS,
+    slaves: Annotated[int, typer.Option(min=1, help="Number of slaves without --config.")] = SLAVES,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks in a cluster.")] = RANKS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the whole run, for the ledger's size.")] = ROUNDS,
+    cpus: Annotated[int, typer.Option(min=1, help="CPUs of a slave, for --kubernetes.")] = CPUS,
     as_json: AS_JSON = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print requests and limits of each pod.")] = False,
 ) -> None:
-    """Sum up memory, disk and traffic of a run that need not exist yet.
+    """Compute memory, disk and traffic of a run, which need not exist yet.
 
-    A slave's sum is the one that it prints at its start, and by which it refuses to start. Ranks need theirs beside the
-    model, as host memory. Snapshots are those that stay (`keep_snapshots`) and the one that is written; versions that
-    `keep_every` keeps come on top. Traffic is of one cluster in one round: divide by the time between its pushes.
+    A slave prints the same sum when it starts, and refuses to start if memory is short. Ranks need host memory beside
+    the model. Snapshots are the kept ones (`keep_snapshots`) and the one being written; versions kept by `keep_every`
+    are not included. Traffic is of one cluster in one round: divide by the time between its pushes.
 
     Exit codes: 0 done; 2 no model named, or several; 78 a file cannot be read.
 
@@ -82,13 +87,13 @@ def memory_command(
         print(describe_cluster(plan))
 
 
-Shares = list[tuple[str, int, int]]  # of each slave: name, layers, parameters
+Shares = list[tuple[str, int, int]]  # name, layers and parameters of each slave
 
 
 def make_plan(
     run_file: RunFile | None, cluster_file: ClusterFile | None, shares: Shares, ranks: int, rounds: int
 ) -> MemoryPlan:
-    """The sums for these shares; sections that no file names have their defaults."""
+    """Return the plan for these shares; sections without a file have their defaults."""
     shared = run_file.shared if run_file else cluster_file.shared if cluster_file else None
     codec, pull_codec = (shared.codec, shared.pull_codec) if shared else (Codec.FP32, Codec.FP32)
     keep = run_file.master.keep_snapshots if run_file else KEEP_SNAPSHOTS
@@ -130,7 +135,7 @@ def find_shares(
     factory: str | None = None,
     slaves: int = SLAVES,
 ) -> Shares:
-    """What each slave holds of the model that is named."""
+    """Return each slave's share of the given model."""
     names = [s.name for s in run_file.slaves] if run_file else [f"slave-{i}" for i in range(slaves)]
     if parameters is not None:
         return [
@@ -155,7 +160,7 @@ def _read_manifest(model: Path | None, factory: str | None, grouping: Grouping) 
 
 
 def _default_section(name: str) -> SlaveSection:
-    nowhere = Path("/nonexistent")  # nothing is read or written there
+    nowhere = Path("/nonexistent")  # not read or written
     return SlaveSection(name=name, master="127.0.0.1:0", directory=nowhere, initial_model=nowhere)
 
 

@@ -1,6 +1,6 @@
-"""What a run needs, as sums: memory and disk of each slave, host memory of each rank, bytes on a cluster's link.
+"""The sums of `dips plan`: memory and disk of each slave, host memory of each rank, bytes on a cluster's link.
 
-A slave's sum is the one that it prints when it starts (dips/outer/pool.py), a rank's the one of its parts
+A slave's sum is the one it prints when it starts (dips/outer/pool.py), a rank's sum that of its parts
 (dips/client/parallel/host_sum.py); nothing is estimated twice.
 """
 
@@ -18,16 +18,16 @@ from dips.slave.machine import memory_of
 
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
 RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/host_sum.py, which needs torch
-MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for clusters at work
-LEDGER_BYTES_ROUND = 2_000  # a round of ten clusters; a journal and a timeline besides
-HEADROOM = 1.1  # a request is not the sum to the byte
+MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for working clusters
+LEDGER_BYTES_ROUND = 2_000  # per round of ten clusters, without journal and timeline
+HEADROOM = 1.1  # factor from a sum to a Kubernetes request
 MIB = 1 << 20
 LEAST_CLAIM_MIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlave:
-    """One slave: what it takes, and of what."""
+    """The needs of one slave, with the sum of its memory."""
 
     name: str
     layers: int
@@ -39,7 +39,7 @@ class PlannedSlave:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
-    """One cluster, by its ranks: host memory of each, and what its link carries in a round."""
+    """The needs of one cluster: host memory of each rank, and bytes on its link per round."""
 
     ranks: int
     rank_bytes: int
@@ -49,7 +49,7 @@ class PlannedCluster:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All of it; `model` in elements."""
+    """The needs of a whole run; `model` in elements."""
 
     model: int
     slaves: tuple[PlannedSlave, ...]
@@ -58,12 +58,12 @@ class MemoryPlan:
     master_disk_bytes: int
 
     def as_data(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the plan as plain data, for --json."""
         return asdict(self)
 
 
 def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, keep_snapshots: int) -> PlannedSlave:
-    """What it prints at its start, and the snapshots that it keeps, the one that is written included."""
+    """Return a slave's needs: the memory it prints at its start, and its kept snapshots with the one being written."""
     memory = memory_of(section, numel, pull_codec)
     disk = SNAPSHOT_BYTES * numel * (keep_snapshots + 1)
     return PlannedSlave(section.name, layers, numel, memory.total_bytes, disk, memory.describe_sum())
@@ -72,7 +72,9 @@ def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec
 def plan_cluster(
     numel: int, ranks: int, codec: Codec, pull_codec: Codec, file: ClusterFile | None = None
 ) -> PlannedCluster:
-    """Of a model that is sharded evenly; `file` says whether ranks train on during a push."""
+    """Return the needs of a cluster whose model is sharded evenly; `file` tells whether ranks train on during a
+    push.
+    """
     share = ceil(numel / ranks)
     keeps = file is not None and file.overlap == "full"
     lossy = codec.lossy or pull_codec.lossy
@@ -87,14 +89,17 @@ def plan_cluster(
 
 
 def plan_memory(model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, rounds: int) -> MemoryPlan:
-    """The master holds no parameters, but a copy of the first model lies in its directory."""
+    """Return the plan of a run; the master holds no parameters, but a copy of the first model is in its directory."""
     disk = BYTES_PER_PARAMETER * model + LEDGER_BYTES_ROUND * rounds
     return MemoryPlan(model, tuple(slaves), cluster, MASTER_BYTES, disk)
 
 
 def kubernetes_resources(plan: MemoryPlan, cpus: int) -> dict[str, Any]:
-    """`resources` of each container, and the claims' sizes; a limit on memory is the request, so that a pod is not the
-    first to go. No limit on CPUs: one that is reached stops heartbeats, too."""
+    """Return `resources` of each container, and the claims' sizes.
+
+    The memory limit equals the request, so that a pod is not evicted first. There is no CPU limit: throttling would
+    delay heartbeats, too.
+    """
 
     def resources(nbytes: int, cpu: int) -> dict[str, Any]:
         memory = f"{ceil(nbytes * HEADROOM / MIB)}Mi"

@@ -1,4 +1,4 @@
-"""`dips plot`: the run's losses as a picture and as numbers."""
+"""The command `dips plot`: writes the run's losses as a picture and as numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ PUSHES, RESULTS, PICTURE = "loss.csv", "results.csv", "loss.png"
 def plot(
     config: CONFIG,
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write into.")] = Path("."),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON instead, and write nothing.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, and write no files.")] = False,
 ) -> None:
     """Draw the loss over tokens and over time: of each cluster and of the run, with gates and versions.
 

@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 
 from dips.view.points import PushPoint, ResultPoint, RoundPoint
 
-mpl.use("Agg")  # files only: there need not be a screen
+mpl.use("Agg")  # writes files only, without a screen
 
 MOST_NAMED = 12  # clusters in the legend
-MOST_PANELS = 4  # of numbers that are no losses
-RESULTS = ("#117733", "#aa3377", "#999933", "#882255")  # none of the clusters' colors
+MOST_PANELS = 4  # panels for numbers that are no losses
+RESULTS = ("#117733", "#aa3377", "#999933", "#882255")  # distinct from the clusters' colors
 RUN, GATED, VERSION = "black", "#d62728", "#7b3fa0"
-FAINT = 0.25  # what was rolled back
+FAINT = 0.25  # opacity of pushes that were rolled back
 Point = PushPoint | ResultPoint | RoundPoint
 Place = Callable[[Point], float]
 

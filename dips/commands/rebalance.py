@@ -1,4 +1,4 @@
-"""`dips rebalance`: other slaves for a run that goes on."""
+"""The command `dips rebalance`: moves a run to other slaves."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ def rebalance(
     config: CONFIG,
     old: Annotated[
         Path | None,
-        typer.Option(help="The run file of before, for slaves that --config does not name or that change directory."),
+        typer.Option(help="The previous run file; needed if a slave is removed or changes its directory."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; the run may go on.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan only; the run may be up.")] = False,
     keep_old: Annotated[
-        bool, typer.Option("--keep-old", help="Leave the snapshots of before as old-vN@rM, for you to delete.")
+        bool, typer.Option("--keep-old", help="Keep the old snapshots as old-vN@rM instead of deleting them.")
     ] = False,
 ) -> None:
-    """Move the layers to the slaves of another run file: more, fewer or other ones.
+    """Move the layers to the slaves of another run file: more, fewer or different ones.
 
     Stop the master and all slaves first, and start them with the new run file afterwards. Clusters keep running: they
-    train on without a master and find the new slaves in their next grant.
+    train on without a master and learn the new slaves from their next grant.
 
-    Every slave's directory, of before and of after, must be reachable from here under the path in the run file: on this
-    machine, on shared storage, or mounted. That of a new slave must exist. Each holds, besides what is there, one more
-    snapshot for a while.
+    The directory of every old and new slave must be reachable from here under its path in the run file: on this
+    machine, on shared storage, or mounted. A new slave's directory must exist. Each needs space for one more snapshot
+    for a while.
 
-    The newest durable version is copied, θ and m bit for bit, and read back; then one row of the ledger makes the new
-    placement the run's (`dips history` shows it), and the snapshots of before are deleted, those of older versions too.
-    Until that row nothing has changed: a failed or interrupted rebalance leaves the run as it was. Repeat the same
-    command to finish one that was interrupted.
+    The newest durable version is copied, θ and m bit for bit, and read back; then one row in the ledger makes the new
+    placement valid (`dips history` shows it), and the old snapshots are deleted, also those of older versions. Until
+    that row nothing has changed: a rebalance that fails or is interrupted leaves the run as it was. Repeat the same
+    command to finish an interrupted one.
 
-    Exit codes: 0 done; 65 a snapshot is damaged; 74 a disk is full or failed; 78 the run files, a directory or the
-    memory is not usable, or something runs.
+    Exit codes: 0 done; 65 a snapshot is damaged; 74 a disk is full or failed; 78 a run file, a directory or the memory
+    is not usable, or a daemon runs.
 
     \b
     Example:

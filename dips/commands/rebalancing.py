@@ -1,7 +1,7 @@
-"""What `dips rebalance` does, in its order: hold everything, look, plan, copy, read back, write the row, clean up.
+"""The steps of `dips rebalance`, in order: lock everything, read, plan, copy, read back, write the row, clean up.
 
-Whatever it is interrupted by, the placement of before is whole until the row, and that of after from then on; a
-repetition begins anew, and finds done what was done.
+At any interruption the old placement is complete until the row is written, and the new placement afterwards; a
+repetition starts again and skips completed steps.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MOST_MOVES = 40  # layers that the plan lists by name
 
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
-    """The plan, and what it means on the disks."""
+    """The plan of a rebalance, and the copies on disk that it needs."""
 
     plan: RebalancePlan
     run: str
     model: Manifest
     copies: tuple[files.SnapshotCopy, ...]
-    kept: Mapping[str, Path]  # slaves that have theirs already
+    kept: Mapping[str, Path]  # snapshots of slaves whose layers do not change
 
     @property
     def changes_nothing(self) -> bool:
@@ -52,15 +52,15 @@ class Rebalancing:
 
 
 def show_plan(after: RunFile, before: RunFile | None) -> None:
-    """Print what `rebalance_run` would do; raise what it would raise before it copies."""
+    """Print the plan of `rebalance_run`; raises the errors that it would raise before copying."""
     with closing(Ledger.open(ledger_path(after), readonly=True)) as ledger:
         _describe(_plan(after, before, ledger), after)
 
 
 def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> None:
-    """Move the layers to the slaves of `after`; `before` names the directories of those that it does not name.
+    """Move the layers to the slaves of `after`; `before` gives the directories of slaves that `after` does not name.
 
-    Raise ConfigError if something runs or is not usable, CorruptSnapshot, FailedDisk: then nothing has changed.
+    Raises ConfigError if a daemon runs or a file is not usable, CorruptSnapshot, FailedDisk: then nothing has changed.
     """
     sections = _sections(after, before)
     discard = keep_snapshot if keep_old else delete_snapshot
@@ -71,7 +71,7 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
         version = work.plan.version
         if not work.changes_nothing:
             digests = _make_snapshots(work)
-            ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
+            ledger.start_term()  # from here on a former master that was taken for dead cannot write
             placed = ", ".join(name for name, _ in work.plan.after)
             ledger.write_records([*work.plan.records(digests), make_local_row("rebalance", f"to {placed}")])
             for copy in work.copies:
@@ -85,7 +85,9 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
 
 
 def _sections(after: RunFile, before: RunFile | None) -> list[SlaveSection]:
-    """Every slave and directory, of before and of after, once; ConfigError if one is missing, or is two slaves'."""
+    """Return every old and new slave once per directory. Raises ConfigError if a directory is missing or used by two
+    slaves.
+    """
     found: dict[Path, SlaveSection] = {}
     for section in (*after.slaves, *(before.slaves if before else ())):
         if not section.directory.is_dir():
@@ -94,7 +96,7 @@ def _sections(after: RunFile, before: RunFile | None) -> list[SlaveSection]:
                     f"slaves.{section.name}.directory: {section.directory} is not here: mount it, or make it if it is "
                     "to be new"
                 )
-            continue  # whether it is needed, find_placed tells
+            continue  # find_placed raises if it is needed
         owner = found.setdefault(section.directory.resolve(), section)
         if owner.name != section.name:
             raise ConfigError(
@@ -106,7 +108,9 @@ def _sections(after: RunFile, before: RunFile | None) -> list[SlaveSection]:
 
 @contextmanager
 def _holding(after: RunFile, sections: Sequence[SlaveSection]) -> Iterator[Ledger]:
-    """Hold the ledger and all directories, so that nobody starts meanwhile; ConfigError names everybody who runs."""
+    """Lock the ledger and all directories, so that no daemon starts meanwhile. Raises ConfigError naming all
+    that run.
+    """
     running: list[str] = []
     with ExitStack() as stack:
         try:
@@ -128,7 +132,7 @@ def _holding(after: RunFile, sections: Sequence[SlaveSection]) -> Iterator[Ledge
 
 
 def _finish_last(ledger: Ledger, sections: Sequence[SlaveSection], discard: Callable[[Path], None]) -> None:
-    """Put into their places what an interrupted rebalance had staged, if its row is in the ledger."""
+    """Finish an interrupted rebalance whose row is in the ledger: rename its staged snapshots."""
     digests, placed = ledger.read_digests(), dict(ledger.run_row().placement)
     for section in sections:
         if section.name in placed:
@@ -148,7 +152,7 @@ def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing
     _check_ledger_is_new(state, held)
     plan = plan_rebalance(state, model, held, [section.name for section in after.slaves])
     _check_memory(plan, model, after)
-    if plan.version == GENESIS:  # is read from the initial model, wherever its layers are placed
+    if plan.version == GENESIS:  # read from the initial model, independent of the placement
         return Rebalancing(plan, run, model, (), {})
     holder = {layer: held[name][plan.version] for name, layers in plan.before for layer in layers}
     incarnations, was = dict(plan.incarnations), dict(plan.before)
@@ -164,7 +168,7 @@ def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing
 
 
 def _where(name: str, after: RunFile, before: RunFile | None) -> list[Path]:
-    """Where a slave's snapshots may lie: as the new run file says, or the old one."""
+    """Return the directories that may hold a slave's snapshots, by the new run file or the old one."""
     sections = [s for f in (after, before) if f is not None for s in f.slaves if s.name == name]
     if not sections:
         known = "the run file of --old does not name it either" if before else "name its run file by --old"
@@ -173,7 +177,9 @@ def _where(name: str, after: RunFile, before: RunFile | None) -> list[Path]:
 
 
 def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Mapping[VersionId, Path]]) -> None:
-    """As the master does when slaves register: a round that this ledger has not reserved is another one's."""
+    """Raise ConfigError if a snapshot's round is not reserved in this ledger, as the master does when slaves
+    register.
+    """
     for name, versions in held.items():
         newest = max((version.round for version in versions), default=0)
         if newest >= state.next_round:
@@ -184,7 +190,7 @@ def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Mapping[VersionI
 
 
 def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
-    """Hold each slave's sum against its `memory_bytes`, or against this machine's memory."""
+    """Compare each slave's memory sum with its `memory_bytes`, or with this machine's memory."""
     for name, layers in plan.after:
         section = after.slave_section(name)
         memory = memory_of(section, sum(model.layers[layer].numel for layer in layers), after.shared.pull_codec)
@@ -196,7 +202,7 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
 
 
 def _make_snapshots(work: Rebalancing) -> dict[str, str]:
-    """Copy, and read everything that the new placement consists of; return its digests. A failure leaves nothing."""
+    """Copy and verify all snapshots of the new placement; return their digests. On failure nothing is left behind."""
     version = work.plan.version
     digests = {name: files.manifest_digest(path) for name, path in work.kept.items()}
     kept = {name: read_manifest(path) for name, path in work.kept.items()}
@@ -231,7 +237,9 @@ def _make_snapshots(work: Rebalancing) -> dict[str, str]:
 
 
 def _drop_stale(copy: files.SnapshotCopy) -> None:
-    """Another version that an interrupted try had staged, before the run went on without it."""
+    """Delete staged snapshots of other versions, left by an interrupted rebalance before the run continued
+    without it.
+    """
     for version in staged_versions(copy.directory):
         if version != copy.version:
             shutil.rmtree(staged_path(copy.directory, version))
@@ -241,7 +249,7 @@ def _drop_stale(copy: files.SnapshotCopy) -> None:
 
 
 def _describe(work: Rebalancing, after: RunFile) -> None:
-    """What moves, what is written, and the memory that each slave will take: the sum that it prints at its start."""
+    """Print the moves, the snapshots to be written, and each slave's memory sum."""
     plan, model = work.plan, work.model
     print(f"run {work.run}: {plan.version} lies on {', '.join(name for name, _ in plan.before)}")
     if plan.undone:

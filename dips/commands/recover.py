@@ -1,4 +1,4 @@
-"""`dips recover`: go on from a saved model when disks are lost and no mirror has them."""
+"""The command `dips recover`: continues a run from a saved model when disks are lost and not mirrored."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from dips.telemetry import logs
 
 def recover(
     config: CONFIG,
-    model: Annotated[Path, typer.Option(help="A safetensors file of the whole model, fp32.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    model: Annotated[Path, typer.Option(help="The safetensors file of the whole model, fp32.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Go on from a saved model after a disk was lost.
+    """Continue from a saved model after a disk was lost.
 
-    First look for something better: a directory that can be brought back, or a mirror (`mirror:` in the run file), from
-    which slaves and master restore themselves. Without these the run stands. This makes a new version, the head's
-    successor, of a file: what `dips export` wrote, or a cluster saved, under the parameters' own names.
+    First look for something better: a directory that can be restored, or a mirror (`mirror:` in the run file), from
+    which slaves and master restore themselves. Without these the run cannot continue. This command makes a new version,
+    the successor of the head, from a file: written by `dips export`, or saved by a cluster, with the parameters' own
+    names.
 
-    Parameters of all layers come from the file. Momentum comes from the slaves' newest snapshots, which are brought
-    back from their mirrors if they are newer there; the layers of a slave that has none lose theirs. Of a lost ledger
-    nothing comes back but its counters: history, tokens and data ranges begin anew, with the file as version 0; then
-    the agents must be started again, too.
+    Parameters of all layers come from the file. Momentum comes from the slaves' newest snapshots, which are restored
+    from their mirrors if they are newer there; the layers of a slave without a snapshot lose their momentum. Of a lost
+    ledger only the counters are restored: history, tokens and data ranges start again, with the file as version 0; then
+    the agents must be restarted, too.
 
     Stop the master and all slaves before; all slaves' directories must be reachable from here. Clusters train on, and
-    pull the new version when the run serves it. `dips history` shows what was done.
+    pull the new version when the run serves it. `dips history` shows the recovery.
 
-    A recover that failed or was interrupted leaves the run as it was, or is finished by the same command or the slaves.
+    A recovery that fails or is interrupted leaves the run as it was, or is completed by the same command or by the
+    slaves.
 
-    Exit codes: 0 done; 1 you said no; 74 a disk or mirror is full or failed; 78 something still serves, or the file is
+    Exit codes: 0 done; 1 you declined; 74 a disk or mirror is full or failed; 78 a daemon still serves, or the file is
     not this run's model.
 
     \b

@@ -1,8 +1,8 @@
-"""What `dips recover` does, in its order: hold everything, look, ask, stage, write the row, give names.
+"""The steps of `dips recover`, in order: lock everything, read, ask, stage, write the row, rename.
 
-Until the row nothing of it is believed: not by a master that is started instead, and not by a repetition, which begins
-anew. From the row on a repetition, or the slaves themselves, give the staged snapshots their names. A new ledger is
-built aside and takes its name with the row in it.
+Until the row is written its work counts for nothing: neither for a master that is started instead, nor for a
+repetition, which starts again. After the row a repetition, or the slaves themselves, rename the staged snapshots. A new
+ledger is built aside and renamed once the row is in it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dips.protocol.records import RoundReserved, RunRow
 from dips.slave.rebuild import Rebuild, SlaveFinding
 from dips.telemetry.logs import Log
 
-ASIDE = ".recovering"  # in the master's directory: a ledger that is not whole yet
+ASIDE = ".recovering"  # in the master's directory: a ledger that is not complete yet
 
 
 def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], bool]) -> VersionId | None:
-    """Make a version of the file, the successor of the run's head; None if `agree`, asked a question, said no.
+    """Make a version from the file, the successor of the run's head; return None if `agree` declined the question.
 
-    Raise ConfigError if something serves or the file is not the model, FailedDisk, FailedMirror: then the run is as it
-    was.
+    Raises ConfigError if a daemon serves or the file is not the model, FailedDisk, FailedMirror: then the run is
+    unchanged.
     """
     _require_stopped(config)
     path = genesis.ledger_path(config)
@@ -53,7 +53,7 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         _print_plan(head, version, model, found)
         if not agree(f"Make {version} of {model}?"):
             return None
-        ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
+        ledger.start_term()  # from here on a former master that was taken for dead cannot write
         ledger.write_records([RoundReserved(version.round, 0.0)], time.time())
         digests = rebuild.stage_version(version, found, max((peer.inc for peer in state.slaves), default=0))
         without = rebuild.layer_names([layer for one in found if one.momentum_of is None for layer in one.layers])
@@ -69,7 +69,7 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
 
 
 def _require_stopped(config: RunFile) -> None:
-    """Nobody serves this run on this machine; the locks are taken for good afterwards, one by one."""
+    """Raise ConfigError if a daemon of this run is running on this machine; the locks are taken one by one later."""
     locks = [
         ("the master", Path(f"{genesis.ledger_path(config)}.lock")),
         *((f"slave {s.name}", s.lock) for s in config.slaves),
@@ -81,11 +81,11 @@ def _require_stopped(config: RunFile) -> None:
 
 @contextmanager
 def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
-    """A ledger that begins with the file, aside, with version 0; its counters are above every name that disks and
-    mirrors show.
+    """Create a ledger aside that begins with the file as version 0; its counters exceed every name on disks and
+    mirrors.
 
-    Mirrors that hold this run are no reason to refuse, as for `dips init`: its slaves go on from them. One that cannot
-    be read is: whoever knows of a round above the counters would end the next master.
+    Unlike for `dips init`, a mirror that holds this run is no reason to refuse: its slaves continue from it. A mirror
+    that cannot be read is: a daemon that knows a round above the counters would stop the next master.
     """
     path = genesis.ledger_path(config)
     store = restore.mirror_of(config)
@@ -94,7 +94,7 @@ def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
     print(f"note: no ledger at {path}: history, tokens and data ranges begin anew")
     aside = _aside(path)
     with hold_ledger(path):
-        shutil.rmtree(aside.parent, ignore_errors=True)  # of a try that was killed
+        shutil.rmtree(aside.parent, ignore_errors=True)  # left by a try that was killed
         aside.parent.mkdir(parents=True)
         try:
             with closing(Ledger.create(aside, _write_initial(config, model, aside.parent), time.time)) as ledger:
@@ -111,7 +111,7 @@ def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
 
 
 def _write_initial(config: RunFile, model: Path, directory: Path) -> RunRow:
-    """Write version 0 of the file, and return the ledger's first row; of the tensors nothing stays in memory."""
+    """Write the file as version 0, and return the ledger's first row; keeps no tensors in memory."""
     tensors = _read_tensors(model)
     manifest = genesis.manifest_of(tensors, config.shared.grouping)
     genesis.write_initial(config, manifest, tensors, directory)

@@ -1,4 +1,4 @@
-"""`dips rollback`: go back to an older version."""
+"""The command `dips rollback`: makes an older version the head again."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Pending
 from dips.protocol.events import RollbackAsked
 
-ASK_S = 0.5  # between two looks at how far it is
+ASK_S = 0.5  # pause between two questions
 
 
 def rollback(
-    version: Annotated[str, typer.Argument(metavar="vN@rM", help="The version, as `dips history` names it.")],
+    version: Annotated[str, typer.Argument(metavar="vN@rM", help="The version, as in `dips history`.")],
     config: WHOSE = None,
     master: MASTER = None,
     credentials: CREDENTIALS = None,
-    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for all slaves to say what they have.")] = 60.0,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for all slaves to report their snapshots.")
+    ] = 60.0,
 ) -> None:
-    """Go back to an older version: it is the head again, with its momentum, and the run goes on from there.
+    """Make an older version the head again, with its momentum; the run continues from there.
 
-    The master goes back by itself when a slave has lost its newest snapshots, by master.most_rollback outer steps at
-    most. Farther back it waits, in red: look first whether that slave has its true directory (an old volume, a disk
-    that is not mounted, a process that only bears its name), and start it again with it. Say this word only if what is
-    newer is lost for good.
+    The master rolls back by itself when a slave has lost its newest snapshots, by at most master.most_rollback outer
+    steps. For more steps it waits, shown in red: first check that this slave has its real directory (not an old volume,
+    a disk that is not mounted, or another process under its name), and restart it. Use this command only if the newer
+    versions are lost for good.
 
-    Also by hand: something that spoilt the model was accepted an hour ago. Versions that can be reached are the newest
-    ones, what `keep_every` keeps, and what mirrors hold; `dips status` and a refusal of this word name them. Tokens of
-    the versions that are undone go back, their data ranges are undone (see requeue), open pushes are given back to
-    their clusters, which pull the version and go on. Keep out first who did it: `dips cluster quarantine CLUSTER`.
+    Also use it to undo by hand, for example an update accepted an hour ago that spoilt the model. Reachable versions
+    are the newest ones, those kept by `keep_every`, and those on mirrors; `dips status` and a refusal of this command
+    name them. Tokens of the undone versions are subtracted, their data ranges are undone (see requeue), open pushes are
+    returned to their clusters, which pull the version and continue. First exclude the cluster that caused it: `dips
+    cluster quarantine CLUSTER`.
 
-    What was undone never comes back into the run. Its snapshots stay on the disks until a version after the new head is
-    durable, so `dips drain` the slaves and copy them before, if you want to look at them.
+    Undone versions never return to the run. Their snapshots stay on the disks until a version after the new head is
+    durable, so `dips drain` the slaves and copy them first if you want to inspect them.
 
-    While slaves are away it stays asked, also when this command has ended; the head's own name takes it back.
+    While slaves are away the request stays open, also after this command has ended; requesting the head itself cancels
+    it.
 
     Exit codes: 0 it is the head; 1 not every slave offers it, or not within --wait-s; 69 no master answers; 78 the
     master does not know it.

@@ -1,4 +1,4 @@
-"""`dips seed`: bring a run its first model, over the lanes."""
+"""The command `dips seed`: sends a run its first model over the lanes."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ def seed(
     master: MASTER = None,
     credentials: CREDENTIALS = None,
     model: Annotated[
-        Path | None, typer.Option(help="A safetensors file, fp32; default: what `dips init` wrote.")
+        Path | None, typer.Option(help="Read θ from this safetensors file, fp32; default: the file of `dips init`.")
     ] = None,
     factory: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Make θ: a function without arguments, returns a module."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Make θ by this function, which takes no arguments and returns a module."
+        ),
     ] = None,
-    number: Annotated[int, typer.Option("--seed", help="torch.manual_seed before the factory is called.")] = 0,
+    number: Annotated[int, typer.Option("--seed", help="Seed for torch.manual_seed before the factory is called.")] = 0,
     trainable: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only parameters of such names, as in '*.lora_*'; may be repeated."),
+        typer.Option(metavar="PATTERN", help="Share only parameters of such names, as '*.lora_*'. Repeatable."),
     ] = None,
-    wait_s: Annotated[float, typer.Option(min=0, help="Give up when nothing has moved for so long.")] = 600.0,
+    wait_s: Annotated[float, typer.Option(min=0, help="Give up after this many seconds without progress.")] = 600.0,
 ) -> None:
-    """Bring a run its first model, over the lanes.
+    """Send a run its first model over the lanes.
 
-    Start dips-master and every dips-slave with empty directories: they wait. This makes the run's ledger at the master
-    and brings each slave its layers, which it compares with the ledger and writes to its disk; then the run begins. No
-    disk is shared, and no file is copied. Where `dips init` has made the run, only slaves that lack the model get it.
+    Start dips-master and every dips-slave with empty directories: they wait. This command makes the run's ledger at the
+    master and sends each slave its layers, which it compares with the ledger and writes to its disk; then the run
+    begins. No shared disk or copied file is needed. If `dips init` has made the run, only slaves without the model get
+    it.
 
-    Everything may crash on the way: say it again. A slave that has its layers on the disk is passed over, so it does no
-    harm when all have them. A run that has begun takes no other model.
+    After a crash of any process, repeat the command: slaves that have their layers on disk are skipped, so it is
+    harmless if all have them. A run that has begun accepts no other model.
 
     Exit codes: 0 every slave has it; 69 master or slaves did not answer, or nothing moved for --wait-s; 77 your
     certificate is not an operator's; 78 the run has begun with another model, or the model is not usable.
@@ -65,7 +68,7 @@ def seed(
     peer = find_master(config, master, credentials)
     if model is None and factory is None and config is not None:
         model = _model_of_init(config)
-    check_source(model, factory)  # before it waits for a master
+    check_source(model, factory)  # before waiting for a master
     with _SeedBar() as bar:
         asyncio.run(
             _bring_model(
@@ -109,7 +112,7 @@ async def _describe(peer: Endpoint) -> dict[str, Any]:
 
 
 class _SeedBar:
-    """Bytes, rate and what is waited for, on standard error."""
+    """Shows bytes, rate and the reason for waiting on standard error."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)

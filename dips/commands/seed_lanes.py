@@ -1,7 +1,7 @@
-"""Brings the first model to the slaves over their lanes, as a push that the master grants to an operator.
+"""Sends the first model to the slaves over their lanes, as a push that the master grants to an operator.
 
-The master is asked again and again: its answer says what is to be done next, so that a restart of any party costs time
-and nothing else. What a slave has on its disk is not brought again.
+The master is asked repeatedly: its answer says what to do next, so that a restart of any process costs only time.
+Layers that a slave has on its disk are not sent again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dips.transport import curve
 from dips.transport.endpoints import Endpoint
 from dips.transport.shares import F32, Piece
 
-ASK_S = 1.0  # between two questions; a lease is ten seconds by default
-STALL_S = 30.0  # a slave that asks for nothing for so long is given up, and asked again
-MOST_DROPS = 10  # of the transfer, before it is given up for good
+ASK_S = 1.0  # pause between two questions; a lease is ten seconds by default
+STALL_S = 30.0  # a transfer to a slave that asks for nothing for this long is ended and tried again
+MOST_DROPS = 10  # dropped transfers before giving up for good
 
 Tensors = Mapping[str, F32]
 
 
 @dataclass
 class SeedWatch:
-    """What a person is told: how far it is, and what it waits for."""
+    """Callbacks for the display: progress, and the reason for waiting."""
 
     on_rate: Callable[[TransferRate], None]
     on_wait: Callable[[str], None]
@@ -45,7 +45,7 @@ class SeedWatch:
 
 @dataclass
 class _Moving:
-    """One transfer, in a thread."""
+    """One transfer in a thread."""
 
     granted: SeedGranted
     cancel: threading.Event = field(default_factory=threading.Event)
@@ -63,12 +63,12 @@ class _Moving:
 
 
 class SeedTransfer:
-    """One process's attempt to bring one model to the slaves of one run."""
+    """One attempt to send a model to the slaves of a run."""
 
     def __init__(
         self, master: Endpoint, run: str, manifest: Manifest, tensors: Tensors, watch: SeedWatch, wait_s: float
     ) -> None:
-        """`wait_s`: without any sign of progress for so long, give up."""
+        """Prepare the transfer; `wait_s` is the longest time without progress."""
         self._master, self._run, self._watch, self._wait_s = master, run, watch, wait_s
         self._pieces = list_seed_pieces(manifest, tensors)
         self._nonce, self._keys = uuid.uuid4().hex, curve.new_keys()
@@ -77,16 +77,16 @@ class SeedTransfer:
         self._progress_at = time.monotonic()
 
     async def bring_model(self, genesis: tuple[str, ...]) -> None:
-        """Return when every slave has it on its disk.
+        """Send the model; return when every slave has it on its disk.
 
-        Errors  ConfigError: this run's first model is another, or it has begun; UnavailableMaster, UnavailableSlave:
-                no progress within the time to wait, or the slaves dropped it again and again
+        Errors  ConfigError: the run has another first model, or has begun; UnavailableMaster, UnavailableSlave: nothing
+                moved within the time to wait, or the slaves dropped the transfer repeatedly
         """
         try:
             while True:
                 result = await self._ask_master(genesis)
                 if isinstance(result, Acknowledged) or (isinstance(result, Refused) and self._has_moved()):
-                    return  # a run that has begun has its first model, which is this one: another was Failed
+                    return  # the run has begun, with this model: with another one the answer would have been an error
                 await self._follow_result(result)
                 await asyncio.sleep(ASK_S)
         finally:
@@ -94,7 +94,9 @@ class SeedTransfer:
                 await self._moving.end()
 
     async def _ask_master(self, genesis: tuple[str, ...]) -> Result:
-        """A master that is away is asked again; one that is back has forgotten what moved."""
+        """Ask the master for the next step; a master that is away is asked again, and has forgotten the transfer when
+        it returns.
+        """
         broken = self._moving is not None and self._moving.over and self._moving.error is not None
         given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
         try:
@@ -110,7 +112,7 @@ class SeedTransfer:
         return result
 
     def _has_moved(self) -> bool:
-        """Whether all of it is at the slaves; they write it and begin while nobody asks."""
+        """Return whether all bytes are at the slaves, which write them and begin without further questions."""
         moving = self._moving
         return moving is not None and moving.over and moving.error is None
 
@@ -131,7 +133,7 @@ class SeedTransfer:
                 raise UnavailableMaster(f"the master answered {type(result).__name__} to `dips seed`")
 
     async def _begin_transfer(self, granted: SeedGranted) -> None:
-        """Move what was granted, unless it moves already."""
+        """Start the granted transfer, unless it is moving already."""
         if self._moving is not None and self._moving.granted.push == granted.push:
             return
         if self._moving is not None:
@@ -140,7 +142,7 @@ class SeedTransfer:
         moving.task = asyncio.create_task(asyncio.to_thread(self._move, moving))
 
     def _move(self, moving: _Moving) -> None:
-        """On a thread of its own. What breaks is asked for again."""
+        """Move the granted layers in a thread; a failure is stored, and the master is asked again."""
         grant, push = moving.granted.grant, moving.granted.push
         identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0, self._keys)
         try:
@@ -167,7 +169,7 @@ class SeedTransfer:
 
 
 def list_seed_pieces(manifest: Manifest, tensors: Tensors) -> list[Piece]:
-    """Every parameter of a model, whole."""
+    """Return every parameter of a model as one piece."""
     flats = (
         (l, p, np.ascontiguousarray(tensors[parameter.name], dtype=np.float32).reshape(-1))
         for l, layer in enumerate(manifest.layers)
@@ -181,7 +183,7 @@ def _layers_of(grant: Grant) -> set[int]:
 
 
 async def await_master(master: Endpoint, watch: SeedWatch, wait_s: float) -> dict[str, Any]:
-    """The master's status, as soon as it answers; raise UnavailableMaster after `wait_s`."""
+    """Return the master's status as soon as it answers. Raises UnavailableMaster after `wait_s`."""
     from dips.commands.status import ask_status
 
     until = time.monotonic() + wait_s

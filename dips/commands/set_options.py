@@ -1,4 +1,4 @@
-"""`dips set`: change options and targets while the run goes on."""
+"""The command `dips set`: changes options and targets of a running run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def set_options(
     changes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE...", help="Keys as in the run file; none: show all.", autocompletion=complete_change
+            metavar="KEY=VALUE...", help="Keys as in the run file; default show all.", autocompletion=complete_change
         ),
     ] = None,
     config: WHOSE = None,
@@ -33,23 +33,23 @@ def set_options(
     credentials: CREDENTIALS = None,
     as_json: AS_JSON = False,
 ) -> None:
-    """Change options, or how far the run goes, while it goes on: no restart, and no round is lost.
+    """Change options, or the targets of a run, while it runs: without a restart or a lost round.
 
-    The ledger keeps each change with who made it (`dips history --audit`), and each version's row the numbers that it
-    was made with. The run file keeps what the run began with, and need not be edited. `off` is the file's null; of the
-    two clips one at most holds. All other keys take a restart, or are agreed upon when a run is made.
+    The ledger records each change and its author (`dips history --audit`), and for each version the values that it
+    was made with. The run file keeps the initial values, and need not be edited. `off` is the file's null; of the
+    two clips only one can be set. All other keys need a restart, or are fixed when a run is made.
 
-    Targets (stop.*, data.epochs) are totals; clusters learn them within a heartbeat, and `outer.progress`, and learning
-    rates with it, are of the new target. A smaller target is accepted if it is not yet reached; 0 is no end by that
-    measure. A finished run goes on from its last version: start dips-client again on each cluster.
+    Targets (stop.*, data.epochs) are totals; clusters learn them within a heartbeat, and `outer.progress` and learning
+    rates then follow the new target. A smaller target is accepted if it is not yet reached; 0 means no end by that
+    measure. A finished run continues from its last version: start dips-client again on each cluster.
 
     \b
-    What may be set:
+    Keys:
       stop.tokens stop.versions stop.wall_s data.epochs: at once
       TUNABLE
 
-    Exit codes: 0 done; 1 refused; 2 no such key; 69 no master answers; 77 you are no operator; 78 such a value cannot
-    be.
+    Exit codes: 0 done; 1 refused; 2 no such key; 69 no master answers; 77 you are no operator; 78 the value is
+    not possible.
 
     \b
     Example:
@@ -66,7 +66,7 @@ def set_options(
 
 
 def _list_tunable() -> str:
-    """Spell TUNABLE for the help: keys that hold at the same moment on a line."""
+    """Format TUNABLE for the help: keys that take effect at the same moment share a line."""
     moments: dict[str, list[str]] = {}
     for key, moment in TUNABLE.items():
         moments.setdefault(moment, []).append(key)
@@ -113,7 +113,7 @@ def _print_targets(answer: Extended) -> None:
 
 
 def _print_tuned(changes: Sequence[TunedOption], named: set[str], as_json: bool) -> None:
-    """Print all that was ever tuned, as it holds."""
+    """Print all keys that were ever tuned, with their present values."""
     if as_json:
         print(json.dumps({change.key: None if change.off else change.value for change in changes}))
         return

@@ -1,4 +1,4 @@
-"""`dips status`: the run as its master sees it."""
+"""The command `dips status`: shows the run as its master sees it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def status(
     master: MASTER = None,
     credentials: CREDENTIALS = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON, for scripts.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, once a second.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat each second until Ctrl-C.")] = False,
 ) -> None:
-    """Show the run: round, clusters, slaves, and why.
+    """Show the round, clusters and slaves of a run.
 
-    Each state comes with its reason. --watch draws it anew each second on a terminal, and prints a line a second
-    elsewhere.
+    Each state is shown with its reason. --watch redraws the status each second on a terminal, and prints a line a
+    second otherwise.
 
     Exit code 69 if no master answers.
 
@@ -60,7 +60,7 @@ async def ask_view(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> R
 
 
 async def ask_status(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
-    """The same as what --json prints."""
+    """Ask the master once and return its status. Raises UnavailableMaster if no answer comes in time."""
     channel = control.open_channel(master)
     try:
         return await _ask_status(StatusServiceStub(channel), master, deadline_s)
@@ -90,7 +90,7 @@ def _print_status(answer: dict[str, Any], as_json: bool) -> None:
 
 async def _watch_status(master: Endpoint, as_json: bool) -> None:
     console, channel = Console(), control.open_channel(master)
-    drawn = console.is_terminal and not as_json  # in a file or a pipe nothing can be drawn anew
+    drawn = console.is_terminal and not as_json  # a file or a pipe cannot be redrawn
     try:
         with Live(console=console, auto_refresh=False, screen=True) if drawn else nullcontext() as live:
             while True:

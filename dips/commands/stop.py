@@ -1,4 +1,4 @@
-"""`dips stop`: let a run end with its next version."""
+"""The command `dips stop`: ends a run with its next version."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dips.protocol.effects import Extended, Refused
 from dips.protocol.events import ExtensionAsked, TargetChange
 from dips.transport.endpoints import Endpoint
 
-TRIES = 5  # a version may be made between the look and the word
+TRIES = 5  # a version may be made between reading the head and the request
 
 
 def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS = None) -> None:
     """End the run with its next version: clusters push once more, pull the last model, and their training ends.
 
-    Nothing is lost, and nobody is interrupted in an inner step. The ledger keeps it, as any change of `stop.versions`;
-    `dips set stop.versions=0` takes it back, also after the end. Daemons go on answering until they are stopped.
+    Nothing is lost, and no inner step is interrupted. The ledger records it as a change of `stop.versions`;
+    `dips set stop.versions=0` undoes it, also after the end. Daemons keep answering until they are stopped.
 
     Exit codes: 0 done, or the run had ended before; 1 refused; 69 no master answers; 77 you are no operator.
 
@@ -42,7 +42,7 @@ def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS =
 
 
 async def _ask_to_stop(master: Endpoint) -> tuple[VersionId, Extended | Refused | None]:
-    """Return the last version and the master's answer; None: it had ended before."""
+    """Return the last version and the master's answer; None: the run had ended before."""
     answer: Any = None
     for _ in range(TRIES):
         view = await ask_view(master)

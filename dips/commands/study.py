@@ -1,4 +1,4 @@
-"""`dips study`: which outer step suits a model, by real training of a small one in virtual time."""
+"""The command `dips study`: compares outer steps by real training of a small model in virtual time."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ TEMPLATE, RUNS, NUMBERS, PICTURE, WORDS = "study.yaml", "runs", "results.csv", "
 
 
 def study(
-    file: Annotated[Path | None, typer.Argument(metavar="STUDY.yaml", help="What is compared with what.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="STUDY.yaml", help="The study file, which lists the runs to compare.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where results lie; default study-NAME here.")
+        Path | None, typer.Option("--output", "-o", help="The directory of the results; default study-NAME.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; default one for each core.")
+        int | None, typer.Option("--jobs", "-j", min=1, help="Number of runs at a time; default one per core.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and about how long they take.")] = False,
-    template: Annotated[bool, typer.Option("--template", help="Write study.yaml with every key, and end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and their estimated time only.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Write study.yaml with every key, and exit.")] = False,
 ) -> None:
-    """Compare outer steps, gates and paces on a model of yours, before accelerators are spent on them.
+    """Compare outer steps, gates and paces on your own model, before spending accelerators on them.
 
-    Each run trains a small model for real, on one core, while clusters, links, master and slaves go on in virtual time:
-    the master's decisions, ledger and kernels are those of a real run. Options are the keys of dips.yaml, so what is
-    found can be copied there.
+    Each run trains a small model for real, on one core, while clusters, links, master and slaves run in virtual time:
+    the master's decisions, ledger and kernels are those of a real run. Options are the keys of dips.yaml, so results
+    can be copied there.
 
     \b
     1. dips study --template             writes study.yaml: a study of the demo's model, explained
     2. name your own model and data in it: `factory: mymodel:task`   (docs/guides/study.md)
-    3. dips study study.yaml --dry-run   what will be run, and for how long
-    4. dips study study.yaml -j 4        run it; Ctrl-C and the same line again go on where it was
+    3. dips study study.yaml --dry-run   prints the runs and their time
+    4. dips study study.yaml -j 4        runs it; after Ctrl-C the same command continues
 
     Results: a table with paired 95 % intervals and a recommendation; results.csv, losses.png and a file for each run in
     the output directory. A finished run is never computed twice, as long as its settings and the code are the same.
@@ -64,7 +66,7 @@ def study(
 
     read = read_study(file)
     first = read.plan_first()[0]
-    make_model(load_task(read.factory, first.settings.task), first.seed)  # a factory that is wrong is known at once
+    make_model(load_task(read.factory, first.settings.task), first.seed)  # so that a wrong factory fails at once
     directory = output or Path(f"study-{read.name}")
     store, cores = ResultStore(directory / RUNS, read.factory), jobs or len(os.sched_getaffinity(0))
     if dry_run:
@@ -94,7 +96,7 @@ def _write_template(path: Path) -> None:
 
 
 def _print_plan(read: Study, store: ResultStore, jobs: int) -> None:
-    """Every run, whether it is done, and about how long the others take."""
+    """Print every run, whether it is done, and an estimate of the time for the others."""
     from dips.study.runner import measure_step_s, spell_seconds
     from dips.study.study_file import list_tunings
 
@@ -139,7 +141,7 @@ def _print_result(result: StudyResult, directory: Path) -> None:
 
 
 def _draw(result: StudyResult, path: Path) -> str:
-    """The picture, where matplotlib is."""
+    """Draw the picture if matplotlib is installed; return text about it for the output."""
     try:
         from dips.study.drawing import draw_study
     except ImportError:

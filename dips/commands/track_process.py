@@ -1,8 +1,8 @@
-"""The process of `master.track`: `python -m dips.commands.track_process MASTER_PID RUN_FILE tensorboard|wandb`.
+"""The tracker process of `master.track`: `python -m dips.commands.track_process MASTER_PID RUN_FILE tensorboard|wandb`.
 
-It reads the ledger as any reader of SQLite's WAL does, which no writer waits for, and writes what has ended since it
-last looked. How far it came is in `track/`, so the next process goes on there; one that was killed may write its last
-rounds twice. It ends with its master.
+The process reads the ledger through SQLite's WAL, so that no writer waits for it, and writes the rounds that have ended
+since its last read. Its position is stored in `track/`, where the next process continues; after a kill the last
+rounds may be written twice. The process ends with its master.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from dips.telemetry import exits
 from dips.telemetry.track_sinks import TensorBoardSink, TrackSink, WandbSink
 from dips.view.points import PointMaker, name_numbers, name_results
 
-LOOK_EVERY_S = 2.0  # for rounds that have ended
-PAGE = 256  # rounds that are read at once
+LOOK_EVERY_S = 2.0  # pause between two reads
+PAGE = 256  # rounds per read
 
 
 @dataclass
 class TrackPosition:
-    """What is written: rounds, and results of versions, up to these."""
+    """The last round, and the last round with a result, that are written."""
 
     round: int = 0
     result: int = 0
 
 
 class Follower:
-    """Brings the ledger's rounds to a sink."""
+    """Writes the ledger's rounds to a tracker's sink."""
 
     def __init__(self, ledger: Ledger, sink: TrackSink, position: TrackPosition) -> None:
         self._ledger, self._sink, self.position = ledger, sink, position
@@ -49,7 +49,7 @@ class Follower:
         self._read = 0  # rounds that it has seen: a new process counts tokens from the first on
 
     def write_new(self) -> int:
-        """Write all that has ended since the last call; return how many points that were."""
+        """Write all that has ended since the last call; return the number of points."""
         written = self._write_rounds() + self._write_results()
         if written:
             self._sink.flush()
@@ -83,12 +83,12 @@ class Follower:
 
 
 def main(argv: list[str]) -> None:
-    """Follow until SIGTERM, which the kernel sends when the master dies."""
+    """Follow the ledger until SIGTERM, which the kernel sends when the master dies."""
     master, run_file, kind = int(argv[1]), Path(argv[2]), argv[3]
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: _end_soon(ended, number, frame))
     set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != master:  # it died before prctl
+    if os.getppid() != master:  # the master died before prctl
         raise SystemExit(128 + signal.SIGTERM)
     exits.run_command(lambda: follow_run(load_run(run_file), kind, ended))
 
@@ -98,7 +98,7 @@ def _end_soon(ended: threading.Event, number: int, frame: FrameType | None) -> N
 
 
 def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
-    """Write what happens into a sink of this kind until `ended` is set."""
+    """Write new rounds into a sink of this kind until `ended` is set."""
     directory = config.master.directory / "track"
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{kind}.json"
@@ -109,7 +109,7 @@ def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
     ):
         newest = ledger.read_history(1)
         if position.round > (newest[-1].round if newest else 0):
-            position = TrackPosition()  # of a run that was thrown away with `dips init --force`
+            position = TrackPosition()  # the old position was of a run deleted by `dips init --force`
         follower = Follower(ledger, sink, position)
         while True:
             last = ended.is_set()
@@ -122,7 +122,7 @@ def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
 
 
 def _read_position(path: Path) -> TrackPosition:
-    """Where the last process ended; the beginning if there was none, or its file is damaged."""
+    """Return the position of the last process; the beginning if there was none, or its file is damaged."""
     try:
         told = json.loads(path.read_text())
         return TrackPosition(int(told["round"]), int(told["result"]))

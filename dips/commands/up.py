@@ -1,4 +1,4 @@
-"""`dips up`: a whole run on this machine, from one command."""
+"""The command `dips up`: starts a complete run on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dips.view import terminal
 MODEL_FILE = "model.py"
 DEFAULT_FACTORY = "model:build"
 LOOK_EVERY_S = 0.5
-TELL_EVERY_S = 10.0  # a line of status
+TELL_EVERY_S = 10.0  # pause between two lines of status
 
 
 def up(
@@ -33,22 +33,24 @@ def up(
     cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: cluster.yaml beside it.")] = None,
     factory: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help=f"Makes the first model; default: {DEFAULT_FACTORY}."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help=f"Make the first model by this function; default: {DEFAULT_FACTORY}."
+        ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Take the first model from a safetensors file, fp32.")] = None,
-    seed: Annotated[int, typer.Option(help="torch.manual_seed before the factory is called.")] = 0,
+    model: Annotated[Path | None, typer.Option(help="Read the first model from this safetensors file, fp32.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for torch.manual_seed before the factory is called.")] = 0,
 ) -> None:
-    """Start master, slaves and one training cluster on this machine, and end them all when the training ends.
+    """Start master, slaves and one training cluster on this machine, and stop them all when the training ends.
 
-    It needs dips.yaml, shared.yaml and cluster.yaml, as `dips new` writes them. A run that is not made yet is made
-    first (`dips init`); one that is there goes on from its last version. Output of the training command appears here,
-    with a line of status now and then; each process writes logs/NAME.log beside the run file (`dips logs`).
+    Needs dips.yaml, shared.yaml and cluster.yaml, as `dips new` writes them. A run that does not exist yet is made
+    first (`dips init`); an existing run continues from its last version. Output of the training command is printed
+    here, with a line of status every ten seconds; each process writes logs/NAME.log beside the run file (`dips logs`).
 
-    More clusters may join from other terminals: dips-client --config OTHER.yaml -- COMMAND. Ctrl-C ends everything in
-    order, and loses nothing that was committed; the same command goes on. On several machines start the daemons by
-    themselves (docs/guides/several-machines.md).
+    More clusters may join from other terminals: dips-client --config OTHER.yaml -- COMMAND. Ctrl-C stops all processes
+    in order, and loses nothing that was committed; the same command continues the run. On several machines start the
+    daemons one by one (docs/guides/several-machines.md).
 
-    Exit code: that of the training command; 130 after Ctrl-C; 78 if a file is wrong or a port is in use.
+    Exit codes: that of the training command; 130 after Ctrl-C; 78 if a file is wrong or a port is in use.
 
     \b
     Example:
@@ -98,7 +100,7 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
     with LocalProcesses() as running:
         local.start_master(running, config)
         for section in run_file.slaves:
-            if section.supervisor != "exec":  # the master starts those
+            if section.supervisor != "exec":  # the master starts slaves of "exec"
                 local.start_slave(running, config, section.name)
         agent = local.start_cluster(
             running, cluster_path, cluster_file.cluster, command,
@@ -109,7 +111,7 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
         try:
             _watch_agent(running, agent, master)
         except (KeyboardInterrupt, SystemExit):
-            agent.ask_to_end()  # before the daemons: it takes leave of the master
+            agent.ask_to_end()  # before the daemons, so that it can leave the run at the master
             agent.end_by(time.monotonic() + cluster_file.end_grace_s)
             raise
         _tell_status(master)
@@ -118,7 +120,7 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
 
 
 def _watch_agent(running: LocalProcesses, agent: LocalProcess, master: Endpoint) -> None:
-    """Return when the agent has ended; print the status now and then."""
+    """Wait until the agent has ended; print the status regularly."""
     told = time.monotonic()
     while agent.exit_code() is None:
         _check_daemons(running, agent)
@@ -134,7 +136,7 @@ def _tell_status(master: Endpoint) -> None:
 
 
 def _check_daemons(running: LocalProcesses, agent: LocalProcess) -> None:
-    """End with the exit code of a daemon that has ended, and the end of its log."""
+    """Exit with the code of a daemon that has ended, and print the end of its log."""
     for process in running.processes.values():
         code = process.exit_code()
         if process is not agent and code is not None:

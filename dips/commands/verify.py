@@ -1,4 +1,4 @@
-"""`dips verify`: are the snapshots what the ledger says, bit for bit?"""
+"""The command `dips verify`: checks all snapshots against the ledger, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ Results = Mapping[str, Mapping[VersionId, str]]  # by slave and version: INTACT,
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the ledger says; empty where it is not at hand."""
+    """The versions in the ledger; empty if the ledger is not here."""
 
     lineage: tuple[VersionId, ...]  # not retired, oldest first
-    durable: VersionId | None  # the newest that was announced as durable
+    durable: VersionId | None  # the newest version announced as durable; None: no ledger
     digests: Mapping[tuple[int, str], str]
 
 
 def verify(
     config: CONFIG,
-    slave: Annotated[str | None, typer.Option("--slave", help="Only this one's directory; default all here.")] = None,
+    slave: Annotated[
+        str | None, typer.Option("--slave", help="Check only this slave; default all on this machine.")
+    ] = None,
     as_json: AS_JSON = False,
 ) -> None:
-    """Read all snapshots through, and compare every digest.
+    """Read all snapshots, and compare every digest.
 
-    Each layer's bytes are held against the snapshot's manifest, and the manifest against the ledger, for every slave
-    of the run file whose directory is on this machine. Takes the memory of one layer and the disk's time; slaves and
-    master may be running. Without a ledger here (a slave's own machine) snapshots are held against their manifests.
+    Each layer's bytes are compared with the snapshot's manifest, and the manifest with the ledger, for every slave in
+    the run file whose directory is on this machine. Needs the memory of one layer and one read of the disk; slaves and
+    master may be running. Without a ledger here (on a slave's own machine) snapshots are compared with their manifests.
 
-    A slave does the same when it starts, and passes damaged ones over: then the run is rolled back to the newest
-    version that every slave has intact, which is named here.
+    A slave does the same when it starts, and skips damaged snapshots: then the run is rolled back to the newest
+    version that every slave has intact, which this command names.
 
     Exit codes: 0 the newest durable version is intact; 65 it is not; 78 no directory is here, or no such slave.
 
@@ -70,7 +72,7 @@ def verify(
 
 
 def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
-    """Say whether the newest durable version can be served, and what from if not; with the exit code."""
+    """Return whether the newest durable version can be served, else which version could be, with the exit code."""
     on_disk = sorted({v for found in results.values() for v in found})
     newest = known.durable if known.durable is not None else (on_disk[-1] if on_disk else GENESIS)
     if newest == GENESIS:

@@ -1,8 +1,8 @@
-"""The process of one version, `master.on_version`: `python -m dips.commands.version_process MASTER_PID RUN_FILE VERSION
+"""The process that `master.on_version` starts: `python -m dips.commands.version_process MASTER_PID RUN_FILE VERSION
 MODEL` with `--call MODULE:FUNCTION` or `-- COMMAND…`.
 
-It exports the version to MODEL, then runs the command, or calls the function in itself and prints what it returns. It
-leads a process group that ends with it, also when the master dies in whatever way: the kernel tells it.
+The process exports the version to MODEL, then runs the command, or calls the function and prints its result. It
+leads a process group that ends with it, and the kernel signals it when the master dies for any reason.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from dips.telemetry import exits
 
-PULLED_AS = "on-version"  # the cluster that it is where the slaves' disks are elsewhere
-TRIES = 5  # of a pull over the lanes
-RETRY_S = 20.0  # between two
-NOT_FOUND = 127  # as a shell says it
+PULLED_AS = "on-version"  # cluster name for a pull, used if the slaves' disks are not here
+TRIES = 5  # tries of a pull over the lanes
+RETRY_S = 20.0  # pause between two tries
+NOT_FOUND = 127  # exit code, as in a shell
 
 
 def main(argv: list[str]) -> None:
-    """Do the whole of it; the exit code is the command's."""
+    """Export the version, then run the command or call the function; the exit code is the command's."""
     master, run_file, version, model = int(argv[1]), Path(argv[2]), argv[3], Path(argv[4])
     signal.signal(signal.SIGTERM, _end_group)
     set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != master:  # it died before prctl
+    if os.getppid() != master:  # the master died before prctl
         raise SystemExit(128 + signal.SIGTERM)
     exits.run_command(lambda: _process_version(run_file, version, model, argv[5], argv[6:]))
 
@@ -56,7 +56,9 @@ def _process_version(run_file: Path, version: str, model: Path, how: str, what: 
 
 
 def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
-    """From the slaves' disks, or, where these are on other machines, over the lanes: `keep_every` keeps it there."""
+    """Export from the slaves' disks, or over the lanes if these are on other machines (`keep_every` keeps the
+    version).
+    """
     directories = [s.directory for s in config.slaves]
     if all(path.is_dir() for path in directories):
         export_snapshot(directories, version, model)
@@ -65,7 +67,7 @@ def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
         try:
             export_over_lanes(operator_peer(config, PULLED_AS), version, model, PULLED_AS)
             return
-        except Unavailable as error:  # a slave that starts again must not cost a version its result
+        except Unavailable as error:  # a restarting slave must not cost a version its result
             if not left:
                 raise
             sys.stderr.write(f"{error}; tried again in {RETRY_S:g} s\n")
@@ -82,9 +84,9 @@ def _run_command(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _call_function(spec: str, model: Path, version: str) -> None:
-    """Call `function(model, version)`; what it returns, a mapping of numbers or None, becomes the last line."""
+    """Call `function(model, version)`, and print its result, a mapping of numbers or None, as the last line."""
     module, _, name = spec.partition(":")
-    sys.path.insert(0, "")  # a module beside the run file is the usual case
+    sys.path.insert(0, "")  # the module usually is beside the run file
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

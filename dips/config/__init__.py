@@ -1,8 +1,8 @@
-"""Gathers every option: reads YAML, refuses unknown keys, hashes what all must agree on.
+"""All options of the daemons: reads YAML, rejects unknown keys, hashes the options on which all must agree.
 
-Two files. The *run file* (`dips.yaml`) belongs to the operator: master and slaves read it, `dips init` makes the run
-from it. The *cluster file* (`cluster.yaml`) belongs to one training cluster. Both hold the section `shared`, inline or
-as the path of a third file: what all must agree on, compared by digest at Join.
+There are two files. The *run file* (`dips.yaml`) is read by master and slaves; `dips init` makes the run from it. The
+*cluster file* (`cluster.yaml`) is read by one training cluster. Both hold the section `shared`, inline or as the path
+of a third file: the options on which all must agree, compared by digest at Join.
 """
 
 from dips.config.addresses import host_port, is_loopback

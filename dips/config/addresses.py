@@ -1,4 +1,4 @@
-"""Addresses as the files spell them."""
+"""Addresses in the configuration files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dips.errors import ConfigError
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """Split `host:port` (IPv6 hosts in brackets); raise ConfigError on anything else."""
+    """Split `host:port` (IPv6 hosts in brackets). Raises ConfigError for anything else."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"expected an address like 127.0.0.1:7800, got {address!r}")
@@ -16,7 +16,7 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """What is sent there stays on this machine; a name that only begins like such an address is not one."""
+    """Return whether `host` is `localhost` or a loopback address, so that traffic to it stays on this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The cluster file, `cluster.yaml`: it belongs to one training cluster."""
+"""The cluster file, `cluster.yaml`, of one training cluster."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
 
-MOST_FRAGMENTS = 256  # of a cluster: a model has seldom more layers
+MOST_FRAGMENTS = 256  # models rarely have more layers
 DEFAULT_STEPS = 64  # H, §5.1
 
 
 class PaceSection(Section):
-    """When a cluster pushes: exactly one of the three."""
+    """The pace of a cluster's pushes: exactly one of the three."""
 
     steps: Annotated[int, Field(ge=1)] | None = None  # after every H inner steps
-    seconds: Annotated[float, Field(gt=0)] | None = None  # after so long (A-EDiT; its authors take 600)
-    aligned: Annotated[int, Field(ge=1)] | None = None  # together with the other clusters; H that it would take alone
+    seconds: Annotated[float, Field(gt=0)] | None = None  # after this time (A-EDiT; its authors use 600)
+    aligned: Annotated[int, Field(ge=1)] | None = None  # together with the other clusters; H if it were alone
 
     @model_validator(mode="before")
     @classmethod
@@ -48,7 +48,7 @@ class ClusterFile(HttpKeys):
     cluster: str
     master: str  # host:port
     pace: PaceSection = PaceSection(aligned=DEFAULT_STEPS)
-    overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    overlap: Literal["none", "full"] = "none"  # full: train during push, window and pull; takes more host memory
     # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
     # is divided by this. Needs overlap: full and install: whole.
     fragments: Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)] = 1
@@ -58,44 +58,44 @@ class ClusterFile(HttpKeys):
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
     on_divergence: DivergencePolicy = DivergencePolicy.RESET
-    collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
+    collective_s: Annotated[float, Field(gt=0)] = 600.0  # a rank that misses a collective for this long ends the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
-    # The variable DIPS_AGENT comes before it. null: ranks are on the agent's host, and it listens to nobody else. What
-    # is said there is signed and is neither parameters nor secrets: it need not be loopback.
+    # The variable DIPS_AGENT overrides it. null: ranks are on the agent's host, and no port is open. Messages there are
+    # signed and contain neither parameters nor secrets, so the address need not be loopback.
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for this long is reconnected
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
-    # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Others may grant less:
+    # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Launchers may allow less:
     # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
     end_grace_s: Annotated[float, Field(gt=0)] = 300.0
-    # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
+    # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "lazy"] = "whole"
-    # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
-    # the run needs a section `tls`, so that lanes are encrypted: the relay passes on what it is given.
+    # Host of this agent through which ranks without a route reach the slaves; null: they connect directly. Off loopback
+    # the run needs a section `tls`, so that lanes are encrypted: the relay forwards bytes unchanged.
     relay: str | None = None
-    log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level comes before it
+    log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level overrides it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 
     @property
     def poll_s(self) -> float:
-        """No collective of the training job waits longer for anybody outside the cluster."""
+        """The longest time for which a collective of the training job waits for a process outside the cluster."""
         return self.heartbeat_s
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """The agent's certificate; None: plain text."""
+        """The agent's certificate files; None: plain text."""
         return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Read a cluster file; raise ConfigError naming file and key."""
+    """Read a cluster file. Raises ConfigError naming file and key."""
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]

@@ -1,4 +1,4 @@
-"""The keys of a daemon's HTTP port: probes, metrics, and on the master the page."""
+"""The keys of a daemon's HTTP port, which serves probes, metrics, and on the master the page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dips.config.section import Section
 
 
 class HttpKeys(Section):
-    """Of `master`, of each of `slaves`, and of the cluster file."""
+    """The HTTP keys of `master`, of each of `slaves`, and of the cluster file."""
 
-    http: str | None = None  # host:port; null: nowhere. Off loopback it speaks TLS with the section `tls`
-    http_token: Path | None = None  # file with the token of readers who have no certificate; null: none may read so
+    http: str | None = None  # host:port; null: no port. Off loopback it uses TLS by the section `tls`
+    http_token: Path | None = None  # file with the token of readers without a certificate; null: certificates only
 
     @model_validator(mode="after")
     def _require_port(self) -> HttpKeys:

@@ -12,24 +12,25 @@ from dips.config.section import Section
 from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy, WindowRule
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
 
-ORDER_HEARTBEATS = 5  # of silence, for orders that move no model: as many as a lease has
-LEAST_TRANSFER_HEARTBEATS = 15  # of silence, however few bytes: a stream that breaks needs time to come back
+ORDER_HEARTBEATS = 5  # deadline of orders that move no model, in heartbeats: as long as a lease
+LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream needs time to reconnect
 
 
 class JournalSection(Section):
-    """The master's journal, evidence for `dips-master replay`: so many segments of journal.SEGMENT_BYTES, and a state
-    each."""
+    """The master's journal for `dips-master replay`: segments of journal.SEGMENT_BYTES, each with a state."""
 
-    segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
+    segments: Annotated[int, Field(ge=0)] = 8  # newest segments that are kept; 0: no journal
 
 
 class OnVersionSection(Section):
-    """What the master has done for every n-th version, in a process of its own (master/on_version.py)."""
+    """A command or function that the master runs for every n-th version, in a separate process
+    (master/on_version.py).
+    """
 
     every: Annotated[int, Field(ge=1)]  # versions
-    command: tuple[str, ...] = ()  # run in the run file's directory; DIPS_MODEL and DIPS_VERSION say of what
+    command: tuple[str, ...] = ()  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
     call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
-    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then it is killed with its process group
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # after which the process group is killed
 
     @model_validator(mode="after")
     def _require_one(self) -> OnVersionSection:
@@ -41,10 +42,10 @@ class OnVersionSection(Section):
 
 
 class TrackSection(Section):
-    """Where the master has its losses, versions and gates shown besides, by processes of their own."""
+    """Trackers that show the run's losses, versions and gates, each in a separate process."""
 
     tensorboard: Path | None = None  # directory of the event files; null: none
-    wandb: str | None = None  # project of Weights & Biases; WANDB_MODE and WANDB_API_KEY say how; null: none
+    wandb: str | None = None  # project of Weights & Biases, with WANDB_MODE and WANDB_API_KEY; null: none
 
     @model_validator(mode="after")
     def _require_place(self) -> TrackSection:
@@ -54,7 +55,7 @@ class TrackSection(Section):
 
 
 class TimingSection(Section):
-    """How long the master waits; seconds. Silence that is told by heartbeats is counted in them."""
+    """The master's deadlines, in seconds. Deadlines that depend on heartbeats are multiples of heartbeat_s."""
 
     window_s: float | None = None  # longer where clusters of equal pace miss each other; None: as TimingOptions has it
     window: WindowRule = WindowRule.FIXED  # adaptive where clusters push as they please
@@ -70,7 +71,7 @@ class TimingSection(Section):
         return self
 
     def make_options(self) -> TimingOptions:
-        """All deadlines: those that are counted in heartbeats, too."""
+        """Return all deadlines, including the multiples of heartbeats."""
         return TimingOptions(
             **self.model_dump(),
             order_s=ORDER_HEARTBEATS * self.heartbeat_s,
@@ -80,22 +81,22 @@ class TimingSection(Section):
 
 
 class MasterSection(HttpKeys):
-    """The one that decides."""
+    """The section of the master."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, journal, logs, timeline
     timing: TimingSection = TimingSection()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
-    keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
-    keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
+    keep_every: Annotated[int, Field(ge=0)] = 0  # every n-th older version is kept; 0: none
+    keep_most: Annotated[int, Field(ge=0)] = 0  # at most the newest n of these are kept; 0: all, until disks are full
     most_rollback: Annotated[int, Field(ge=0)] = MOST_ROLLBACK  # outer steps undone without `dips rollback`
-    on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
+    on_version: OnVersionSection | None = None  # run for every n-th version; null: nothing
     track: TrackSection | None = None  # TensorBoard and W&B; null: neither
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
-    mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
-    requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
+    mirror: str | None = None  # URL to which the ledger is copied, before its contents are announced; null: none
+    requeue: RequeuePolicy = RequeuePolicy.NONE  # whether data of rolled-back versions is trained again
 
     @model_validator(mode="after")
     def _require_kept(self) -> MasterSection:

@@ -1,4 +1,4 @@
-"""Reads a file and checks what its keys have in common: types, names, and that plain text stays on this machine."""
+"""Reads a file and checks what the files have in common: types, names, and that plain text stays on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_file(path: Path, model: type[Model]) -> Model:
 def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None:
     """Raise ConfigError if the file is a `shared` section in the place of a file that names one."""
     field = model.model_fields.get("shared")
-    section: Any = None if field is None else field.annotation  # what `shared` is in every file
+    section: Any = None if field is None else field.annotation  # the class of `shared`
     if section is None or not raw or not raw.keys() <= section.model_fields.keys():
         return
     raise ConfigError(
@@ -46,12 +46,12 @@ def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None
 
 
 def is_cluster_file(path: Path) -> bool:
-    """Whether this is a cluster file, by its keys; what is none of both is read as a run file, and refused by name."""
+    """Return whether a file is a cluster file, by its keys; any other is read as a run file and rejected there."""
     return "cluster" in read_yaml(path)
 
 
 def list_files(path: Path) -> tuple[Path, ...]:
-    """The file and the one that its `shared` names; the file alone while it cannot be read."""
+    """Return the file and the file that its `shared` names; only the file itself if it cannot be read."""
     try:
         shared = read_yaml(path).get("shared")
     except ConfigError:
@@ -60,7 +60,7 @@ def list_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's keys; raise ConfigError on whatever stands in it: a daemon that runs reads it again."""
+    """Return the file's keys. Raises ConfigError for any invalid content, since running daemons read files again."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,7 +68,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(f"{path}: expected UTF-8, got byte 0x{byte:02x} at offset {error.start}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a path with a NUL
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, a path with a NUL
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: {TOO_DEEP}") from error
@@ -99,7 +99,7 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def _resolve_paths(raw: Any, base: Path) -> Any:
-    """Make relative paths relative to the file that names them, so that a daemon may start anywhere; URLs stay."""
+    """Make relative paths relative to the file that contains them, so that a daemon may start anywhere; URLs stay."""
     if isinstance(raw, dict):
         return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
@@ -127,8 +127,7 @@ def check_names(path: Path, names: list[tuple[str, str]]) -> None:
 
 
 def check_transport(path: Path, insecure: bool, tls: TlsSection | None, addresses: list[tuple[str, str]]) -> None:
-    """Plain text leaves the machine never, and stays on it only when that is asked for
-    (docs/architecture.md#security)."""
+    """Allow plain text on this machine only, and only if the file asks for it (docs/architecture.md#security)."""
     if insecure == (tls is not None):
         got = "both" if insecure else "neither"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The run file, `dips.yaml`: it is the operator's; master and slaves read it, `dips init` makes the run from it."""
+"""The run file, `dips.yaml`: read by master and slaves; `dips init` makes the run from it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dips.protocol.options import Options
 
 
 class RunFile(Section):
-    """`dips.yaml`: one run, its master and its slaves."""
+    """A run file, `dips.yaml`: one run, its master and its slaves."""
 
     shared: Shared
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
-    clusters: tuple[str, ...] | None = None  # that may join; null: all that have a certificate of the run
+    clusters: tuple[str, ...] | None = None  # that may join; null: all with a certificate of the run
     limits: LimitsSection = LimitsSection()
-    log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level comes before it
+    log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level overrides it
     tls: TlsSection | None = None
     insecure: bool = False  # plain text instead; only on loopback
 
     def make_options(self) -> Options:
-        """Gather what tunes the Coordinator."""
+        """Return the Coordinator's options."""
         s, m = self.shared, self.master
         return Options(
             s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(), m.keep_snapshots, s.codec,
@@ -41,11 +41,11 @@ class RunFile(Section):
         )  # fmt: skip
 
     def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:
-        """Certificate of the process of this name; None: plain text."""
+        """Return the certificate files of a process; None: plain text."""
         return None if self.tls is None else self.tls.files_of(name, role)
 
     def slave_section(self, name: str) -> SlaveSection:
-        """Return one slave's section; raise ConfigError naming those that exist."""
+        """Return one slave's section. Raises ConfigError naming those that exist."""
         for section in self.slaves:
             if section.name == name:
                 return section
@@ -53,7 +53,7 @@ class RunFile(Section):
 
 
 def load_run(path: Path) -> RunFile:
-    """Read a run file; raise ConfigError naming file and key."""
+    """Read a run file. Raises ConfigError naming file and key."""
     config = load_file(path, RunFile)
     check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
     names = [s.name for s in config.slaves]

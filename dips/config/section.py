@@ -1,4 +1,4 @@
-"""What every section of the files is."""
+"""The base class and common types of all sections of the configuration files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Section(BaseModel):
-    """A mapping of the file: unknown keys are refused by name."""
+    """A mapping in a configuration file; unknown keys are rejected by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

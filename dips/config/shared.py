@@ -1,4 +1,4 @@
-"""The section `shared`: what every process of the run must agree on."""
+"""The section `shared`: the options on which all processes of the run must agree."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
 
-MOST_PATTERNS = 64  # of buffers' names: each is compared with every parameter's
+MOST_PATTERNS = 64  # patterns of buffers' names, each compared with every parameter's name
 
 
 class PenaltySection(Section):
-    """Which pushes count (docs/guides/gates.md). What else the penalty goes by are defaults of PenaltyOptions."""
+    """The gates that decide which pushes count (docs/guides/gates.md). All other constants are defaults of
+    PenaltyOptions.
+    """
 
     gates: tuple[str, ...] = tuple(PenaltyOptions().gates)  # in this order; also the names of entry points
     beta: float = PenaltyOptions().beta  # gated above β times the threshold: higher gates less
@@ -33,12 +35,12 @@ class PenaltySection(Section):
         return self
 
     def make_options(self) -> PenaltyOptions:
-        """The penalty's options with these."""
+        """Return the penalty's options with these values."""
         return PenaltyOptions(**self.model_dump())
 
 
 class Shared(Section):
-    """What every process of the run must agree on; its digest is compared at Join."""
+    """The options on which all processes of the run must agree; their digest is compared at Join."""
 
     run: str
     outer: OuterOptions = OuterOptions()
@@ -47,14 +49,14 @@ class Shared(Section):
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: Codec = Codec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
-    pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
-    layers: LayerUnit = LayerUnit.BLOCK  # what rules that weigh each layer alone weigh: `merge: rda`, for one
+    pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones round each θ as clusters pull it, and cost 8 B as above
+    layers: LayerUnit = LayerUnit.BLOCK  # the unit of rules that weigh each layer separately, such as `merge: rda`
     share_buffers: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_PATTERNS)] = ()
 
     @field_validator("data", mode="before")
     @classmethod
     def _own_data(cls, value: Any) -> Any:
-        """`data: own` is the word for no ranges: clusters keep their loaders, and nobody tracks what they read."""
+        """Read `data: own` as no ranges: clusters keep their own loaders, and the run does not track their data."""
         return {"ranges": 0} if value == "own" else value
 
     @model_validator(mode="after")
@@ -72,11 +74,11 @@ class Shared(Section):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all must agree on: everything but how far the run goes, which its ledger says (`dips set`)."""
+        """The options on which all must agree: all except the run's targets, which are in its ledger (`dips set`)."""
         return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
 
     @property
     def digest(self) -> str:
-        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
+        """A hash of the agreed values, independent of spelling: `0.7` and a default of 0.7 agree."""
         text = json.dumps(self.agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

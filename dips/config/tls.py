@@ -10,7 +10,7 @@ from dips.identity.paths import TlsFiles
 
 
 class TlsSection(Section):
-    """Certificates (`dips certs`); in cert and key `{name}` and `{role}` stand for those of the process that reads."""
+    """Certificate files (`dips certs`); `{name}` and `{role}` in cert and key are replaced by those of the process."""
 
     ca: Path
     cert: Path
@@ -18,5 +18,5 @@ class TlsSection(Section):
     crl: Path | None = None
 
     def files_of(self, name: str, role: PeerRole) -> TlsFiles:
-        """The files of one process."""
+        """Return the files of one process."""
         return TlsFiles(self.ca, self.cert, self.key, self.crl).of(name, role)

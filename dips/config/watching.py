@@ -1,7 +1,7 @@
-"""Looks at a daemon's file again while it runs: what may change is used at once, and what cannot is said, key by key.
+"""Watches a daemon's file while it runs: keys that may change are used at once, all others are reported one by one.
 
-A file that is half written, or wrong, is reported, and what was read before stays in use; so do certificates
-(dips/transport/tls.py). Nothing here knows what a key does: the daemon says which keys it takes over.
+An incomplete or wrong file is reported, and the former values stay in use, as for certificates
+(dips/transport/tls.py). The meaning of keys is unknown here: the daemon tells which keys it takes over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dips.config.section import Section
 from dips.errors import ConfigError
 from dips.file_stamps import FileStamp, stamp_file
 
-LOOK_S = 1.0  # between two looks at the files' dates
+LOOK_S = 1.0  # pause between two checks of the files' dates
 MOST_VALUE = 80  # characters of a value in a message
 Report = Callable[[str], None]
 File = TypeVar("File", bound=Section)
@@ -29,7 +29,7 @@ _OPEN = "the port is open since the start: restart this process"
 _MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"
 _FILES = "the files themselves are looked at each second, renew them in place; other paths take a restart"
 
-# Why a key cannot change while the daemon runs; the first row that fits. What fits none is read at the start.
+# Why a key cannot change while the daemon runs: the first matching row. Other keys are read at the start.
 REASONS: tuple[tuple[str, str], ...] = (
     *((f"shared.outer.{key}", _TUNE) for key in ("lr", "momentum", "clip.norm", "clip.relative")),
     ("shared.penalty.gates*", _AGREED),
@@ -56,7 +56,7 @@ _OTHERWISE = "it is read at the start: restart this process"
 
 
 class ConfigWatch(Generic[File]):
-    """One daemon's file, as it was used and as it is now."""
+    """Watches one daemon's file, and keeps the configuration in use."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class ConfigWatch(Generic[File]):
         report: Report,
         ignored: Collection[str] = (),
     ) -> None:
-        """
+        """Start with the configuration in use.
+
         changeable  keys that the daemon takes over
-        report      hears, once each, what cannot be used
-        ignored     patterns of keys that are other processes'
+        report      called once for each change that cannot be used
+        ignored     patterns of keys of other processes
         """
         self.path, self.in_use = path, config
         self._load, self._changeable, self._report, self._ignored = load, changeable, report, tuple(ignored)
@@ -79,7 +80,9 @@ class ConfigWatch(Generic[File]):
         self._said: dict[str, Any] = {}
 
     def look_again(self, now: bool = False) -> tuple[File, list[str]] | None:
-        """Return the new file and the keys to take over, if there are any; `now`: also if no date has changed."""
+        """Return the new file and the keys to take over, None if there are none; `now`: read it even if no date has
+        changed.
+        """
         if _stamp_of(self._files) == self._stamp and not now:
             return None
         self._files = list_files(self.path)
@@ -102,7 +105,7 @@ class ConfigWatch(Generic[File]):
                 self._said[key] = after
                 self._report(f"{key}: {_spell(before)} → {_spell(after)} is not used: {explain_key(key)}")
         for key in self._said.keys() - {key for key, _, _ in found}:
-            del self._said[key]  # as it was; the next change is worth a word again
+            del self._said[key]  # changed back; the next change is reported again
         if not taken:
             return None
         self.in_use = self.in_use.model_copy(update=taken)
@@ -112,7 +115,7 @@ class ConfigWatch(Generic[File]):
 async def keep_watching(
     watch: ConfigWatch[File], apply: Callable[[File, list[str]], None], hurry: asyncio.Event | None = None
 ) -> None:
-    """Look once a second, and as soon as `hurry` is set (SIGHUP); until it is cancelled."""
+    """Check the file once a second, and as soon as `hurry` is set (SIGHUP), until cancelled."""
     hurry = hurry or asyncio.Event()
     while True:
         asked = hurry.is_set()
@@ -127,17 +130,17 @@ async def keep_watching(
 
 
 def describe_keys(config: Section, keys: list[str]) -> str:
-    """What was taken over, for logs and the ledger."""
+    """Describe the keys that were taken over, for logs and the ledger."""
     return "; ".join(f"{key}: {_spell(getattr(config, key))}" for key in keys)
 
 
 def explain_key(key: str) -> str:
-    """Why this key cannot change while the daemon runs, and what to do."""
+    """Return why this key cannot change while the daemon runs, and what to do."""
     return next((reason for pattern, reason in REASONS if fnmatchcase(key, pattern)), _OTHERWISE)
 
 
 def find_changes(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, after) of everything that differs; slaves are named, other lists are one value."""
+    """Yield (key, before, after) for all differences; slaves are compared by name, other lists as one value."""
     if key == "slaves":
         before, after = ({s["name"]: s for s in sections} for sections in (before, after))
         if list(before) != list(after):

@@ -1,1 +1,1 @@
-"""The demonstration: a small language model, its data, two unequal clusters, plots."""
+"""The demonstration of `dips demo`: a small language model, its data, two unequal clusters, plots."""

@@ -1,6 +1,7 @@
-"""Certificates for `dips demo --secure`, made by the commands of docs/guides/certificates.md, as operators make them.
+"""Certificates for `dips demo --secure`, made by the commands of docs/guides/certificates.md.
 
-One directory stands for all machines: in a real run the authority's, `ca/`, lies elsewhere, and keys do not meet.
+One directory represents all machines: in a real run the authority's `ca/` is elsewhere, and each machine has its own
+key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dips.local.processes import ProcessEnded
 from dips.transport.endpoints import master_peer
 
 AUTHORITY, CERTIFICATES = "ca", "certs"  # directories
-VIEWER = "watch"  # whose certificate the demo's own view of the status shows
+VIEWER = "watch"  # name in the certificate by which the demo reads the status
 _ENROLLED = (
     (MASTER_NAME, PeerRole.MASTER),
     *((name, PeerRole.SLAVE) for name in SLAVES),
@@ -31,7 +32,7 @@ _ENROLLED = (
 
 
 def make_certificates(files: DemoLayout) -> int:
-    """Make an authority and one certificate for each process and for who looks; return how many."""
+    """Make an authority and a certificate for each process and for the viewer; return their number."""
     authority, directory = files.directory / AUTHORITY, files.directory / CERTIFICATES
     local.run_word("certs", "init", str(authority), "--run", RUN)
     for name, role in _ENROLLED:
@@ -44,12 +45,12 @@ def make_certificates(files: DemoLayout) -> int:
 
 
 def viewer_file(files: DemoLayout) -> Path:
-    """The certificate that the demo itself shows."""
+    """Return the certificate by which the demo itself asks the master."""
     return files.directory / CERTIFICATES / f"{VIEWER}.{PeerRole.VIEWER}.crt"
 
 
 def check_strangers(files: DemoLayout, address: str) -> list[Check]:
-    """Ask the living master in plain text, and try to drain a slave as who may only look."""
+    """Ask the running master in plain text, and try to drain a slave as a viewer; both must fail."""
     viewer = ("--credentials", str(viewer_file(files)))
     return [
         Check("the master answers nobody in plain text", *_ask_plainly(address)),

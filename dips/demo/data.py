@@ -1,8 +1,8 @@
-"""Real text on every machine: the source files of the running Python's standard library, as bytes.
+"""Real text that is on every machine: the source files of the running Python's standard library, as bytes.
 
-Files are split into training and validation (a file is in one of the two). Training text is cut into blocks, which are
+Each file is used for either training or validation. Training text is cut into blocks, which are
 shuffled by a seed, so that every range is a fair sample of all files, and dealt into many ranges, which clusters lease.
-Same Python and seed: same bytes, same ranges, on every rank.
+The same Python and seed give the same bytes and ranges on every rank.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 Text = npt.NDArray[np.uint8]
 
-BLOCK_BYTES = 2048  # text that stays together
+BLOCK_BYTES = 2048  # consecutive bytes of text
 RANGE_BLOCKS = 32  # a range is a handful of inner steps
-VALIDATION_EVERY = 20  # one file of so many
-# Not the library's own text, or text made to be odd.
+VALIDATION_EVERY = 20  # one file in 20 is used for validation
+# Files that are not the library's own, or that are deliberately malformed.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "data", "bad_coding.py", "bad_coding2.py"})
 
 
@@ -35,15 +35,15 @@ class Corpus:
 
     @property
     def ranges(self) -> int:
-        """How many ranges the training text has."""
+        """The number of ranges in the training text."""
         return len(self.training) // RANGE_BLOCKS
 
     def batches(self, range_id: int, sequences: int, length: int, rank: int = 0, world: int = 1) -> Iterator[Text]:
-        """Yield what one rank trains on in a range: uint8[sequences, length + 1] each, the same number on every rank.
+        """Yield one rank's batches of a range, uint8[sequences, length + 1] each, the same number on every rank.
 
         range_id   any number; range e·ranges + i is range i in epoch e
         sequences  of this rank in one inner step; the ranks' shares do not overlap
-        length     bytes predicted in a sequence; one more is given
+        length     bytes predicted in a sequence; one more byte is returned
         """
         start = range_id % self.ranges * RANGE_BLOCKS
         blocks = self.training[start : start + RANGE_BLOCKS]
@@ -72,12 +72,12 @@ def source_files(root: Path) -> list[Path]:
 
 
 def from_files(files: list[Path], seed: int) -> Corpus:
-    """Split and shuffle: every VALIDATION_EVERY-th file validates; the rest of a last range is left out."""
+    """Split and shuffle files: every VALIDATION_EVERY-th file validates; an incomplete last range is omitted."""
     text = _read_files([f for i, f in enumerate(files) if i % VALIDATION_EVERY])
     ranges = len(text) // (RANGE_BLOCKS * BLOCK_BYTES)
     blocks = text[: ranges * RANGE_BLOCKS * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
     order = list(range(len(blocks)))
-    random.Random(seed).shuffle(order)  # the standard library's: the same on every version of numpy
+    random.Random(seed).shuffle(order)  # the standard library's, which does not depend on numpy's version
     return Corpus(blocks[order], _read_files(files[::VALIDATION_EVERY]))
 
 
@@ -86,9 +86,9 @@ def _read_files(files: list[Path]) -> Text:
 
 
 def bigram_entropy(sequences: Text) -> float:
-    """H(next byte | byte) of the pairs inside the sequences, in nats: what a table of counts of this very text reaches.
+    """Return H(next byte | byte) of the pairs in the sequences, in nats: the loss of a bigram table of this same text.
 
-    A model below it has learned more than which byte follows which.
+    A model with a lower loss has learned more than which byte follows which.
     """
     pairs = sequences[:, :-1].astype(np.int64) * 256 + sequences[:, 1:]
     counts = np.bincount(pairs.reshape(-1), minlength=256 * 256).reshape(256, 256).astype(np.float64)

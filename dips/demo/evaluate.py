@@ -1,4 +1,4 @@
-"""What the demo's master has done for every tenth version: `python -m dips.demo.evaluate SEED`."""
+"""The evaluation that the demo's master runs for every tenth version: `python -m dips.demo.evaluate SEED`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dips.demo import data, verdict
 
 
 def evaluate_file(model: Path, seed: int) -> dict[str, float]:
-    """The validation loss of an exported model, on the bytes that the verdict uses."""
+    """Return the validation loss of an exported model, on the bytes that the verdict uses."""
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     return {"validation_loss": verdict.validation_loss(load_file(model), sample)}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the cores belong to the trainers
+    torch.set_num_threads(1)  # leaves the cores to the trainers
     print(json.dumps(evaluate_file(Path(os.environ["DIPS_MODEL"]), int(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""The files of one demo: its directories, and the same YAML that an operator would write by hand."""
+"""The files of a demo: its directories, and the YAML files that an operator would write by hand."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from dips.errors import ConfigError
 RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
-TLS = {  # as docs/guides/certificates.md has it
+TLS = {  # as in docs/guides/certificates.md
     "ca": "certs/ca.crt",
     "cert": "certs/{name}.{role}.crt",
     "key": "certs/{name}.{role}.key",
     "crl": "certs/crl.pem",
 }
-FULL_S = 150.0  # what is shorter is a glance
+FULL_S = 150.0  # shorter demos have fewer checks and shorter rounds
 INNER_STEPS = 16  # H: about three seconds on two cores, so that a run of minutes has many outer steps
-INNER_STEPS_AT_A_GLANCE = 8  # a busy machine takes a second for each
+INNER_STEPS_AT_A_GLANCE = 8  # for shorter demos; a busy machine takes a second per step
 
 SHARED: dict[str, Any] = {
     # The paper's clip φ = 1 bounds an outer step to 3.5 at any model size. H steps of AdamW at 3e-3 move this model by
-    # a norm of about twenty, so φ = 1 would starve it. Twice the running median only stops what is out of line.
+    # a norm of about twenty, so φ = 1 would starve it. Twice the running median only stops outliers.
     # A run of minutes has few outer steps, for which μ = 0.8 is long: docs/guides/choosing.md#tried-and-given-up.
     "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}},
 }
-OWN_KEYS = frozenset({"run", "stop", "data"})  # of `shared`: the demo's, whatever the preset
-EVALUATE_EVERY = 10  # versions: half a minute
-EVALUATE_S = 120.0  # at most, on cores that train meanwhile
+OWN_KEYS = frozenset({"run", "stop", "data"})  # keys of `shared` that a preset does not override
+EVALUATE_EVERY = 10  # versions, about half a minute
+EVALUATE_S = 120.0  # timeout of an evaluation, on cores that also train
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
-    "heartbeat_s": 1.0,  # the picture moves once a second; five of silence end a lease and an order
+    "heartbeat_s": 1.0,  # the display updates once a second; five missed heartbeats end a lease and an order
     "hang_s": 30.0,
     "compute_s": 20.0,
     "transfer_s": 30.0,
@@ -49,7 +49,7 @@ TIMING = {
 
 @dataclass(frozen=True, slots=True)
 class DemoLayout:
-    """Where everything of one demo is."""
+    """The paths of all files of a demo."""
 
     directory: Path
     sockets: Path  # a short path: a Unix socket's is limited to about a hundred bytes
@@ -98,7 +98,7 @@ class DemoLayout:
 
 
 def make_layout(out: Path | None) -> DemoLayout:
-    """Make the directories of a demo; raise ConfigError if `out` is there already and not empty."""
+    """Make the directories of a demo. Raises ConfigError if `out` exists and is not empty."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"--out: {directory} is not empty: name a new directory")
@@ -107,10 +107,10 @@ def make_layout(out: Path | None) -> DemoLayout:
 
 
 def read_preset(path: Path | None) -> dict[str, Any]:
-    """What a run with this `shared` section agrees on, but for its name, its end and its data; None: the demo's own."""
+    """Return the keys of a `shared` section except for name, end and data of the run; None: the demo's own."""
     if path is None:
         return SHARED
-    load_file(path, Shared)  # refuses by name what the daemons would
+    load_file(path, Shared)  # raises the errors that the daemons would
     return {key: value for key, value in read_yaml(path).items() if key not in OWN_KEYS}
 
 
@@ -126,12 +126,12 @@ def write_configs(
 ) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
-    ranges  of the data set
-    seed    of the corpus, for those who evaluate versions
-    secure  with certificates, in place of plain text
-    preset  a `shared` section whose rules take the place of the demo's
-    mirror  master and slaves copy what they have into `mirror/`, which stands for another disk
-    tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
+    ranges  number of ranges of the data set
+    seed    of the corpus, for the evaluation of versions
+    secure  use certificates instead of plain text
+    preset  a `shared` section whose rules replace the demo's
+    mirror  master and slaves copy their state into `mirror/`, which represents another disk
+    tokens  target of the run and of the learning-rate schedule; the run ends there, or after `wall_s` of one master
     """
     address = f"127.0.0.1:{_free_port()}"
     spoken: dict[str, Any] = {"tls": TLS} if secure else {"insecure": True}
@@ -188,7 +188,7 @@ def _dump_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    """Ask the kernel for a port that nobody has; master and clusters must know it before the master has it."""
+    """Ask the kernel for a free port; master and clusters must know it before the master opens it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """The demo's model as transformers' Llama: `dips export --format hf --convert dips.demo.llama:convert`.
 
-Both compute the same; the names differ, and the demo has queries, keys and values in one matrix.
+Both compute the same function; the names differ, and the demo has queries, keys and values in one matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dips.demo.model import BYTES, NORM_EPS, Shape
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-# Of each layer: the demo's name → Llama's.
+# Names in each layer: the demo's → Llama's.
 _LAYER = {
     "attention_norm": "input_layernorm",
     "attention.wo": "self_attn.o_proj",
@@ -29,7 +29,7 @@ _WHOLE = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm
 
 
 def convert(theta: Mapping[str, Tensor], shape: Shape | None = None) -> LlamaForCausalLM:
-    """Make a Llama of the demo's parameters by name; raise KeyError or RuntimeError if they are of another model."""
+    """Make a Llama from the demo's parameters by name. Raises KeyError or RuntimeError if they are of another model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = shape or Shape()  # its rotary base, 10,000, is Llama's default

@@ -1,8 +1,8 @@
-"""Machines that are lost with their disks in the middle of the demo, and how the run goes on without them.
+"""The loss of machines with their disks in the middle of the demo, and the recovery of the run.
 
-Mirrored: the directories of a slave and of the master are removed, and both come back from their mirrors. Unmirrored: a
-slave's directory is removed, and `dips recover` goes on from the last export. What was left is kept aside, so that the
-verdict can say whether the loss went on falling from there.
+Mirrored: the directories of a slave and of the master are removed, and both are restored from mirrors. Unmirrored: a
+slave's directory is removed, and `dips recover` continues from the last export. The remaining model is kept, so that
+the verdict can compare later losses with it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from dips.protocol.view import RunView
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
 from dips.transport.endpoints import Endpoint
 
-Way = Literal["kept", "mirrored", "unmirrored"]  # what becomes of the directory of a slave that is killed
+Way = Literal["kept", "mirrored", "unmirrored"]  # whether the killed slave's directory is kept, and is mirrored
 
-LEAST_VERSION = {"kept": 0, "mirrored": 3, "unmirrored": 3}  # of the head before: so that something can be lost
-AWAY_S = 6.0  # longer than a lease: the master sees the slave lost
-BACK_S = 60.0  # for the run to go on
-AFTER_EXPORT = 2  # outer steps that are lost with a disk that nobody mirrored
+LEAST_VERSION = {"kept": 0, "mirrored": 3, "unmirrored": 3}  # least head before the loss, so that steps can be lost
+AWAY_S = 6.0  # longer than a lease, so that the master notices the loss of the slave
+BACK_S = 60.0  # timeout for the run to continue
+AFTER_EXPORT = 2  # outer steps after the export, which are lost with a disk without a mirror
 LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LostMachines:
-    """Whose directories were removed, and where the run could go on."""
+    """The removed directories, and the version from which the run can continue."""
 
     way: Way
     owners: tuple[str, ...]
     head: VersionId  # when they were removed
-    left: VersionId  # the newest version in the slave's mirror; or the one that was exported last
-    models: tuple[Path, ...]  # what is left of it, one file or more
+    left: VersionId  # the newest version in the slave's mirror, or the last exported one
+    models: tuple[Path, ...]  # the files of this version
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What this part of the story plays on."""
+    """The running demo: processes, files, display and master."""
 
     running: LocalProcesses
     files: DemoLayout
@@ -55,7 +55,7 @@ class DemoRun:
     master: Endpoint
 
     def wait_for(self, holds: Callable[[RunView], bool], what: str) -> RunView:
-        """Show the status until it is as said; raise ProcessEnded if that does not come."""
+        """Show the status until `holds` is true for it, and return it. Raises ProcessEnded after BACK_S."""
         until = time.monotonic() + BACK_S
         while time.monotonic() < until:
             status = local.read_status(self.master)
@@ -71,7 +71,7 @@ class DemoRun:
 
 
 def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
-    """The slave is dead: kill the master as well, remove what both had, and start them again on empty disks."""
+    """Kill the master after the slave, remove the directories of both, and restart them on empty disks."""
     running, files, watch = demo.running, demo.files, demo.watch
     running.processes["master"].kill()
     left = newest_mirrored(files, slave)
@@ -99,13 +99,13 @@ def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
 
 
 def newest_mirrored(files: DemoLayout, slave: str) -> VersionId:
-    """The newest version that lies whole in a slave's mirror: its manifest is written last."""
+    """Return the newest complete version in a slave's mirror: its manifest is written last."""
     whole = files.slave_mirror(slave).glob(f"v*@r*/{MANIFEST_FILE}")
     return max((VersionId.parse(path.parent.name) for path in whole), default=VersionId(0, 0))
 
 
 def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path, ...]:
-    """Copy a version's model files: the lost slave's from its mirror, those of the others from their disks."""
+    """Copy the files of a version: the lost slave's from its mirror, the others' from their disks."""
     kept = []
     for name in SLAVES:
         directory = files.slave_mirror(name) if name == lost else files.slave_directory(name)
@@ -119,7 +119,7 @@ def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path
 
 
 def export_head(demo: DemoRun) -> VersionId:
-    """Export the head, as somebody does now and then; return its version."""
+    """Export the head as an operator would, and return its version."""
     said = local.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
     version = VersionId.parse(said.split()[1])
     demo.watch.print_event(f"dips export: {version} is saved in {demo.files.saved_file.name}")
@@ -128,7 +128,7 @@ def export_head(demo: DemoRun) -> VersionId:
 
 
 def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId) -> LostMachines:
-    """The slave is dead: remove what it had, see that the run waits, and go on from the saved model."""
+    """Remove the killed slave's directory, wait until the run stops, and recover from the saved model."""
     running, files, watch = demo.running, demo.files, demo.watch
     shutil.rmtree(files.slave_directory(slave))
     watch.print_event(f"rm -rf {slave}/: its machine is gone with its disk, and nothing mirrored it")

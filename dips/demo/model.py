@@ -1,7 +1,7 @@
 """A Llama-style decoder over bytes: RMSNorm, rotary embeddings, SwiGLU. Small enough for two CPU cores.
 
-The one model of this project: demo, tests and benchmarks build it with different `Shape`s. Plain torch; its blocks are
-`layers.N`, so `fully_shard(block)` shards it, and so the manifest groups its parameters.
+The only model of this project: demo, tests and benchmarks build it with different `Shape`s. Plain torch; its blocks are
+named `layers.N`, by which `fully_shard(block)` shards them and the manifest groups their parameters.
 Shapes in comments: B sequences, T bytes each, D width, H heads, K = D/H width of a head.
 """
 
@@ -19,12 +19,12 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How big the model is; the default has 1.1 M parameters."""
+    """The size of the model; the default has 1.1 M parameters."""
 
     width: int = 128
     layers: int = 5
     heads: int = 4
-    hidden: int = 352  # of SwiGLU, about 8/3 of the width
+    hidden: int = 352  # width of SwiGLU, about 8/3 of the model's width
     context: int = 512  # longest sequence, in bytes
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Shape:
 
 
 class Norm(nn.Module):
-    """x/rms(x), scaled by a learned weight."""
+    """RMSNorm: x/rms(x), scaled by a learned weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A decoder from bytes to logits of the next byte."""
 
     def __init__(self, shape: Shape | None = None) -> None:
         super().__init__()
@@ -97,7 +97,9 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw θ from torch's generator: N(0, 0.02²), what adds to the residual smaller with depth."""
+        """Draw θ from torch's generator: N(0, 0.02²), with smaller deviations, by depth, for layers that add to the
+        residual.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("wo.weight", "w2.weight"))
@@ -112,26 +114,28 @@ class Decoder(nn.Module):
 
 
 def rotary_angles(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles: two [T, K/2]. Computed, not stored: θ is parameters only."""
+    """Return cosine and sine of every position's angles, two tensors [T, K/2]; computed, so that θ holds parameters
+    only.
+    """
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate_pairs(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i+K/2}) by its position's angle: [B, H, T, K] → [B, H, T, K]."""
+    """Rotate each pair (x_i, x_{i+K/2}) by its position's angle: [B, H, T, K] → [B, H, T, K]."""
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, in nats per byte; sequences int64 [B, T+1]."""
+    """Return the mean cross entropy of the next byte in nats per byte; sequences int64 [B, T+1]."""
     return next_byte_loss(model(sequences[:, :-1]), sequences)
 
 
 def next_byte_loss(logits: Tensor, sequences: Tensor) -> Tensor:
-    """Of the logits [B, T, BYTES] of the bytes but the last; nats per byte."""
+    """Return the mean cross entropy in nats per byte; logits [B, T, BYTES] for all bytes but the last."""
     return f.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
 
 

@@ -1,4 +1,4 @@
-"""Who did what when in a run, drawn from its timelines; `dips plot` draws the loss."""
+"""A chart of the activities in a run over time, drawn from its timelines; `dips plot` draws the loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-mpl.use("Agg")  # files only: there need not be a screen
+mpl.use("Agg")  # writes files only, without a screen
 
 Mark = Mapping[str, Any]  # a line of a timeline
-Span = tuple[str, float, float]  # what, from, to; Unix seconds
+Span = tuple[str, float, float]  # activity, begin, end; Unix seconds
 
 SPANS = {
     "inner": ("inner steps", "#cfd8dc"),
@@ -39,7 +39,7 @@ def draw_timeline(lines: Mapping[str, Sequence[Mark]], directory: Path) -> Path:
     return path
 
 
-# ---- who did what when ----------------------------------------------------------------------------------------------
+# ---- activities over time -------------------------------------------------------------------------------------------
 
 
 def _draw_timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero: float) -> Figure:
@@ -62,13 +62,15 @@ def _draw_timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str],
 
 
 def _busy_middle(rows: Sequence[tuple[str, Sequence[Span]]], zero: float, end: float) -> float:
-    """The end of the first outage after the start, or else the middle of the run."""
+    """Return the end of the first outage after the start, or else the middle of the run."""
     ends = (to for _, spans in rows for what, at, to in spans if what == "down" and at > zero + CLOSE_UP_S / 2)
     return min(ends, default=zero + (end - zero) / 2)
 
 
 def _busiest_moment(marks: Sequence[Mark], after: float) -> float:
-    """When the first version of several contributions was made after a time; else the first, else that time."""
+    """Return when the first version with several contributions was made after a time; else the first version, else that
+    time.
+    """
     made = [m for m in marks if m["kind"] == "version_committed" and m["at"] > after]
     several = [m for m in made if int(m["contributions"]) > 1]
     return float((several or made or [{"at": after}])[0]["at"])
@@ -83,7 +85,7 @@ def _draw_bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: flo
     for place, (_, spans) in enumerate(rows):
         for what, (_, color) in SPANS.items():
             bars = [(at - zero, to - at) for kind, at, to in spans if kind == what]
-            edge = 0 if what in ("inner", "ready") else 0.6  # what is short stays visible
+            edge = 0 if what in ("inner", "ready") else 0.6  # keeps short bars visible
             axes.broken_barh(bars, (place - 0.38, 0.76), facecolor=color, edgecolor=color, lw=edge)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
@@ -91,22 +93,22 @@ def _draw_bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: flo
 
 
 def cluster_spans(marks: Sequence[Mark]) -> Iterator[Span]:
-    """Cut an agent's timeline into spans that follow each other: inner steps fill what is nothing else."""
+    """Cut an agent's timeline into consecutive spans; time that is nothing else counts as inner steps."""
     state, since = "down", marks[0]["at"] if marks else 0.0
     for mark in marks:
         following = _CLUSTER_MOVES.get(mark["kind"])
         if following is None or following == state:
             continue
         if following == "inner" and state == "down" and mark["kind"] != "pull_end":
-            continue  # its outage ends with the first pull
+            continue  # the outage ends with the first pull
         if mark["at"] > since:
             yield state, since, mark["at"]
         state, since = following, mark["at"]
-    if state != "down" and marks and marks[-1]["at"] > since:  # after its last trainer nothing is missing
+    if state != "down" and marks and marks[-1]["at"] > since:  # the time after the last trainer is no outage
         yield state, since, marks[-1]["at"]
 
 
-# What begins at a mark.
+# The activity that begins at a mark.
 _CLUSTER_MOVES = {
     "trainer_start": "down",
     "trainer_gone": "down",
@@ -122,7 +124,7 @@ _CLUSTER_MOVES = {
 
 
 def master_spans(marks: Sequence[Mark]) -> Iterator[Span]:
-    """Cut the master's timeline into rounds: the time that takes commits, and the update."""
+    """Cut the master's timeline into rounds: the time in which commits are taken, and the update."""
     state, since = "", 0.0
     for mark in marks:
         following = _MASTER_MOVES.get(mark["kind"])
@@ -144,12 +146,12 @@ _MASTER_MOVES = {
 
 
 def slaves_in(marks: Sequence[Mark]) -> list[str]:
-    """The slaves that the master ever saw ready."""
+    """Return the slaves that the master ever saw ready."""
     return sorted({mark["slave"] for mark in marks if mark["kind"] == "slave_ready"})
 
 
 def slave_spans(marks: Sequence[Mark], slave: str) -> Iterator[Span]:
-    """When a slave was ready, and when it was lost, as the master saw it."""
+    """Yield the spans in which a slave was ready and lost, as seen by the master."""
     state, since = "", 0.0
     for mark in marks:
         following = _SLAVE_MOVES.get(mark["kind"]) if mark.get("slave") == slave else None

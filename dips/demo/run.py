@@ -1,4 +1,4 @@
-"""The story of `dips demo`: start everything, watch it train, kill two in the middle, end it, check what is claimed."""
+"""The course of `dips demo`: starts all processes, shows the training, kills two in the middle, checks the claims."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from dips.view.points import RoundHistory
 RANKS = {"fast": 2, "slow": 1}
 SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them and exchange shards, too
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
-KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
+KILL_AT = 0.45  # share of the time or of the tokens, whichever comes first; the slave is killed a little later
 BETWEEN_KILLS_S = 5.0
 LOOK_EVERY_S = 1.0
-START_S = 60.0  # for the master to answer
-END_S = 60.0  # for the run to finish, after its time
+START_S = 60.0  # timeout for the master's first answer
+END_S = 60.0  # time for the run to finish after its end
 CALIBRATION_STEPS = 6
-EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
+EXPECTED_SHARE = 0.75  # of the speed on idle cores, so that the schedule comes near its end in time
 
 
 def run_demo(
@@ -55,13 +55,13 @@ def run_demo(
     secure: bool = False,
     preset: Path | None = None,
 ) -> int:
-    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
+    """Run the whole demo; return 0 if every check holds, else 1. Every started process has ended on return.
 
-    way  "mirrored", "unmirrored": the directory of the slave that is killed is removed, too (lost_machines.py)
-    secure  certificates are made first, and everything talks TLS
-    preset  a `shared` section whose rules take the place of the demo's
+    way     "mirrored", "unmirrored": also remove the killed slave's directory (lost_machines.py)
+    secure  make certificates first, and use TLS everywhere
+    preset  a `shared` section whose rules replace the demo's
     """
-    layout.read_preset(preset)  # before a directory is made
+    layout.read_preset(preset)  # raises before a directory is made
     signal.signal(signal.SIGTERM, _on_sigterm)
     files = layout.make_layout(out)
     console = Console()
@@ -80,13 +80,15 @@ def _on_sigterm(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-# ---- the story ------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------------------------
 
 
 def _train_and_kill(
     files: DemoLayout, seconds: float, kill: bool, seed: int, way: Way, secure: bool, preset: Path | None
 ) -> tuple[RunView, Kill, list[Check]]:
-    """Train until the run is finished; return the master's last status, what was killed, and who was refused."""
+    """Train until the run is finished; return the master's last status, the kills, and the checks of refused
+    requests.
+    """
     with Watch(seconds) as watch, LocalProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
@@ -118,7 +120,7 @@ def _train_and_kill(
 
 
 def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
-    """Measure a few inner steps alone; return about what both clusters will train: a schedule needs an end."""
+    """Measure a few inner steps; return the estimated tokens of both clusters, as the end of the schedule."""
     torch.set_num_threads(1)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=train.LR)
@@ -145,7 +147,7 @@ def _start_processes(running: LocalProcesses, files: DemoLayout, seed: int) -> N
 
 
 def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill:
-    """Watch until the run is finished; kill in the middle if asked to."""
+    """Show the run until it is finished; kill processes in the middle if asked to."""
     master = demo.running.processes["master"]
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
@@ -164,19 +166,19 @@ def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill
         halfway = status is not None and max(elapsed / seconds, _run_progress(status)) >= KILL_AT
         if status and halfway and kill and not killed.slave and _may_be_lost(demo.files, status, way):
             killed = _kill_cluster_and_slave(demo, way)
-            if way != "kept":  # a new master counts the run's time from its own start
+            if way != "kept":  # a restarted master counts the run's time from its own start
                 ends_s = time.monotonic() - begun + seconds + END_S
         time.sleep(LOOK_EVERY_S)
 
 
 def _may_be_lost(files: DemoLayout, status: RunView, way: Way) -> bool:
-    """Whether there is something to go on from."""
+    """Return whether there is a version from which the run can continue."""
     enough = status.head_version.version >= lost_machines.LEAST_VERSION[way]
     return enough and (way != "mirrored" or lost_machines.newest_mirrored(files, KILLED_SLAVE).version > 0)
 
 
 def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
-    """Kill slow's torchrun and, while it comes back, a slave, perhaps with its machine; have all of them back."""
+    """Kill slow's torchrun and, while it restarts, a slave, possibly with its directory; restart all."""
     processes = demo.running.processes[KILLED_CLUSTER].kill_children()
     demo.watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
@@ -186,7 +188,7 @@ def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     exported = lost_machines.export_head(demo) if way == "unmirrored" else None
     status = demo.wait_for(lambda status: True, "the master answers")
     demo.running.processes[KILLED_SLAVE].kill()
-    after = local.read_status(demo.master)  # what was made between the look and the kill is passed over
+    after = local.read_status(demo.master)  # a version may have been made just before the kill
     head = (after or status).head_version
     demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status.slaves[KILLED_SLAVE].sinc, head)
@@ -213,7 +215,7 @@ def _check_codes(running: LocalProcesses) -> None:
             )
 
 
-# ---- the account ----------------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------------
 
 
 def _report_results(
@@ -225,7 +227,7 @@ def _report_results(
     console: Console,
     refused: list[Check],
 ) -> int:
-    """Evaluate, plot, print; return the exit code."""
+    """Evaluate, plot and print the results; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     head = status.head
@@ -254,7 +256,7 @@ def _report_results(
 
 
 def _export_directory(files: DemoLayout, head: str) -> Path | None:
-    """Export for transformers, if that is installed."""
+    """Export for transformers, if that is installed; return the directory or None."""
     if importlib.util.find_spec("transformers") is None:
         return None
     words = ("--format", "hf", "--convert", "dips.demo.llama:convert", "--version", head)

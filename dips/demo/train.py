@@ -1,4 +1,4 @@
-"""The training script of both clusters of the demo; what Di-PS adds to it is marked on the right.
+"""The training script of both clusters of the demo; lines that Di-PS adds are numbered on the right.
 
 Started by `dips-client --config cluster.yaml -- torchrun --nproc-per-node N -m dips.demo.train`. With more than one
 rank the model is sharded by FSDP2. Everything else is an ordinary loop: data, loss, AdamW, a schedule.
@@ -21,16 +21,16 @@ from dips.demo.data import Corpus, Text, load_corpus
 from dips.demo.model import build, loss_of
 
 LR, LEAST_LR = 3e-3, 3e-4
-WARMUP_STEPS = 20  # of this process: AdamW's moments begin at zero in each incarnation of a trainer
-SEQUENCES, LENGTH = 4, 256  # of each rank in one inner step
-LATE_S = 2.0  # no pause is longer: a machine that hiccups must not stop the slow cluster
+WARMUP_STEPS = 20  # inner steps of this process: AdamW's moments start at zero in each incarnation of a trainer
+SEQUENCES, LENGTH = 4, 256  # per rank in one inner step
+LATE_S = 2.0  # longest pause, so that a slow moment of the machine does not stop the slow cluster
 
 
 def main() -> None:
     args = _parse_arguments()
     torch.set_num_threads(1)
     rank, world = _join_ranks()
-    model = build()  # its numbers do not matter: the outer loop pulls those of the run
+    model = build()  # its values do not matter: the outer loop pulls those of the run
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
         for block in model.layers:
@@ -81,7 +81,9 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Text, 
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Warm up by this process's steps, then fall by the run's progress: clusters have no step count in common."""
+    """Return the learning rate: warmed up by this process's steps, then decayed by the run's progress, since clusters
+    have no common step count.
+    """
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return min(1.0, (step + 1) / WARMUP_STEPS) * (LEAST_LR + (LR - LEAST_LR) * cosine)
 

@@ -1,4 +1,4 @@
-"""What the demo claims, and whether it holds: losses of the global model, the ledger's account, a list of checks."""
+"""The checks of the demo's claims: losses of the global model, and the ledger's record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dips.view.points import RoundHistory
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256
 BATCH = 32
-FIRST_LOSS = (5.2, 5.8)  # nats: a model that knows nothing has ln 256 = 5.545
+FIRST_LOSS = (5.2, 5.8)  # nats: an untrained model has ln 256 = 5.545
 
 
 Mark = Mapping[str, Any]  # a line of a timeline
@@ -34,19 +34,19 @@ Mark = Mapping[str, Any]  # a line of a timeline
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Nats per byte on the same validation bytes."""
+    """Losses in nats per byte on the same validation bytes."""
 
     first: float  # version 0
-    head: float  # the last version, as the slaves' snapshots hold it
-    exported: float  # the file that `dips export` wrote, in a plain module
+    head: float  # the last version, from the slaves' snapshots
+    exported: float  # the file of `dips export`, in a plain module
     bigrams: float  # entropy of a byte given the one before it
-    left: float | None = None  # the version from which the run went on when machines were lost
+    left: float | None = None  # the version from which the run continued after a loss; None: there was none
     transformers: float | None = None  # the exported directory, by from_pretrained; None: transformers is not installed
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Whom the demo killed, and what was true then; `slave` is None in a run without kills."""
+    """The processes that the demo killed, with the state at that time; `slave` is None without kills."""
 
     cluster: str | None = None
     slave: str | None = None
@@ -75,9 +75,9 @@ def evaluate_losses(
 ) -> Losses:
     """Evaluate version 0, the head and the exported file.
 
-    snapshots  directories of the head, one a slave
-    left       files of the version from which the run went on when machines were lost, if it did
-    directory  of the head for transformers, if there is one
+    snapshots  directories of the head, one per slave
+    left       files of the version from which the run continued after a loss; empty: there was none
+    directory  of the head for transformers; None: there is none
     """
     models = (load_file(initial), _join_files([path / MODEL_FILE for path in snapshots]), load_file(exported))
     first, head, plain = (validation_loss(model, sample) for model in models)
@@ -87,20 +87,20 @@ def evaluate_losses(
 
 
 def _join_files(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """θ of a model that lies in several snapshots' files, or in one exported file under the parameters' own names."""
+    """Return θ from the files of several snapshots, or from one exported file with the parameters' own names."""
     tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
     return {name.removeprefix(THETA): tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)}
 
 
 def validation_loss(theta: Mapping[str, torch.Tensor], sample: Text) -> float:
-    """Load θ into a plain module, strictly, and evaluate it; sample uint8[rows, length + 1]."""
+    """Load θ into a plain module, strictly, and return its loss; sample uint8[rows, length + 1]."""
     model = build()
     model.load_state_dict(dict(theta))
     return _mean_loss(partial(loss_of, model), sample)
 
 
 def _pretrained_loss(directory: Path, sample: Text) -> float:
-    """As a user of transformers would: from_pretrained, logits, cross entropy."""
+    """Return the loss as a user of transformers would compute it: from_pretrained, logits, cross entropy."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -127,11 +127,11 @@ def check_claims(
     timelines: Mapping[str, Sequence[Mark]],
     seconds: float,
 ) -> list[Check]:
-    """Hold every claim that a run of this kind makes against what came.
+    """Check every claim of a run of this kind against its results.
 
-    status     the master's last
+    status     the master's last status
     timelines  of each cluster's agent
-    seconds    of the run; a short one is not held to the bigram entropy
+    seconds    duration of the run; the bigram entropy is not checked for a short one
     """
     parts = [_about_losses(found, seconds), _about_export(found), _about_pace(rounds), _about_end(status)]
     listed = [check for part in parts for check in part] + [_about_evaluations(rounds)]
@@ -175,7 +175,7 @@ def _about_pace(rounds: Sequence[RoundHistory]) -> list[Check]:
 
 
 def _about_evaluations(rounds: Sequence[RoundHistory]) -> Check:
-    """The last one's process may have been under way when the run ended."""
+    """Check that the versions due were evaluated; the last evaluation may have been running when the run ended."""
     due = [r for r in rounds if r.version and not r.undone and r.version.version % EVALUATE_EVERY == 0]
     losses = [r.result.numbers.get("validation_loss") for r in due if r.result and r.result.ok]
     found = ", ".join(f"{loss:.3f}" for loss in losses if loss is not None)
@@ -184,7 +184,7 @@ def _about_evaluations(rounds: Sequence[RoundHistory]) -> Check:
 
 
 def check_curve(directory: Path, rounds: Sequence[RoundHistory]) -> Check:
-    """Hold what `dips plot` wrote into a directory against the ledger's rows: each accepted push, each evaluation."""
+    """Compare the files of `dips plot` with the ledger's rows: each accepted push, each evaluation."""
     folds = [(str(r.round), f.push.cluster, _spell_loss(f.loss)) for r in rounds for f in r.folds]
     drawn = [(p["round"], p["cluster"], p["loss"]) for p in _read_csv(directory / PUSHES) if p["kind"] == "accepted"]
     said = [(str(r.round), n, str(x)) for r in rounds if r.result and r.result.ok for n, x in r.result.numbers.items()]
@@ -198,7 +198,7 @@ def _spell_loss(loss: float | None) -> str:
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
-    """Its lines; none if nothing was written."""
+    """Return the rows of a file; empty if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -211,7 +211,9 @@ def _about_end(status: RunView) -> list[Check]:
 
 
 def _about_killed_cluster(name: str, rounds: Sequence[RoundHistory], timeline: Sequence[Mark]) -> Check:
-    """Count versions whose round opened after the new trainer had joined in: no push of the dead one can be in them."""
+    """Count versions whose round opened after the new trainer attached, which cannot contain a push of the
+    killed one.
+    """
     lives = [mark["at"] for mark in timeline if mark["kind"] == "trainer_attached"]
     after = [r for r in rounds if len(lives) > 1 and r.opened > lives[1] and _was_accepted(name, r)]
     text = f"{len(after)}, first {after[0].version}" if after else f"none; its trainer had {len(lives)} lives"
@@ -219,8 +221,8 @@ def _about_killed_cluster(name: str, rounds: Sequence[RoundHistory], timeline: S
 
 
 def _about_killed_slave(kill: Kill, status: RunView, timelines: Mapping[str, Sequence[Mark]]) -> Check:
-    """Serving means: its new incarnation has sent its layers of a version made after the kill, and a cluster installed
-    it.
+    """Check that the killed slave's new incarnation has sent layers of a version made after the kill, and a cluster
+    installed it.
     """
     slave = status.slaves[kill.slave or ""]
     pulled = [
@@ -238,7 +240,9 @@ def _about_killed_slave(kill: Kill, status: RunView, timelines: Mapping[str, Seq
 
 
 def _about_mirrors(lost: LostMachines, rounds: Sequence[RoundHistory]) -> Check:
-    """What was lost is what the slave's mirror lagged behind, and the ledger has all that was before."""
+    """Check that only the outer steps missing in the slave's mirror are lost, and that the ledger has all
+    before them.
+    """
     lag = lost.head.version - lost.left.version
     claim = f"the run went on at {lost.left}, which {lost.owners[0]}'s mirror held: {lag} outer steps are lost"
     lineage = [r for r in rounds if r.version is not None and not r.undone]

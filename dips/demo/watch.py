@@ -1,4 +1,4 @@
-"""The live view of a demo: the master's status drawn once a second, or a plain line now and then without a terminal."""
+"""The live view of a demo: the master's status drawn once a second, or without a terminal a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEWS_LINES = 8
 
 
 class Watch:
-    """Draws; knows nothing of processes."""
+    """Draws the status and the events of the demo."""
 
     def __init__(self, seconds: float, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -39,7 +39,7 @@ class Watch:
             self._live.stop()
 
     def print_event(self, text: str) -> None:
-        """Tell an event of the demo."""
+        """Show an event of the demo."""
         line = f"[{self._elapsed_s():5.0f} s] {text}"
         self._news.append(line)
         if self._live:

@@ -1,1 +1,1 @@
-"""Runs of which every process is on this machine: `dips up` and `dips demo`."""
+"""Runs whose processes are all on this machine: `dips up` and `dips demo`."""

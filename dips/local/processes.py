@@ -1,4 +1,4 @@
-"""Processes of a run on this machine, for `dips up` and `dips demo`: each with a log file, all ended at the end.
+"""Processes of a run on this machine, for `dips up` and `dips demo`, each with a log file; all are stopped at the end.
 
 Every process ends with this one, even if this one is killed: `dips.client.agent.launch` asks the kernel for that.
 """
@@ -24,7 +24,7 @@ TAIL_LINES = 15
 
 
 class ProcessEnded(DipsError):
-    """A process ended that should go on, or a command with another exit code than 0."""
+    """A process ended that should be running, or a command had an exit code other than 0."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -32,13 +32,13 @@ class ProcessEnded(DipsError):
 
 
 class LocalProcess:
-    """One started process, and its log."""
+    """A started process and its log."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False, show: bool = False) -> None:
         """Start `command`, with one thread for its kernels; its output is appended to `log`.
 
-        may_end  it may end before us, with exit code 0
-        show     its output goes to our standard output, too
+        may_end  the process may end before this one, with exit code 0
+        show     its output is also written to our standard output
         """
         self.name, self.may_end, self._log = name, may_end, log
         environment = {
@@ -55,7 +55,7 @@ class LocalProcess:
                 stdout=subprocess.PIPE if show else output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for us: we end them in order
+                start_new_session=True,  # Ctrl-C reaches this process only, which stops the others in order
             )
         self._copying = threading.Thread(target=self._copy_output, daemon=True) if show else None
         if self._copying:
@@ -74,23 +74,23 @@ class LocalProcess:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return its exit code, None while it runs."""
+        """Return the exit code, None while the process runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end; return the exit code; raise ProcessEnded if it does not come."""
+        """Wait for the process to end; return the exit code. Raises ProcessEnded after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ProcessEnded(f"{self.name} did not end within {timeout_s:.0f} s; {self.log_tail()}") from error
 
     def kill(self) -> None:
-        """Kill it hard, it alone, as a crash would."""
+        """Send SIGKILL to the process alone, as a crash would end it."""
         self._process.kill()
         self._process.wait()
 
     def kill_children(self) -> list[int]:
-        """Kill hard everything that it started, and leave itself alive; return the ids."""
+        """Send SIGKILL to everything that the process started, but not to the process itself; return the ids."""
         killed = list_descendants(self.pid)
         _kill_pids(killed)
         return killed
@@ -101,7 +101,7 @@ class LocalProcess:
             self._process.terminate()
 
     def end_by(self, deadline: float) -> None:
-        """Wait for its end until `deadline` (time.monotonic()), then kill it and what is below it."""
+        """Wait for the process to end until `deadline` (time.monotonic()), then kill it and its descendants."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         if self.exit_code() is None:
@@ -109,16 +109,16 @@ class LocalProcess:
             self.kill()
             _kill_pids(below)
         if self._copying:
-            self._copying.join(1.0)  # not longer: what it started may hold the pipe
+            self._copying.join(1.0)  # not longer: a descendant may hold the pipe
 
     def log_tail(self) -> str:
-        """The end of its log, for an error that a person reads."""
+        """Return the end of the log, for an error message."""
         lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n  ".join([f"the end of {self._log}:", *lines])
 
 
 class LocalProcesses:
-    """All processes of a run; leaving the `with` block ends them, agents first and the master last."""
+    """All processes of a run; leaving the `with` block stops them, agents first and the master last."""
 
     def __init__(self) -> None:
         self.processes: dict[str, LocalProcess] = {}
@@ -131,14 +131,14 @@ class LocalProcesses:
         return self.processes[name]
 
     def check_alive(self) -> None:
-        """Raise ProcessEnded if one has ended; those that may do so before us may, with exit code 0."""
+        """Raise ProcessEnded if a process has ended; those with `may_end` may end with exit code 0."""
         for process in self.processes.values():
             code = process.exit_code()
             if code is not None and not (code == 0 and process.may_end):
                 raise ProcessEnded(f"{process.name} ended with exit code {code}; {process.log_tail()}")
 
     def close(self) -> None:
-        """End every process that is left, those started last first."""
+        """Stop all remaining processes, those started last first."""
         for process in reversed(self.processes.values()):
             process.ask_to_end()
         deadline = time.monotonic() + GRACE_S

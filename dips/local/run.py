@@ -1,4 +1,4 @@
-"""The daemons of a run on this machine, and the `dips` commands that make it: started as an operator would."""
+"""Starts a run's daemons on this machine, and runs the `dips` commands that make it, as an operator would."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dips.local.processes import LocalProcess, LocalProcesses, ProcessEnded
 from dips.protocol.view import RunView
 from dips.transport.endpoints import Endpoint
 
-LOGS = "logs"  # beside the run file: NAME.log of each process
-STATUS_S = 2.0  # for the master to answer
+LOGS = "logs"  # directory beside the run file with NAME.log of each process
+STATUS_S = 2.0  # timeout of the master's answer
 
 
 def log_file(run_file: Path, name: str) -> Path:
@@ -23,13 +23,13 @@ def log_file(run_file: Path, name: str) -> Path:
 
 
 def start_master(running: LocalProcesses, run_file: Path) -> LocalProcess:
-    """Start the master, for the first time or again."""
+    """Start or restart the master."""
     command = module_command("dips.master.app", "--config", str(run_file))
     return running.start("master", command, log_file(run_file, "master"))
 
 
 def start_slave(running: LocalProcesses, run_file: Path, name: str) -> LocalProcess:
-    """Start a slave, for the first time or again."""
+    """Start or restart a slave."""
     command = module_command("dips.slave.app", "--config", str(run_file), "--name", name)
     return running.start(name, command, log_file(run_file, name))
 
@@ -37,7 +37,7 @@ def start_slave(running: LocalProcesses, run_file: Path, name: str) -> LocalProc
 def start_cluster(
     running: LocalProcesses, cluster_file: Path, name: str, command: Sequence[str], log: Path, show: bool = False
 ) -> LocalProcess:
-    """Start a cluster's agent, which starts the training command; `show`: with their output on ours."""
+    """Start a cluster's agent, which starts the training command; `show`: print their output, too."""
     agent = module_command("dips.client.app", "--config", str(cluster_file), "--", *command)
     return running.start(name, agent, log, may_end=True, show=show)
 
@@ -47,7 +47,7 @@ def module_command(name: str, *arguments: str) -> list[str]:
 
 
 def run_word(*arguments: str) -> str:
-    """Run a `dips` command to its end and return what it printed; raise ProcessEnded with that if it fails."""
+    """Run a `dips` command and return its output. Raises ProcessEnded with its errors if it fails."""
     done = subprocess.run(module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}"

@@ -1,1 +1,1 @@
-"""A simulated run: the deciding and computing parts of Di-PS as they are, among simulated clusters, links and disks."""
+"""A simulated run: the real cores and kernels of Di-PS among simulated clusters, links and disks."""

@@ -1,7 +1,7 @@
-"""A simulated agent: a shell around the real core (client/agent/core.py), as the daemon (client/agent/agent.py) is.
+"""A simulated agent: a shell around the real core (client/agent/core.py), like the daemon (client/agent/agent.py).
 
-It carries questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the world
-keeps its own books of every inner step: what the account of the client is compared with.
+The shell sends questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the world
+keeps its own record of every inner step, with which the client's account is compared.
 """
 
 from __future__ import annotations
@@ -37,55 +37,55 @@ from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
-RETRY_S = 2.0  # the longest pause before a master that did not answer is asked again
-MAX_RESTARTS = 1000  # of the training command: failures are drawn, and never end a cluster for good
+RETRY_S = 2.0  # longest pause before a master that did not answer is asked again
+MAX_RESTARTS = 1000  # restarts of the training command, so that drawn failures never end a cluster for good
 
 
 class ClusterObserver:
     """The hooks that a cluster calls; each does nothing by default."""
 
     def version_received(self, agent: SimAgent, version: VersionId, whence: str) -> None:
-        """A cluster received a version; `whence`: the message that named it."""
+        """Called when a cluster received a version; `whence` is the message that named it."""
 
     def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
-        """A cluster received the outcome of a push."""
+        """Called when a cluster received the outcome of a push."""
 
     def push_dropped(self, agent: SimAgent, push: PushId) -> None:
-        """A cluster learned that a push was dropped."""
+        """Called when a cluster learned that a push was dropped."""
 
     def trainer_stepped(self, agent: SimAgent) -> None:
-        """A trainer takes an inner step."""
+        """Called when a trainer takes an inner step."""
 
     def push_begun(self, agent: SimAgent, push: PushId) -> None:
-        """The ranks of a cluster begin to push."""
+        """Called when the ranks of a cluster begin to push."""
 
     def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
-        """The push is over; `moved`: every rank received DONE from every slave."""
+        """Called when a push is over; `moved`: every rank received DONE from every slave."""
 
     def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
-        """The ranks of a cluster begin to pull."""
+        """Called when the ranks of a cluster begin to pull."""
 
     def pull_installed(self, agent: SimAgent) -> None:
-        """All ranks of a cluster copied what they pulled."""
+        """Called when all ranks of a cluster have copied the pulled version."""
 
     def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
-        """A pull is over; `attempt` counts those in a row that failed, and this one."""
+        """Called when a pull is over; `attempt` counts consecutive failed pulls, including this one."""
 
     def pull_merged(self, agent: SimAgent, kept: bool) -> None:
-        """Under overlap, what was pulled is in a model that has trained on since its push was frozen.
+        """Called when a pull under overlap is in a model that has trained on since its push was frozen.
 
-        `kept`: and so is what it has trained; if that was not finite, it is lost.
+        kept  the training since then was merged; False: it was not finite and is lost
         """
 
     def trainer_died(self, agent: SimAgent, rank: bool) -> None:
-        """A trainer is dead; `rank`: one rank of it died first. Its agent may not know it yet."""
+        """Called when a trainer is dead; `rank`: one rank died first. The agent may not have noticed yet."""
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
-        """An agent ends of its own accord."""
+        """Called when an agent ends by itself."""
 
 
 class AgentWorld(TrainerWorld, Protocol):
-    """What an agent needs of the world around it."""
+    """The parts of the world that an agent needs."""
 
     network: Network
 
@@ -94,7 +94,7 @@ class AgentWorld(TrainerWorld, Protocol):
 
 
 class SimAgent:
-    """One process of the agent, with the trainer that it keeps alive."""
+    """One agent process, with the trainer that it keeps running."""
 
     def __init__(
         self,
@@ -105,9 +105,11 @@ class SimAgent:
         exits: Callable[[SimAgent], None],
         replaces: bool,
     ) -> None:
-        """`former`: the last incarnation of an agent that died here; `exits` is called when this one ends by itself.
+        """Start an agent.
 
-        `replaces`: an operator starts it elsewhere in the place of one that may wake again (--take-over).
+        former    the last incarnation of an agent that died here
+        exits     called when this agent ends by itself
+        replaces  an operator starts it elsewhere in place of one that may wake again (--take-over)
         """
         self.world, self.site, self.name, self.process = world, site, site.name, process
         settings = self.world.scenario
@@ -127,15 +129,15 @@ class SimAgent:
             fragments=site.fragments,
         )
         self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
-        self.left = former  # behind, on its disk
+        self.left = former  # the incarnation saved on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
-        self.consumed = 0  # tokens since the last Joined, by the world's own count
-        self.outcome_at = self.world.heap.now  # when it last got an Outcome, or its trainer began
-        self.meets = False  # it pushes when the master plans, together with others
-        self.finished: VersionId | None = None  # the run is over and it holds its last version
+        self.consumed = 0  # tokens since the last Joined, by the world's count
+        self.outcome_at = self.world.heap.now  # time of its last Outcome, or of its trainer's start
+        self.meets = False  # it pushes together with others, when the master plans
+        self.finished: VersionId | None = None  # the last version, which it holds after the end of the run
         self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
-        self._changed = ChangeSignal(world.heap)  # rank 0 waits for it
+        self._changed = ChangeSignal(world.heap)  # wakes rank 0
         self._clock = Fiber(self._keep_time(), self.gate)
         self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
         self.torchrun.start()
@@ -148,7 +150,7 @@ class SimAgent:
 
     @property
     def progress(self) -> float:
-        """Of the run, as the outer loop tells its script."""
+        """The run's progress, as the outer loop reports it to the script."""
         return self.core.state.fraction
 
     @property
@@ -169,7 +171,7 @@ class SimAgent:
 
     @property
     def pulled_theta(self) -> dict[int, F32]:
-        """What was pulled last, as it came."""
+        """The last pulled θ, unchanged."""
         return self.trainer.pulled_theta if self.trainer else {}
 
     @property
@@ -177,7 +179,7 @@ class SimAgent:
         return self.trainer.held_versions if self.trainer else []
 
     def kill_agent(self) -> None:
-        """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
+        """Kill the agent by SIGKILL; torchrun dies with it (PR_SET_PDEATHSIG)."""
         self.alive = False
         self._clock.kill()
         self._master.kill_client()
@@ -187,7 +189,7 @@ class SimAgent:
         self.outcome_at = self.world.heap.now
 
     def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
-        """The training command has crashed; return its next launch, None if this agent ends instead."""
+        """Process a crash of the training command; return its next launch, None if this agent ends instead."""
         self._do_actions(self.core.on_trainer_gone(reason, self.world.heap.now))
         plan = self.core.plan_next_launch(before, code=137)
         if isinstance(plan, EndAgent):
@@ -196,19 +198,19 @@ class SimAgent:
         return plan
 
     def on_hang_up(self, attempt: int) -> None:
-        """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
+        """Process the end of the connection of this attempt's rank 0; a newer one may be there already."""
         if self.alive and attempt:
             self._do_actions(self.core.on_hang_up(attempt, self.world.heap.now))
 
     def on_trainer_end(self) -> None:
-        """The training script is through."""
+        """Note that the training script has ended."""
         self.finished = self.state.membership.progress.finished
 
     def _make_nonce(self) -> str:
         self._nonces += 1
         return f"{self.process}.{self._nonces}"
 
-    # ---- what the trainer reports: the world's own books, and the observers -----------------------------------------
+    # ---- the trainer's reports, for the world's record and the observers -----------------------------------------
 
     def record_step(self) -> None:
         self.world.monitor.trainer_stepped(self)
@@ -243,7 +245,7 @@ class SimAgent:
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
-        """Wait until the core has done something, or so long."""
+        """Wait until the core has changed, at most `at_most_s`."""
         return self._changed.wait_for_change(at_most_s, f"{self.name} polls")
 
     # ---- the master ------------------------------------------------------------------------------------------------
@@ -261,14 +263,14 @@ class SimAgent:
                     self._on_mark(action)
                 case StopTrainer():
                     self._on_stop(action)
-        if actions and self._changed.awaited:  # not at once: whoever changed it is still at work
+        if actions and self._changed.awaited:  # not at once, since the caller has not finished
             self.world.call_later(0.0, f"{self.name} wakes rank 0", self._changed.wake_waiters)
 
     def _on_mark(self, mark: RecordMark) -> None:
         if mark.kind == "joined":
-            self.consumed = self.state.account.lost  # what its former incarnation lost and did not report
+            self.consumed = self.state.account.lost  # lost by its former incarnation and not reported
             if self.trainer is not None:
-                self.trainer.in_hand.lose_work("its incarnation ended")  # the pull that follows overwrites it
+                self.trainer.in_hand.lose_work("its incarnation ended")  # overwritten by the pull that follows
                 self.trainer.range = None  # leased to its former incarnation
         elif mark.kind == "incarnation_ended" and self.trainer is not None:
             self.trainer.in_hand.lose_work("its incarnation ended")
@@ -278,7 +280,7 @@ class SimAgent:
                 self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
     def _on_stop(self, stop: StopTrainer) -> None:
-        """The core cannot go on: ours was fenced, its model diverges for good, or what must never break is broken."""
+        """Exit because the core cannot continue; raise AssertionError unless it was fenced, denied or diverged."""
         if not self.alive:
             return
         if stop.error is None or not issubclass(stop.error, StaleIncarnation | Denied | Diverged):
@@ -304,7 +306,7 @@ class SimAgent:
     # ---- heartbeats ------------------------------------------------------------------------------------------------
 
     def _keep_time(self) -> Story:
-        """Call the core whenever something is due."""
+        """Call the core whenever one of its deadlines is due."""
         while True:
             now, heartbeat_s = self.world.heap.now, self.world.options.timing.heartbeat_s
             due = min(self.core.next_deadline(), now + heartbeat_s)

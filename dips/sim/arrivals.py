@@ -1,8 +1,8 @@
-"""A world that takes another run's arrivals in the place of its own: what was pushed, and which round took it.
+"""A world that replays the arrivals of another run: which pushes were made, and which round took them.
 
-Each cluster pushes after as many inner steps as there, and the commits of a round are held at the master's door until
-all of them are there; they go in together, in that run's order. All else is the world's own. So what another run has
-computed can be computed again, and compared bit for bit.
+Each cluster pushes after as many inner steps as in the other run, and the commits of a round are held back from the
+master until all are there; they are delivered together, in the other run's order. Everything else is the world's own.
+So the results of another run can be computed again, and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dips.sim.scenario import Scenario
 from dips.sim.site import Site
 from dips.sim.world import World
 
-NEVER = 1 << 30  # inner steps, and seconds of one: a cluster without further pushes takes none
-PATIENCE_S = 1.0  # for so long a commit before its turn waits for an answer; then it asks again
-SETTLED_HEARTBEATS = 1.5  # a commit is held so long at least: until the push is staged on every slave, and a heartbeat
-# has told what it brings. The master would let a commit wait for these, and others overtake it
-NO_RATE = 0.0  # is told of every link: by its rate a held commit would be late, and a late one keeps no window open
+NEVER = 1 << 30  # inner steps, and seconds of a step, of a cluster without further pushes
+PATIENCE_S = 1.0  # a commit before its turn is answered Pending after this time, and repeated
+SETTLED_HEARTBEATS = 1.5  # least time for which a commit is held: until its push is staged on every slave, and a
+# heartbeat has reported its tokens. Otherwise the master would let it wait, and others would overtake it
+NO_RATE = 0.0  # reported for every link: by its rate a held commit would be late, and would keep no window open
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Arrival:
     cluster: str
     tokens: int
     inner_steps: int
-    base: VersionId | None = None  # None: of a gated push the ledger does not say it
+    base: VersionId | None = None  # None: unknown, since the ledger does not record it for gated pushes
 
 
 class SettledRound(Protocol):
-    """A round as a ledger tells of it (RoundHistory, VersionCommitted)."""
+    """A round as a ledger records it (RoundHistory, VersionCommitted)."""
 
     @property
     def folds(self) -> tuple[FoldRow, ...]: ...
@@ -55,7 +55,7 @@ class SettledRound(Protocol):
 
 
 def read_arrivals(rounds: Iterable[SettledRound]) -> list[tuple[Arrival, ...]]:
-    """The pushes of each round, in the order of folding, and then those that were gated; skipped rounds have none."""
+    """Return the pushes of each round, in the order of folding, then the gated ones; skipped rounds are omitted."""
     read = []
     for each in rounds:
         folded = [Arrival(f.push.cluster, f.tokens, f.inner_steps, f.base) for f in each.folds]
@@ -65,27 +65,27 @@ def read_arrivals(rounds: Iterable[SettledRound]) -> list[tuple[Arrival, ...]]:
 
 
 def find_settled(record: VersionCommitted | RoundEnded) -> list[str]:
-    """The clusters whose pushes a round has settled; of a skipped one, none."""
+    """Return the clusters whose pushes a round has settled; empty for a skipped round."""
     return [o.push.cluster for o in record.outcomes if o.kind is not OutcomeKind.SKIPPED]
 
 
 class PlannedPace(Pace):
-    """A push is due after the inner steps that the first of `plan` says."""
+    """A pace by which a push is due after the number of inner steps that is first in `plan`."""
 
     def __init__(self, plan: deque[int]) -> None:
         super().__init__(steps=1)
         self._plan = plan
 
     def look_in(self, now: float) -> int:
-        """Inner steps until the push is due; 0: it is."""
+        """Return the inner steps until the push is due; 0: it is due."""
         return max(0, self._plan[0] - self.since_push) if self._plan else NEVER
 
 
 @dataclass
 class PlannedSite(Site):
-    """A cluster whose pushes are known before."""
+    """A cluster whose pushes are known in advance."""
 
-    plan: deque[int] = field(default_factory=deque)  # inner steps of each push that is not settled yet
+    plan: deque[int] = field(default_factory=deque)  # inner steps of the pushes that are not settled yet
 
     def make_pace(self, inner_steps: int) -> Pace:
         return PlannedPace(self.plan)
@@ -95,7 +95,7 @@ class PlannedSite(Site):
 
 
 class ArrivalWorld(World):
-    """A world whose clusters push what `rounds` say, and whose rounds take those pushes."""
+    """A world whose clusters make the pushes of `rounds`, and whose rounds take those pushes."""
 
     def __init__(
         self, seed: int, scenario: Scenario, rounds: Sequence[tuple[Arrival, ...]], model: SimModel, kernels: Kernels
@@ -112,19 +112,19 @@ class ArrivalWorld(World):
 
 
 class _Door(Observer):
-    """Where messages reach the master's machine: commits wait here for those of their round."""
+    """Receives messages for the master's machine, and holds commits until all of their round are there."""
 
     def __init__(self, world: World, master: SimHost, rounds: Iterable[tuple[Arrival, ...]]) -> None:
         self._world, self._master = world, master
         self._rounds = deque(tuple(push.cluster for push in pushes) for pushes in rounds)
-        self._held: dict[str, tuple[PushFinished, Answer]] = {}  # by cluster, the newest
-        self._came: dict[PushId, float] = {}  # when, first
+        self._held: dict[str, tuple[PushFinished, Answer]] = {}  # the newest commit of each cluster
+        self._came: dict[PushId, float] = {}  # when each commit first came
         self._passed: set[PushId] = set()
-        self._taken = False  # the present round has its commits
+        self._taken = False  # the commits of the present round were delivered
         self._settled_s = SETTLED_HEARTBEATS * world.options.timing.heartbeat_s
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
-        """A SimHost's."""
+        """Deliver or hold a message, as a SimHost."""
         if isinstance(message, ClusterHeartbeat):
             message = replace(message, bytes_per_s=NO_RATE)
         if not isinstance(message, PushFinished) or message.push in self._passed:
@@ -136,7 +136,7 @@ class _Door(Observer):
         self._world.call_later(self._settled_s, "a commit may come", self._let_in)
 
     def record_written(self, record: Record) -> None:
-        """A round is settled: the commits of the next one may come."""
+        """Release the next round's commits when a round is settled."""
         settled = find_settled(record) if isinstance(record, VersionCommitted | RoundEnded) else []
         if not settled:
             return
@@ -149,7 +149,7 @@ class _Door(Observer):
         self._world.call_later(0.0, "the next round's commits", self._let_in)
 
     def _let_in(self) -> None:
-        """All commits of a round at one moment: the window that the first one opens takes the others."""
+        """Deliver all commits of a round at once: the window that the first one opens takes the others."""
         if self._taken or not self._rounds or not all(map(self._is_settled, self._rounds[0])):
             return
         self._taken = True

@@ -1,4 +1,4 @@
-"""A simulated cluster: its agents come and go, crash, are stopped and taken for dead, and are started again."""
+"""A simulated cluster: its agents start, crash, are stopped and taken for dead, and are restarted."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dips.sim.agent import AgentWorld, SimAgent
 from dips.sim.master_client import CALL_S
 from dips.sim.site import Site
 
-RESTART_S = 2.0  # until an agent that exited on its own account is started again
+RESTART_S = 2.0  # until an agent that exited by itself is restarted
 
 
 class SimCluster:
-    """One cluster of the run; `site` is where it runs."""
+    """One cluster of the run; `site` describes its machines."""
 
     def __init__(self, world: AgentWorld, site: Site) -> None:
         self.world, self.site, self.name = world, site, site.name
         self.agent: SimAgent | None = None
-        self.left = NO_INCARNATION  # by the last agent, on the disk of the machine where the next one starts
-        self.zombies: list[SimAgent] = []  # stopped, and taken for dead: each has a successor
+        self.left = NO_INCARNATION  # the incarnation that the last agent saved where the next one starts
+        self.zombies: list[SimAgent] = []  # agents that are stopped and taken for dead; each has a successor
         self.lives = 0
-        self.gone = False  # for good: nobody starts it again
+        self.gone = False  # gone for good: it is not started again
 
     @property
     def live_agents(self) -> list[SimAgent]:
-        """Every agent process that may still do something."""
+        """All agent processes that may still act."""
         return [*self.zombies, self.agent] if self.agent else list(self.zombies)
 
     def start(self) -> None:
-        """A new agent process; it starts its trainer."""
+        """Start a new agent process, which starts its trainer."""
         if self.agent is None and not self.gone:
             self.lives += 1
             process, replaces = f"{self.name}-{self.lives}", bool(self.zombies)
             self.agent = SimAgent(self.world, self.site, process, self.left, self._on_agent_exit, replaces)
 
     def crash(self) -> None:
-        """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
+        """Kill agent and trainer together: torchrun has PR_SET_PDEATHSIG."""
         if self.agent is not None:
             self._end_agent(self.agent)
 
     def crash_for_good(self) -> None:
-        """Every process of it dies, those too that were taken for dead."""
+        """Kill all processes of the cluster, including those taken for dead."""
         self.gone = True
         self.crash()
         for zombie in self.zombies:
@@ -51,7 +51,7 @@ class SimCluster:
         self.agent, self.left = None, agent.left
 
     def leave_run(self) -> None:
-        """The agent is asked to stop: it sends Leave once, and exits whether that arrives or not."""
+        """Stop the agent: it sends Leave once, and exits whether or not that arrives."""
         agent = self.agent
         left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
         if agent is not None and left is not None:
@@ -59,7 +59,7 @@ class SimCluster:
             self.crash()
 
     def abandon_agent(self) -> SimAgent | None:
-        """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
+        """Stop all processes by SIGSTOP for so long that another agent is started elsewhere; they may wake later."""
         agent, self.agent, self.left = self.agent, None, NO_INCARNATION
         if agent is not None:
             agent.gate.close()
@@ -67,7 +67,7 @@ class SimCluster:
         return agent
 
     def _on_agent_exit(self, agent: SimAgent) -> None:
-        """An agent ended of its own accord: it was fenced, or another bears its name."""
+        """Process an agent that ended by itself: it was fenced, or its name is taken."""
         if agent in self.zombies:
             agent.kill_agent()
             self.zombies.remove(agent)
@@ -76,13 +76,13 @@ class SimCluster:
             self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
 
     def crash_trainer(self) -> None:
-        """torchrun ends, and the agent sees it at once."""
+        """Kill torchrun; the agent notices at once."""
         if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
             self.world.monitor.trainer_died(self.agent, False)
             self.agent.torchrun.crash("its trainer crashed")
 
     def crash_rank(self, rank: int, seen_s: float) -> None:
-        """One rank dies; torchrun needs a while to see it and to end the others."""
+        """Kill one rank; torchrun notices after `seen_s` and ends the others."""
         agent = self.agent
         trainer = agent.trainer if agent is not None else None
         if agent is None or trainer is None or trainer.over or agent.gate.closed:
@@ -97,7 +97,7 @@ class SimCluster:
         self.world.call_later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(notice_crash))
 
     def hang_trainer(self, seconds: float) -> None:
-        """The trainer stands still; its agent heartbeats on."""
+        """Stop the trainer for a while; its agent keeps sending heartbeats."""
         trainer = self.agent.trainer if self.agent is not None else None
         if trainer is not None:
             trainer.gate.close()

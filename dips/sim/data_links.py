@@ -1,7 +1,7 @@
-"""The links on which parameters travel: how slow they are, and what they break, lose, hold back or bring twice.
+"""The data links of parameters: their delay, and the chunks that they break, lose, hold back or deliver twice.
 
-A link between a cluster and a slave can be clogged (almost no bandwidth) or parted, either way for a time. What travels
-on them is the business of the streams (streams.py).
+A link between a cluster and a slave can be clogged (almost no bandwidth) or parted, in either direction for a time. The
+streams on the links are in streams.py.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dips.sim.pieces import pieces_of
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import run_id
 
-CLOG = 15.0  # times longer on a clogged link
+CLOG = 15.0  # factor of the delay on a clogged link
 
 
 @dataclass
 class SimLinks:
-    """How bad the data network is. Seconds and shares of streams."""
+    """The faults of the data network: seconds, and shares of streams or chunks."""
 
     chunk_s: float = 0.05
     spread_s: float = 0.15
-    broken_share: float = 0.05  # of chunks whose stream breaks before they arrive
-    corrupt_share: float = 0.02  # of chunks that arrive with a wrong checksum: refused, asked again
-    late_share: float = 0.05  # of chunks that arrive a second time, `late_s` later
+    broken_share: float = 0.05  # chunks whose stream breaks before they arrive
+    corrupt_share: float = 0.02  # chunks that arrive with a wrong checksum: refused and requested again
+    late_share: float = 0.05  # chunks that arrive a second time, `late_s` later
     late_s: float = 4.0
-    held_share: float = 0.15  # of pulled chunks that libzmq holds for up to `held_s` after they have left
+    held_share: float = 0.15  # pulled chunks that libzmq holds for up to `held_s` after they have left
     held_s: float = 4.0
-    unheard_share: float = 0.02  # of streams whose DONE is lost
-    refused_share: float = 0.01  # of pushes whose ranges the slave finds wrong
+    unheard_share: float = 0.02  # streams whose DONE is lost
+    refused_share: float = 0.01  # pushes whose ranges the slave finds wrong
     epochs: int = 3  # streams that a rank tries before it gives up
 
 
@@ -45,7 +45,7 @@ STEADY = SimLinks(
 
 
 class Flows(Protocol):
-    """Finds the present data flow of a slave, and is notified of what went wrong."""
+    """Returns the present data flow of a slave, and is notified of faults."""
 
     def flow_of(self, slave: str) -> SimFlow | None: ...
     def frame_refused(self, why: str) -> None: ...
@@ -53,7 +53,7 @@ class Flows(Protocol):
 
 
 class DataLinks:
-    """The data links between all clusters and slaves, and what ranks and slaves must agree on to use them."""
+    """The data links between all clusters and slaves, with the shared data of both ends."""
 
     def __init__(
         self,
@@ -65,38 +65,40 @@ class DataLinks:
         slowness: Mapping[str, float],
         stall_s: float,
     ) -> None:
-        """`slowness` says of a cluster how many times longer everything takes on its link; 1 for who is not named."""
+        """Create the links; `slowness` is the factor of all delays on a cluster's link, by default 1."""
         self.heap, self.rng, self.flows, self.slowness = heap, rng, flows, slowness
         self.run, self.run_id, self.stall_s = run, run_id(run), stall_s
         self.manifest, self.layout = manifest, LayerLayout(manifest, range(len(manifest.layers)))
         self._connections = count(1)
         self._pieces: dict[tuple[tuple[int, ...], int, int], tuple[Range, ...]] = {}
         self.links = SimLinks()
-        self.serial_s: float | None = None  # of a chunk, one behind the other on each stream
-        self.chunk_bytes = 0  # at most, of a chunk; the world says it
-        self._parted: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
-        self._clogged: dict[str, float] = {}  # cluster → until when
+        self.serial_s: float | None = (
+            None  # time of a chunk if each stream sends one after the other; None: in parallel
+        )
+        self.chunk_bytes = 0  # largest chunk; set by the world
+        self._parted: dict[tuple[str, str], float] = {}  # (sender, receiver) → end of the partition
+        self._clogged: dict[str, float] = {}  # cluster → end of the clogging
 
     def repair_links(self) -> None:
-        """No stream breaks any more."""
+        """Remove all faults: no stream breaks any more."""
         self.links = STEADY
         self._parted.clear()
         self._clogged.clear()
 
     def part_link(self, sender: str, receiver: str, until: float) -> None:
-        """Nothing passes in this direction until then."""
+        """Let nothing pass in this direction until the given time."""
         self._parted[sender, receiver] = until
 
     def clog_link(self, cluster: str, until: float) -> None:
-        """Its link passes almost nothing until then."""
+        """Let almost nothing pass on the cluster's link until the given time."""
         self._clogged[cluster] = until
 
     def new_connection(self) -> bytes:
-        """A connection of its own, as ROUTER names it: never used twice."""
+        """Return a new connection id, as ROUTER assigns them, never used twice."""
         return next(self._connections).to_bytes(5)
 
     def rank_pieces(self, layers: tuple[int, ...], rank: int, ranks: int) -> tuple[Range, ...]:
-        """What one rank holds of these layers."""
+        """Return one rank's pieces of these layers."""
         key = (layers, rank, ranks)
         if key not in self._pieces:
             self._pieces[key] = tuple(pieces_of(self.layout, layers, rank, ranks))

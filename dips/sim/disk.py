@@ -1,5 +1,5 @@
-"""The simulated disk of one slave: full or slow at times; what was being written may be torn, what lies there may rot,
-and an old copy of the directory may be put back. Else what was written survives every crash.
+"""The simulated disk of one slave: full or slow at times; a snapshot being written may be torn, written snapshots may
+rot, and an old copy of the directory may be restored. Otherwise written snapshots survive every crash.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.slave.ports import F32, Arrays
 
 @dataclass
 class Snapshot:
-    """One file: its content, and whether its manifest was written behind it. `rotten`: a bit of it has flipped."""
+    """One snapshot: its content, and whether its manifest was written. `rotten`: a bit has flipped."""
 
     theta: dict[int, F32]
     momentum: dict[int, F32]
@@ -28,7 +28,7 @@ class Snapshot:
 
     @property
     def good(self) -> bool:
-        """What a reader that compares every digest finds."""
+        """Whether a reader that compares every digest accepts the snapshot."""
         return self.whole and not self.rotten
 
     @property
@@ -43,8 +43,8 @@ class Snapshot:
 class SimDisk:
     """Implements `dips.slave.ports.Disk`; belongs to the machine, not to the process.
 
-    Rot strikes what lies on the platter: the process that wrote a snapshot, or has verified it, goes on reading the
-    page cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
+    Rot affects the stored bytes: the process that wrote a snapshot, or has verified it, keeps reading the page cache,
+    as on Linux; its successor finds the digest wrong and skips the snapshot.
     """
 
     def __init__(
@@ -54,35 +54,33 @@ class SimDisk:
         self._rng = rng
         self._passed_over = passed_over
         self.files: dict[VersionId, Snapshot] = {}
-        self.shared = shared  # v0@r0 lies where initial_model points, whatever becomes of this disk
-        self.seeded = shared  # or was brought here
-        self.nonce = ""  # of the last process here that the master knows
+        self.shared = shared  # v0@r0 is where initial_model points, independent of this disk
+        self.seeded = shared  # v0@r0 is available: shared, or seeded to this disk
+        self.nonce = ""  # nonce of the last process here that registered
         self.full = False
         self.slowness = 1.0
-        self.fsync_s = 0.0  # a write waits so long for an fsync that tells nothing of its progress
-        self.no_files = False  # its process has no descriptor left: what is not open already cannot be opened
-        self.swapped_with: SimDisk | None = None  # whose directory lies here, while its own lies there
-        self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
-        self.harmed: set[VersionId] = (
-            set()
-        )  # snapshots that rotted, or were lost with the directory: the machine's fault
+        self.fsync_s = 0.0  # duration of an fsync, which reports no progress
+        self.no_files = False  # its process has no descriptors left: no further file can be opened
+        self.swapped_with: SimDisk | None = None  # the disk with which it was exchanged; None: it is in its place
+        self._replaced: dict[VersionId, Snapshot] = {}  # snapshots replaced by an old copy
+        self.harmed: set[VersionId] = set()  # snapshots that rotted, or were lost with the directory
 
     def repair_disk(self) -> None:
-        """It has room, is fast and lies where it belongs; what rotted stays rotten."""
+        """Remove all faults but rot: the disk has room, is fast and is in its place."""
         self.full, self.slowness, self.fsync_s, self.no_files = False, 1.0, 0.0, False
         self.swap_back()
 
     def swap_with(self, other: SimDisk) -> None:
-        """Two disks were attached to each other's machines: nobody finds what is his own."""
+        """Attach two disks to each other's machines, so that each slave finds the other's directory."""
         self.swapped_with, other.swapped_with = other, self
 
     def swap_back(self) -> None:
-        """Somebody reads the refusal, and attaches both where they belong."""
+        """Attach both disks where they belong, as an operator would after reading the refusal."""
         if (other := self.swapped_with) is not None:
             self.swapped_with = other.swapped_with = None
 
     def require_owner(self) -> None:
-        """Raise ConfigError if this directory is another slave's, as snapshots.py does when a daemon takes it."""
+        """Raise ConfigError if this directory is another slave's, as snapshots.py does when a daemon opens it."""
         if self.swapped_with is not None and self.swapped_with.files:
             raise ConfigError("directory: it holds snapshots of another slave: were two disks swapped?")
 
@@ -95,46 +93,46 @@ class SimDisk:
             self.harmed.add(version)
 
     def copy_directory(self) -> dict[VersionId, Snapshot]:
-        """What `cp -r` of the directory takes away; snapshots never change, so names are enough."""
+        """Return a copy of the directory; snapshots never change, so their references suffice."""
         return dict(self.files)
 
     def put_back(self, copy: dict[VersionId, Snapshot]) -> None:
-        """An old copy in the place of the directory."""
+        """Replace the directory by an old copy."""
         lost = {v: s for v, s in self.files.items() if v not in copy or not copy[v].good}
         self.harmed.update(lost)
         self._replaced.update(lost)
         self.files, self.nonce = dict(copy), ""
 
     def lose_disk(self) -> None:
-        """The disk is gone for good; another, empty, is in its place."""
+        """Replace the disk by an empty one, for good."""
         self.harmed.update(self.files)
         self.files, self.nonce = {}, ""
         self.seeded = self.shared
 
     def bring_back(self, version: VersionId, snapshot: Snapshot) -> None:
-        """A copy from a mirror, which is no harm any more."""
+        """Restore a copy from a mirror, so that its loss no longer counts."""
         self.files[version] = Snapshot(snapshot.theta, snapshot.momentum)
         self.harmed.discard(version)
         self._replaced.pop(version, None)
 
     def restore_copy(self) -> bool:
-        """Somebody brings back what rotted or was replaced; True if there was anything."""
+        """Restore rotten and replaced snapshots, as an operator would; return whether there were any."""
         changed = bool(self._replaced) or any(snapshot.rotten for snapshot in self.files.values())
         self.files.update(self._replaced)
         self._replaced.clear()
-        for snapshot in self.files.values():  # what was replaced may have rotted before
+        for snapshot in self.files.values():  # replaced snapshots may have rotted before
             snapshot.rotten = False
-        self.harmed.difference_update(self.files)  # what went with a lost disk is for the slave's mirror to bring back
+        self.harmed.difference_update(self.files)  # snapshots of a lost disk are restored by the slave's mirror
         return changed
 
     @property
     def good_versions(self) -> list[VersionId]:
-        """What could be read."""
+        """The versions whose snapshots can be read."""
         return [v for v, s in self.files.items() if s.good]
 
     @property
     def takes_files(self) -> bool:
-        """Something can be written to it."""
+        """Whether a file can be written."""
         return not (self.full or self.no_files)
 
     def _require_descriptor(self) -> None:
@@ -153,7 +151,7 @@ class SimDisk:
             raise OSError(28, "no space left on the simulated disk")
 
     def release_room(self, version: VersionId) -> None:
-        """Room is not counted here."""
+        """Do nothing, since room is not counted here."""
 
     def write_snapshot(
         self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool] = lambda: True
@@ -169,7 +167,7 @@ class SimDisk:
         return snapshot.digest
 
     def tear_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
-        """The machine stopped while it wrote: half of the bytes are there, and no manifest."""
+        """Leave half of the bytes and no manifest, as if the machine had stopped during the write."""
         if version in self.files or not self.takes_files:
             return
         half = {
@@ -204,7 +202,9 @@ class SimDisk:
         self.seeded = True
 
     def map_theta(self, version: VersionId) -> Arrays | None:
-        """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""
+        """Return the θ of a snapshot, which a reader keeps when the file is deleted; None if there is none. v0@r0 has
+        no file.
+        """
         snapshot = self.files.get(version)
         return snapshot.theta if snapshot is not None and snapshot.whole and not self.no_files else None
 

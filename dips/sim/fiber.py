@@ -1,7 +1,7 @@
-"""Processes as stories: a fiber is a generator that yields what it waits for, so its code reads from top to bottom.
+"""Simulated processes: a fiber runs a generator that yields what it waits for, so its code reads from top to bottom.
 
-A fiber that was killed is never resumed, whatever it waited for. One behind a closed gate (SIGSTOP) is resumed when the
-gate opens, with everything that came meanwhile, in its order.
+A killed fiber is never resumed. A fiber behind a closed gate (SIGSTOP) is resumed when the gate opens, with all events
+that arrived meanwhile, in order.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from dips.sim.heap import Heap
 
 Resume = Callable[[Any], None]
-Wait = Callable[[Resume], None]  # begins to wait; calls its argument once, with what was waited for
+Wait = Callable[[Resume], None]  # begins to wait; calls its argument once, with the result
 Story = Generator[Wait, Any, Any]
 
 
 class Gate:
-    """Lets what happens to a process through, or keeps it until the process runs again."""
+    """Passes events to a process, or holds them while the process is stopped."""
 
     def __init__(self, outer: Gate | None = None) -> None:
-        """`outer` is passed first: a process stands still with its machine, and by itself."""
+        """Create a gate behind `outer`: a process is stopped with its machine, or by itself."""
         self.closed = False
         self._outer = outer
         self._kept: deque[Callable[[], None]] = deque()
 
     def pass_on(self, action: Callable[[], None]) -> None:
-        """Do it now, or when the gate opens."""
+        """Do the action now, or when the gate opens."""
         outer = self._outer
         if outer is not None and (outer.closed or outer._kept or outer._outer is not None):
             outer.pass_on(lambda: self._let_in(action))
@@ -47,14 +47,14 @@ class Gate:
         self.closed = True
 
     def open(self) -> None:
-        """Everything that was kept happens now; what closes the gate again keeps the rest."""
+        """Do all held actions now; an action that closes the gate again keeps the rest."""
         self.closed = False
         while self._kept and not self.closed:
             self._kept.popleft()()
 
 
 class Fiber:
-    """Runs a story until it ends or is killed."""
+    """Runs a generator until it ends or is killed."""
 
     def __init__(self, story: Story, gate: Gate | None = None) -> None:
         self._story: Story | None = story
@@ -62,7 +62,7 @@ class Fiber:
         self._run_story(None)
 
     def kill(self) -> None:
-        """It will not run again. A story that kills itself ends when it next waits."""
+        """Stop the fiber for good. A generator that kills its own fiber ends at its next wait."""
         self._story = None
 
     def _resume_story(self, value: Any) -> None:
@@ -94,7 +94,7 @@ def sleep(heap: Heap, seconds: float, what: str) -> Wait:
 
 
 class ChangeSignal:
-    """Wakes everybody who waits for a change; each waits for a limited time."""
+    """Wakes all fibers that wait for a change; each waits for a limited time."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
@@ -105,7 +105,7 @@ class ChangeSignal:
         return bool(self._waiting)
 
     def wait_for_change(self, at_most_s: float, what: str) -> Wait:
-        """Wait until something changes, or so long."""
+        """Wait until something changes, at most `at_most_s`."""
 
         def begin_wait(resume: Resume) -> None:
             timer = self._heap.call_later(at_most_s, what, lambda: end_wait(None))

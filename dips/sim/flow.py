@@ -1,8 +1,8 @@
-"""The simulated data flow of one slave's process: the real receiver and sender, on a network that is simulated.
+"""The simulated data flow of one slave's process: the real receiver and sender on a simulated network.
 
-What the daemon does with ZeroMQ lanes and stages (slave/flow.py) is done here at once: a frame that comes is claimed,
-checked and copied in one event, and what the halves want said is handed to the rank's end of the stream. Delays, losses
-and broken streams are the business of the ranks' side (streams.py).
+The work that the daemon does with ZeroMQ lanes and stages (slave/flow.py) is done here at once: a frame that arrives is
+claimed, checked and copied in one event, and messages of receiver and sender are passed to the rank's end of the
+stream. Delays, losses and broken streams are simulated on the ranks' side (streams.py).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
 
-TRANSIT_CHUNKS = 12  # asked for at once: so the pool is exhausted at times
+TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
 CONCURRENT_STREAMS = 4
-TICK_S = 0.4  # how often, while frames come, stalls and rates are looked at
-DRAIN_S = 0.05  # until a closed or moved pull is looked at again
+TICK_S = 0.4  # interval of checks of stalls and rates while frames arrive
+DRAIN_S = 0.05  # until a closed or moved pull is checked again
 
 
 class RankEnd(Protocol):
     """The rank's end of a connection."""
 
     def on_message(self, peer: bytes, kind: Kind, body: bytes) -> None:
-        """A message of the slave arrives."""
+        """Process a message of the slave."""
 
 
 class SimTracker:
-    """What libzmq says of a body that was sent without a copy."""
+    """The tracker of a body that libzmq sends without a copy."""
 
     __slots__ = ("done",)
 
@@ -80,7 +80,7 @@ class SimFlow:
         self._timer: Timer | None = None
         self.alive = True
 
-    # ---- what the shard orders -------------------------------------------------------------------------------------
+    # ---- orders of the shard -------------------------------------------------------------------------------------
 
     def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
         self._on_event = on_event
@@ -133,12 +133,12 @@ class SimFlow:
     def list_transfers(self) -> tuple[Transfer, ...]:
         return self.receiver.list_transfers() + self.sender.list_transfers()
 
-    # ---- what the ranks' streams do --------------------------------------------------------------------------------
+    # ---- calls of the ranks' streams --------------------------------------------------------------------------------
 
     def begin_stream(
         self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...], ready: int, key: str
     ) -> bool:
-        """A rank begins a stream on a connection of its own; False if that is not made, since nothing has its key."""
+        """Begin a stream on a new connection; return False if the connection is refused, since its key is unknown."""
         if not self._keyring.admits(key, self._heap.now):
             return False
         self._ends[peer] = end
@@ -148,7 +148,7 @@ class SimFlow:
         return True
 
     def take_ready(self, peer: bytes, stream: int, ready: int) -> None:
-        """A rank offers more of its push."""
+        """Process a rank's offer of more of its push."""
         try:
             self._do_moves(self.receiver.on_ready(0, peer, stream, ready))
         except BadFrame as bad:
@@ -156,24 +156,24 @@ class SimFlow:
         self._run_turn()
 
     def drop_connection(self, peer: bytes) -> None:
-        """The rank is gone; the slave learns it when it next has something to say."""
+        """Close a rank's connection; the slave notices when it next sends."""
         self._ends.pop(peer, None)
 
     def take_chunk(self, peer: bytes, header: Header, body: Buffer) -> str:
-        """A chunk arrives; return why it was refused, "" if it is in its place."""
+        """Process a chunk that arrives; return why it was refused, "" if it was copied."""
         self._touched()
         try:
             moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
-            self._run_turn()  # a wrong one is missing again: ask again
+            self._run_turn()  # a wrong chunk is missing again: request it
             return bad.reason
         self._do_moves(moves)
         self._run_turn()
         return ""
 
     def take_want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
-        """A rank asks for chunks; each is read from the source until its tracker is done."""
+        """Process a rank's request for chunks; each is read from the source until its tracker is done."""
         try:
             sends = self.sender.on_want(0, peer, stream, chunks, self._heap.now)
         except BadFrame as bad:
@@ -187,11 +187,11 @@ class SimFlow:
         return trackers
 
     def take_done(self, peer: bytes, stream: int) -> None:
-        """A rank has all that it wants."""
+        """Note that a rank has received everything."""
         self.sender.on_done(0, peer, stream)
 
     def on_chunk_left(self) -> None:
-        """The last byte of a chunk has left."""
+        """Note that the last byte of a chunk has left."""
         self._gate.pass_on(lambda: self._let_chunk_go() if self.alive else None)
 
     def _let_chunk_go(self) -> None:
@@ -202,14 +202,14 @@ class SimFlow:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _run_turn(self) -> None:
-        """After each frame: ask for what may be asked; now and then, end what is over."""
+        """Request the chunks that may be requested after each frame, and end streams that are over at intervals."""
         now = self._heap.now
         asked = self.receiver.plan_wants(0, now)
         self._do_moves(asked)
         if now - self._ticked_at >= TICK_S:
             self._run_tick()
         elif asked:
-            self._plan_tick()  # something is owed now: whoever is silent from here on stalls
+            self._plan_tick()  # bytes are owed now: a rank that is silent from here on stalls
 
     def _run_tick(self) -> None:
         now = self._ticked_at = self._heap.now
@@ -221,7 +221,7 @@ class SimFlow:
         now, timer = self._heap.now, self._timer
         due = min(self.receiver.next_deadline(now), self.sender.next_deadline())
         if due == inf or (timer is not None and timer.alive and now <= timer.at <= due):
-            return  # what is due later is planned when this one is due
+            return  # later deadlines are planned when this one is due
         if timer is not None:
             timer.cancel()
         self._timer = self._call_later(max(0.0, due - now) + 0.001, "a data flow's deadline", self._run_due)
@@ -236,7 +236,7 @@ class SimFlow:
             delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None)
         )
 
-    # ---- what the halves want --------------------------------------------------------------------------------------
+    # ---- messages of receiver and sender -----------------------------------------------------------------------------
 
     def _do_moves(self, moves: list[Move]) -> None:
         for move in moves:

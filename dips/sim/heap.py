@@ -1,7 +1,7 @@
-"""Time and chance of a simulated world: one heap ordered by (time, sequence), and one generator for each subsystem.
+"""Time and randomness of a simulated world: one heap ordered by (time, sequence), and a generator for each subsystem.
 
-What must stay true: the same seed gives the same run, on any machine and with any PYTHONHASHSEED; and a subsystem
-that begins to draw more numbers moves no other, since each draws from a generator that is seeded by its own name.
+Must stay true: the same seed gives the same run, on any machine and with any PYTHONHASHSEED; and a subsystem that
+begins to draw more numbers affects no other, since each draws from a generator that is seeded by its own name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Action = Callable[[], None]
 
 
 class Timer:
-    """One thing that will happen; cancelled by its owner, or when its owner died."""
+    """A planned event; cancelled by its owner, or when its owner dies."""
 
     __slots__ = ("action", "alive", "at", "what")
 
@@ -31,7 +31,7 @@ class Timer:
 
 
 class Heap:
-    """What will happen, in the order of time; what is due at one time happens in the order of its planning."""
+    """The planned events in order of time; events of equal time happen in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,14 +40,14 @@ class Heap:
         self._queue: list[tuple[float, int, Timer]] = []
 
     def call_later(self, delay_s: float, what: str, action: Action) -> Timer:
-        """Plan `action`; `what` is the line that a person reads in the trace."""
+        """Plan `action`; `what` describes it in the trace."""
         timer = Timer(self.now + delay_s, what, action)
         self._sequence = sequence = self._sequence + 1
         heappush(self._queue, (timer.at, sequence, timer))
         return timer
 
     def next_event(self) -> Timer | None:
-        """Move the clock to the next living event and return it; None if nothing will ever happen again."""
+        """Move the clock to the next event that is not cancelled and return it; None if there is none."""
         queue = self._queue
         while queue:
             at, _, timer = heappop(queue)
@@ -78,7 +78,9 @@ class Trace:
 
     def __init__(self, keep: int = 40) -> None:
         self._lines: deque[Timer | tuple[float, str, tuple[Any, ...]]] = deque(maxlen=keep)
-        self.add_event: Callable[[Timer], None] = self._lines.append  # called after each event: no frame of its own
+        self.add_event: Callable[[Timer], None] = (
+            self._lines.append
+        )  # called after each event, so without a method's cost
 
     def add_line(self, now: float, what: str, *details: Any) -> None:
         self._lines.append((now, what, details))

@@ -1,7 +1,7 @@
-"""The ledger's file in a simulated world: a database in memory that survives every process and may be torn or be old.
+"""The ledger's file in a simulated world: a database in memory that survives every process and may be torn or outdated.
 
-The Ledger on it is the real one. A write may end between two of its statements; a backup may be put in the place of
-the newest file, which somebody still has.
+The Ledger on it is the real one. A write may end between two of its statements; a backup may replace the newest file,
+which is still kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Torn(Exception):
 
 
 class TearingConnection:
-    """The ledger's SQLite connection, which stops for good before its n-th statement that writes."""
+    """The ledger's SQLite connection, which stops for good before its n-th writing statement."""
 
     def __init__(self, db: sqlite3.Connection, statements: int) -> None:
         self._db = db
         self._left = statements
 
     def execute(self, sql: str, *parameters: Any) -> Any:
-        self._left -= not sql.startswith("SELECT")  # what reads changes nothing
+        self._left -= not sql.startswith("SELECT")  # reading statements do not count
         if self._left < 0:
             raise Torn
         return self._db.execute(sql, *parameters)
@@ -41,11 +41,11 @@ class TearingConnection:
 
 
 class LedgerDisk:
-    """The ledger's file: every process opens it anew and finds what was durable."""
+    """The ledger's file: every process opens it anew and finds the durable state."""
 
     def __init__(self, row: RunRow) -> None:
         self._db = Ledger.create(":memory:", row)._db
-        self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
+        self._newest: sqlite3.Connection | None = None  # the newest file while an old copy replaces it; None: in place
         self._copies: list[sqlite3.Connection] = []
         self._mirrored_base = self._db.serialize()
         self._mirrored_since: list[MirroredTransaction] = []
@@ -58,36 +58,36 @@ class LedgerDisk:
 
     @property
     def is_old_copy(self) -> bool:
-        """An old copy lies there: what its master decides is not the run's truth."""
+        """Whether an old copy is in place: decisions of its master are not the run's."""
         return self._newest is not None
 
     def copy_file(self) -> sqlite3.Connection:
-        """A backup of the file as it is now."""
+        """Return a backup of the present file."""
         copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.backup(copy)
         self._copies.append(copy)
         return copy
 
     def put_back(self, copy: sqlite3.Connection) -> None:
-        """Somebody restores a backup, not knowing that the newest file is still to be had."""
+        """Restore a backup, although the newest file still exists."""
         self._newest, self._db = self._db, copy
 
     def put_newest_back(self) -> None:
-        """The act that the master's refusal asks for."""
+        """Restore the newest file, as the master's refusal asks for."""
         if self._newest is not None:
             self._db, self._newest = self._newest, None
 
     def begin_mirror(self, term: int) -> None:
-        """A term has begun: the mirror gets a base, unless this is an old copy."""
+        """Begin a term: the mirror gets a base, unless this is an old copy."""
         if not self.is_old_copy:
             self._mirrored_base, self._mirrored_since, self._mirrored_term = self._db.serialize(), [], term
 
     def mirror_records(self, records: Sequence[Record]) -> None:
-        """A transaction is durable, and in the mirror before anybody is told."""
+        """Add a durable transaction to the mirror, before its effects are announced."""
         self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
 
     def lose_disk(self) -> list[Record]:
-        """The disk is gone for good; the next master starts with what its mirror holds. Return what was raised."""
+        """Lose the disk; the next master starts from the mirror. Return the records that the rebuild raised."""
         self._copies.append(self._db)
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         self._db.deserialize(self._mirrored_base)
@@ -95,9 +95,10 @@ class LedgerDisk:
         return raised
 
     def restore_beside_wal(self, directory: Path) -> list[Record]:
-        """A killed master's file was moved away and its WAL was not; the next master restores it from the mirror.
+        """Restore from the mirror after a killed master's file was moved away but not its WAL; return the raised
+        records.
 
-        By what the daemon restores with, on real files in `directory`. Return what was raised.
+        Uses the daemon's restore on real files in `directory`.
         """
         base, since, term = self._mirrored_base, tuple(self._mirrored_since), self._mirrored_term
         raised, path = self.lose_disk(), directory / FILE
@@ -107,16 +108,16 @@ class LedgerDisk:
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         restored = Ledger.open(path)
         try:
-            restored._db.execute("PRAGMA journal_mode = DELETE")  # memory has no WAL: a copy could not be opened
+            restored._db.execute("PRAGMA journal_mode = DELETE")  # a copy in memory cannot have a WAL
             restored._db.backup(self._db)
         finally:
             restored.close()
         return raised
 
     def restore_lagging(self, copy: sqlite3.Connection, times: int) -> None:
-        """The file is restored, so many times, from a mirror that lagged: `copy` is what it held.
+        """Restore the file `times` times from a mirror that lagged and held `copy`; the newest file still exists.
 
-        Somebody still has the newest file. Raise DipsError, with the first restore in place, if a second is refused.
+        Raises DipsError, with the first restore in place, if a second one is refused.
         """
         self.put_back(copy)
         for _ in range(times):
@@ -126,7 +127,9 @@ class LedgerDisk:
         return Ledger(self._db, None, lambda: 0.0)
 
     def tear_write(self, records: Sequence[Record], statements: int) -> bool:
-        """Stop before the n-th statement of a write; what SQLite then finds is rolled back. True if it was through."""
+        """Stop before the n-th statement of a write, which SQLite then rolls back; return True if the write was
+        complete.
+        """
         torn = TearingConnection(self._db, statements)
         try:
             Ledger(torn, None, lambda: 0.0).write_records(records)  # type: ignore[arg-type]
@@ -143,7 +146,7 @@ class LedgerDisk:
 
 
 def leave_wal(path: Path, base: bytes, since: Sequence[MirroredTransaction]) -> None:
-    """Leave beside `path` the WAL of a ledger that was killed: of the transactions since its base."""
+    """Leave the WAL of a killed ledger beside `path`, with the transactions since its base."""
     path.write_bytes(base)
     killed = Ledger.open(path)
     try:

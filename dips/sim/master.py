@@ -1,8 +1,8 @@
 """The simulated master: a process around the real MasterCore and Ledger, on a machine (master_machine.py).
 
-The core decides; this shell delivers messages and time to it, writes its records in transactions that take their time,
-and carries out its actions. A crash loses the process; of the transaction under way all is written or nothing, also
-when the machine stops between two of its statements.
+The core decides; this shell delivers messages and time to it, writes its records in transactions that take time, and
+performs its actions. A crash loses the process; the transaction under way is written completely or not at all, also if
+the machine stops between two of its statements.
 """
 
 from __future__ import annotations
@@ -40,49 +40,51 @@ from dips.sim.network import Network
 from dips.sim.slave_client import SimSlaveClient
 
 Answer = Callable[[Any], None]
-WRITE_S = 0.02  # of a transaction, at most ten times that
-POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # callers give up earlier than real ones
+WRITE_S = 0.02  # duration of a transaction, at most ten times as long
+POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # simulated callers give up earlier
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
 
-FACTS = frozenset({PushStaged, PushRefused, OperatorReported, ClusterExpelled})  # are acknowledged at once
+FACTS = frozenset({PushStaged, PushRefused, OperatorReported, ClusterExpelled})  # acknowledged at once
 
 
 class MasterObserver:
     """The hooks that a master calls; each does nothing by default."""
 
     def master_restored(self, state: LedgerState) -> None:
-        """A master starts from this state."""
+        """Called when a master starts from this state."""
 
     def record_written(self, record: Record) -> None:
-        """A record is durable."""
+        """Called when a record is durable."""
 
     def before_step(self, master: MasterProcess, event: Event) -> None:
-        """A Coordinator is about to take an event."""
+        """Called before a Coordinator processes an event."""
 
     def after_step(self, master: MasterProcess, event: Event) -> None:
-        """It has taken it."""
+        """Called after a Coordinator has processed an event."""
 
     def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
-        """A master read a heartbeat."""
+        """Called when a master has read a heartbeat."""
 
     def silence_judged(self, verdict: Event) -> None:
-        """The Judge said that a cluster or slave is silent, or its trainer hangs."""
+        """Called when the Judge declares a cluster or slave silent, or its trainer hanging."""
 
     def note_logged(self, note: Note) -> None:
-        """A Coordinator wrote to the log."""
+        """Called when a Coordinator writes to the log."""
 
     def order_leaves(self, order: Order) -> None:
-        """A master sends an order."""
+        """Called when a master sends an order."""
 
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
-        """A master's process died; `rows`: while it wrote the row of a version, which is durable if `written`."""
+        """Called when a master's process dies; `rows`: while it wrote a version's row, which is durable if
+        `written`.
+        """
 
     def rare_event_occurred(self, what: str) -> None:
-        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+        """Called for a rare event that has no hook of its own; coverage counts it by this name."""
 
 
 class MasterWorld(Protocol):
-    """What a master needs of the world around it."""
+    """The parts of the world that a master needs."""
 
     heap: Heap
     chance: Chance
@@ -98,19 +100,19 @@ class MasterWorld(Protocol):
 
 
 class MasterHost(Protocol):
-    """The machine, as a process on it sees it."""
+    """The machine, as seen by a process on it."""
 
     rng: Random
     disk: LedgerDisk
     process: MasterProcess | None
-    zombies: list[MasterProcess]  # stopped, and taken for dead: each has a successor
+    zombies: list[MasterProcess]  # processes that are stopped and taken for dead; each has a successor
 
     @property
     def world(self) -> MasterWorld: ...
 
 
 class MasterProcess:
-    """One incarnation of the master: one term. A shell around MasterCore, as dips/master/runtime.py is."""
+    """One incarnation of the master, with its term. A shell around MasterCore, as dips/master/runtime.py is."""
 
     def __init__(self, machine: MasterHost) -> None:
         self.machine, self.world = machine, machine.world
@@ -118,34 +120,34 @@ class MasterProcess:
         machine.disk.begin_mirror(self.ledger.start_term())
         state = self.ledger.read_state()
         now, timing = self.world.heap.now, self.world.options.timing
-        self.trusted = not machine.disk.is_old_copy  # what it decides is compared with the reference
+        self.trusted = not machine.disk.is_old_copy  # whether its decisions are compared with the reference
         if self.trusted:
             self.world.monitor.master_restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         judge = Judge.from_state(timing, state, now)
         self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
         self.alive = True
-        self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
+        self.inbox: list[Callable[[], None]] | None = None  # messages held while it is stopped; None: it runs
         self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
         self._slaves = SimSlaveClient(self.world.heap, self.world.network, self._on_arrival, self._on_order_ended)
         self._last_req = 0
         self._timer: Timer | None = None
-        self._due = 0.0  # when the core must be looked at again
+        self._due = 0.0  # when the core must be called again
         self._carry_out()
 
     @property
     def presides(self) -> bool:
-        """It is the run's master, and no zombie or deceived by an old ledger."""
+        """Whether it is the run's master, neither a zombie nor on an old ledger."""
         return self.trusted and self is self.machine.process
 
     @property
     def all_is_written(self) -> bool:
-        """Nothing that it has decided waits for the disk."""
+        """Whether all its decisions are durable."""
         return not self.writing and not self.core.has_unwritten()
 
     def kill_process(self) -> None:
-        """SIGKILL, or its own exit."""
+        """Kill the process, by SIGKILL or its own exit."""
         self.alive = False
         if self._timer is not None:
             self._timer.cancel()
@@ -153,7 +155,7 @@ class MasterProcess:
         self.world.monitor.master_died(self, rows, self._ends_writing())
 
     def _ends_writing(self) -> bool:
-        """The transaction under way ends as the disk pleases; True if it is durable."""
+        """End the transaction under way by chance; return True if it is durable."""
         fate, disk = self.machine.rng.random(), self.machine.disk
         if not self.writing or self in self.machine.zombies or disk.full or fate >= 0.8:
             return False
@@ -168,12 +170,12 @@ class MasterProcess:
     # ---- running, or stopped ---------------------------------------------------------------------------------------
 
     def pause_process(self) -> None:
-        """SIGSTOP, or a machine that stands still: everything waits, outside too much goes on."""
+        """Stop the process by SIGSTOP, or with its machine; messages are held."""
         if self.inbox is None:
             self.inbox = []
 
     def wake_process(self) -> None:
-        """Run again: the core notices the gap, reads what came meanwhile, and only then looks at deadlines."""
+        """Continue the process: the core notices the gap, reads the held messages, and only then checks deadlines."""
         if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
@@ -183,7 +185,7 @@ class MasterProcess:
         self._run_core()
 
     def _on_arrival(self, read: Callable[[], None]) -> None:
-        """Something reached this process: it is read now, or when the process runs again."""
+        """Read an arrived message now, or when the process runs again."""
         if self.inbox is not None:
             self.inbox.append(read)
         elif self.alive:
@@ -195,7 +197,7 @@ class MasterProcess:
         self._timer = None
         if not self.alive or self.inbox is not None:
             return
-        if self._due > self.world.heap.now:  # what it was planned for is over
+        if self._due > self.world.heap.now:  # the deadline has moved
             self._plan_wake()
         else:
             self.core.on_wake(self.world.heap.now)
@@ -207,7 +209,7 @@ class MasterProcess:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """Do what the core wants done, and plan when it is looked at again."""
+        """Perform the core's actions, and plan its next call."""
         for action in self.core.take_actions() if self.alive else ():
             if self.alive:
                 self._do_action(action)
@@ -223,7 +225,7 @@ class MasterProcess:
         due_in_s = self._due - self.world.heap.now
         self._timer = self.world.heap.call_later(due_in_s, "the master's deadline", self._on_timer)
 
-    # ---- what comes in ---------------------------------------------------------------------------------------------
+    # ---- messages in ---------------------------------------------------------------------------------------------
 
     def on_message(self, message: Any, answer: Answer) -> None:
         self._on_arrival(lambda: self._read_message(message, answer))
@@ -247,7 +249,7 @@ class MasterProcess:
         return self._last_req
 
     def _step_watched(self, event: Event, now: float) -> list[Effect]:
-        """Let the Coordinator decide while the invariants watch."""
+        """Let the Coordinator process an event, with the observers' hooks around it."""
         monitor = self.world.monitor
         if type(event) in VERDICTS and self.presides:
             monitor.silence_judged(event)
@@ -256,7 +258,7 @@ class MasterProcess:
         monitor.after_step(self, event)
         return effects
 
-    # ---- what goes out ---------------------------------------------------------------------------------------------
+    # ---- actions out ---------------------------------------------------------------------------------------------
 
     def _do_action(self, action: Action) -> None:
         match action:
@@ -277,7 +279,7 @@ class MasterProcess:
             case Exit():
                 self.world.master_exits(self, action)
             case SlaveEndpoint():
-                pass  # hosts of the simulated network are reached by their names
+                pass  # hosts of the simulated network are reached by name
             case SlaveProgress():
                 self._slaves.on_progress(action)
 
@@ -287,7 +289,7 @@ class MasterProcess:
         self.world.heap.call_later(delay_s, "the ledger writes", lambda: self.on_written(records))
 
     def on_written(self, records: Sequence[Record]) -> None:
-        """The transaction has ended; if it is durable, what waited behind it may leave."""
+        """End the transaction; if it is durable, actions that waited for it may leave."""
         if not self.alive:
             return
         try:

@@ -1,4 +1,4 @@
-"""A simulated agent's line to the master: it carries each question, and each heartbeat, there once."""
+"""A simulated agent's connection to the master: sends each question and each heartbeat once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Heap
 from dips.sim.network import Network
 
-CALL_S = 2.0  # deadline of one question
+CALL_S = 2.0  # deadline of a question
 
 
 class Asker(Protocol):
-    """Who asks, and takes what comes of it."""
+    """The receiver of replies and errors."""
 
     def on_reply(self, ask: AskMaster, answer: Any) -> None: ...
     def on_error(self, ask: AskMaster, error: DipsError) -> None: ...
@@ -26,7 +26,7 @@ class Asker(Protocol):
 
 
 class SimMasterClient:
-    """One question in each channel at a time; a newer one takes the place of an older one."""
+    """Sends one question at a time in each channel; a newer one replaces an older one."""
 
     def __init__(self, heap: Heap, network: Network, name: str, gate: Gate, asker: Asker) -> None:
         self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
@@ -39,7 +39,7 @@ class SimMasterClient:
         self._asking[ask.channel] = Fiber(self._carry_question(ask), self._gate)
 
     def send_heartbeat(self, action: SendHeartbeat) -> None:
-        """The answer comes when the agent's machine runs."""
+        """Send a heartbeat; its answer is processed when the agent's machine runs."""
         inc = action.heartbeat.inc
 
         def on_answer(answer: Any) -> None:
@@ -70,7 +70,7 @@ class SimMasterClient:
 
 
 def error_of(answer: Any) -> DipsError | None:
-    """What a call to the master would have raised; None if it would have returned."""
+    """Return the error that a call to the master would have raised; None if it would have returned."""
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):

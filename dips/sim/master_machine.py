@@ -1,4 +1,4 @@
-"""The machine on which simulated masters run, with the ledger's file: a process dies, the file stays."""
+"""The machine on which simulated masters run, with the ledger's file, which survives the processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MasterMachine:
         self.rng = world.chance.generator_for("master")
         self.disk = LedgerDisk(row)
         self.process: MasterProcess | None = None
-        self._raised: list[Record] = []  # by a restore; lost again before anybody serves, it is as if it had not been
-        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
-        self.revoked: dict[str, str] = {}  # whose calls are refused (transport/guard.py), and why
+        self._raised: list[Record] = []  # records raised by a restore, reported when a master starts
+        self.zombies: list[MasterProcess] = []  # processes that are stopped and taken for dead; each has a successor
+        self.revoked: dict[str, str] = {}  # senders whose calls are refused (transport/guard.py), with the reason
         world.network.attach_host("master", self)
 
     def start(self) -> None:
@@ -38,12 +38,12 @@ class MasterMachine:
             process.kill_process()
 
     def lose_disk(self) -> None:
-        """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
+        """Lose the machine with all its processes; another one starts from the ledger's mirror."""
         self._end_all()
         self._raised = self.disk.lose_disk()
 
     def restore_beside_wal(self, directory: Path) -> None:
-        """The ledger's file is moved away after a crash, but not its WAL; it is restored on files in `directory`."""
+        """Move the ledger's file away after a crash, but not its WAL; restore it on files in `directory`."""
         self._end_all()
         self._raised = self.disk.restore_beside_wal(directory)
 
@@ -54,7 +54,9 @@ class MasterMachine:
         self.zombies.clear()
 
     def abandon_process(self) -> MasterProcess | None:
-        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
+        """Stop the process and take it for dead; another will be started on the same ledger (another host, a mount
+        without locks).
+        """
         process, self.process = self.process, None
         if process is not None:
             process.pause_process()

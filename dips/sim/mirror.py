@@ -1,7 +1,7 @@
-"""The simulated mirror of a slave's directory, and the shell that keeps it: what snapshot_mirror.py does with a thread
-and a store is done here in simulated time. What is copied next, MirrorPlan decides, as in the daemon.
+"""The simulated mirror of a slave's directory, and the shell that keeps it: the work that snapshot_mirror.py does with
+a thread and a store is done here in simulated time. MirrorPlan decides what is copied next, as in the daemon.
 
-A mirror outlives every disk; it is slow, or gone, at times. A copy that a crash interrupts leaves nothing whole.
+A mirror survives every disk; it is slow, or gone, at times. A copy interrupted by a crash leaves no complete snapshot.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from dips.sim.heap import Heap, Timer
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.transport.backoff import Backoff
 
-COPY_S = 0.4  # of a snapshot, at most double
+COPY_S = 0.4  # duration of a snapshot's copy, at most double
 BACKOFF_S = (0.5, 4.0)
 
 
 class Later(Protocol):
-    """Plans something that this incarnation does, if it still lives."""
+    """Plans an action of this incarnation, done only if it still runs."""
 
     def __call__(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
 
 
 class SimMirror:
-    """What lies in the mirror; belongs to no machine."""
+    """The content of the mirror; belongs to no machine."""
 
     def __init__(self, disk: SimDisk, rng: Random) -> None:
         self.disk, self.rng = disk, rng
         self.files: dict[VersionId, Snapshot] = {}
-        self.copied_at: dict[VersionId, float] = {}  # since the beginning
+        self.copied_at: dict[VersionId, float] = {}  # when each version was copied
         self.gone = False
         self.slowness = 1.0
 
     def rot_newest(self) -> VersionId | None:
-        """A bit of its newest copy flips; the original on the disk is another file. Return which; None: it has none."""
+        """Flip a bit of the newest copy but not of the original on the disk; return its version, None if there
+        is none.
+        """
         whole = [version for version, copy in self.files.items() if copy.good]
         if not whole:
             return None
@@ -50,30 +52,30 @@ class SimMirror:
         return newest
 
     def repair_mirror(self) -> None:
-        """It is there, and fast."""
+        """Make the mirror available and fast."""
         self.gone, self.slowness = False, 1.0
 
 
 class MirrorShell:
-    """One incarnation of a slave, keeping its mirror."""
+    """Keeps the mirror of one incarnation of a slave."""
 
     def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
         self._mirror, self._later, self._heap = mirror, later, heap
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
         self._timer: Timer | None = None
-        self._rotten: dict[VersionId, Snapshot] = {}  # copies that this process has read to the end
+        self._rotten: dict[VersionId, Snapshot] = {}  # copies that this process has read and found rotten
 
     def report(self) -> MirrorReport:
-        """What a heartbeat says of it."""
+        """Return the mirror's part of a heartbeat."""
         return self._plan.report(self._heap.now)
 
     def want(self, versions: tuple[VersionId, ...]) -> None:
-        """The master says what it is to hold."""
+        """Set the versions that the mirror should hold, as the master orders."""
         self._plan.want(versions)
         self._look()
 
     def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
-        """Bring back what is newer than the disk, or asked for; raise FailedMirror if the mirror is gone."""
+        """Restore versions newer than the disk's, or requested ones. Raises FailedMirror if the mirror is gone."""
         disk, mirror = self._mirror.disk, self._mirror
         if mirror.gone:
             self._plan.on_failed("the mirror is gone", self._heap.now)
@@ -85,12 +87,12 @@ class MirrorShell:
             disk.bring_back(version, mirror.files[version])
         self._rotten |= {v: mirror.files[v] for v in newer if v not in whole}
         if len(whole) < len(newer):
-            self._list_whole()  # the master is not told of what was found rotten just now
+            self._list_whole()  # so that copies just found rotten are not reported as complete
         self._look()
         return Restored(whole, "a copy in its mirror is rotten" if len(whole) < len(newer) else "")
 
     def _list_whole(self) -> tuple[VersionId, ...]:
-        """What its manifests say is whole, but for copies that were read and are not."""
+        """Return the versions that are complete by their manifests, except for copies found rotten."""
         files = self._mirror.files
         outdated = tuple(v for v in files if self._rotten.get(v) is files[v])
         whole = tuple(v for v in files if v not in outdated)
@@ -98,7 +100,7 @@ class MirrorShell:
         return whole
 
     def _look(self) -> None:
-        """Begin what is due, and plan when to look again."""
+        """Begin the next job if one is due, else plan the next check."""
         now = self._heap.now
         job = self._plan.next_job(now)
         if job is not None:
@@ -125,7 +127,9 @@ class MirrorShell:
             if snapshot is None or not snapshot.good:
                 problem = f"{job.versions[0]} is not whole on this disk"
             else:
-                mirror.files[job.versions[0]] = replace(snapshot)  # another file: what rots on the disk is whole here
+                mirror.files[job.versions[0]] = replace(
+                    snapshot
+                )  # a separate file, so that rot on the disk does not affect it
                 mirror.copied_at[job.versions[0]] = self._heap.now
                 self._plan.on_done(job)
         if problem:

@@ -1,7 +1,7 @@
-"""What a simulated world trains: its shapes, where it begins, and what an inner step does to it.
+"""The model of a simulated world: its shapes, its initial values, and the effect of an inner step.
 
-In the simulation a step is a draw of noise, which is enough for what must always be true of θ. The emulator of
-`dips study` takes real steps of real models instead (dips/study).
+In the simulation a step adds random noise, which suffices for the invariants of θ. The emulator of `dips study` takes
+real steps of real models instead (dips/study).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.sim.site import Site
 from dips.slave.ports import F32
 
-NOISES = 32  # directions in which a trainer may go in one inner step
-MOST_TOKENS = 5  # of an inner step
+NOISES = 32  # noise vectors, one of which an inner step adds
+MOST_TOKENS = 5  # most tokens in an inner step
 
 
 class SimModel(Protocol):
@@ -26,23 +26,23 @@ class SimModel(Protocol):
     genesis: dict[int, F32]  # θ of v0@r0, flat layers by number
 
     def draw_tokens(self, site: Site) -> int:
-        """How many tokens the next inner step of a cluster has, if data ranges do not say it."""
+        """Return the tokens of a cluster's next inner step, if data ranges do not determine them."""
 
     def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
-        """Train on one batch, in place; `progress` of the run, 0 to 1. Return the loss before the step."""
+        """Train on one batch, in place; `progress` of the run is 0 to 1. Return the loss before the step."""
 
     def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
-        """`theta` of a cluster was replaced; another `attempt` than before has lost its optimizer's state."""
+        """Process the replacement of a cluster's `theta`; a new `attempt` has lost its optimizer's state."""
 
     def prepare_push(self, site: Site, push: PushId, theta: dict[int, F32]) -> dict[int, F32]:
-        """What the ranks of a cluster push: `theta`, or other arrays if something is wrong with it."""
+        """Return the parameters that a cluster pushes: `theta`, or other arrays to simulate a fault."""
 
 
 class NoiseModel:
     """Equal layers that move a little in each step, in one of a few directions."""
 
     def __init__(self, seed: int, layers: int, parameters: tuple[int, ...]) -> None:
-        """`parameters` of each layer, by their elements."""
+        """Create the layers; `parameters` are the sizes of each layer's parameters."""
         self.manifest = Manifest(tuple(_make_layer(f"layers.{i}", parameters) for i in range(layers)))
         sizes = [layer.numel for layer in self.manifest.layers]
         rng = np.random.default_rng(seed)

@@ -1,11 +1,11 @@
 """33 simulated days at the failure rates of the paper's Table 1.
 
-Nine clusters with 10,112 devices and 16 slaves, as in §5.1 and §5.4; the real Coordinator, ledger, shards and client
-sessions. One second of the simulated world stands for SCALE seconds of the run, and one inner step
-for STEPS of the paper's: H = 64 of 112 s each are a push every two hours, as Figure 16 shows it; push, pull and update
-take a few percent of it. The window is the default: 5 % of the time between a cluster's pushes.
+Nine clusters with 10,112 devices and 16 slaves, as in §5.1 and §5.4, with the real Coordinator, ledger, shards and
+client sessions. One second of the simulated world stands for SCALE seconds of the run, and one inner step for STEPS of
+the paper's: H = 64 of 112 s each give a push every two hours, as in Figure 16; push, pull and update take a few percent
+of this time. The window is the default: 5 % of the time between a cluster's pushes.
 
-Failures come as often as Table 1 counted them, at times drawn uniformly from a cluster's active days: a Poisson process
+Failures are as frequent as in Table 1, at times drawn uniformly from a cluster's active days: a Poisson process
 of the table's rate, given its count. The parameter server fails four times (§5.4).
 """
 
@@ -25,17 +25,17 @@ from dips.sim.scenario import NAMES, ClusterShape, Scenario
 from dips.sim.work import Frozen
 from dips.sim.world import World
 
-SCALE = 40.0  # seconds of the run in a second of the simulated world
+SCALE = 40.0  # seconds of the run per second of the simulated world
 DAY_S = 86_400.0 / SCALE
 MONTH_DAYS = 33.0
-STEPS = 16  # of the paper's inner steps in one of ours
+STEPS = 16  # inner steps of the paper per simulated one
 INNER_STEPS = 4  # H = 64 of the paper's
 STEP_S = 45.0  # 16 steps of 112 s, on a cluster of kind A
 SLAVES = 16
 SERVER_FAILURES = 4  # §5.4
-QUIET_S = 0.25 * DAY_S  # at the end: everything heals
+QUIET_S = 0.25 * DAY_S  # time without failures at the end
 RESTART_S = 3.0
-TRAINER_SHARE = 0.4  # of a cluster's failures that its agent survives
+TRAINER_SHARE = 0.4  # share of a cluster's failures that its agent survives
 
 
 WIDE = "{:<8}{:<5}{:>8}{:>9}{:>9}{:>6}{:>8}{:>8}{:>8}"  # a row of the figures
@@ -43,7 +43,9 @@ WIDE = "{:<8}{:<5}{:>8}{:>9}{:>9}{:>6}{:>8}{:>8}{:>8}"  # a row of the figures
 
 @dataclass(frozen=True)
 class FailureKind:
-    """A row of Table 1; `active` is #Failures times MTBF over the month: the share in which its clusters took part."""
+    """A row of Table 1; `active` is #Failures times MTBF over the month: the share of it in which its clusters took
+    part.
+    """
 
     name: str
     clusters: int
@@ -51,7 +53,7 @@ class FailureKind:
     pflops: float
     failures: int  # of all of them
     mtbf_days: float
-    repair_h: float  # mean; our guess: Figure 17 has no numbers, and tells that A and B were back soon
+    repair_h: float  # mean; an assumption: Figure 17 has no numbers, but shows that A and B returned soon
 
     @property
     def active(self) -> float:
@@ -69,7 +71,7 @@ TABLE_1 = (
 
 @dataclass
 class Member:
-    """One cluster of the month: when it takes part, and what happens to it."""
+    """One cluster of the month: when it takes part, and its failures."""
 
     name: str
     kind: FailureKind
@@ -83,7 +85,7 @@ class Member:
 
 
 class Month(Observer):
-    """Plans the failures, counts what came of them, and tells the figures at the end."""
+    """Plans the failures, counts their effects, and formats the figures at the end."""
 
     def __init__(self, days: float, seed: int) -> None:
         self.days, self.seed, self.rng = days, seed, Random(f"month/{seed}")
@@ -100,7 +102,7 @@ class Month(Observer):
         self.world = World(seed, self._make_scenario())
 
     def _make_member(self, name: str, kind: FailureKind) -> Member:
-        """A cluster that was not active all the time takes part in one stretch, at a time of its own."""
+        """Make a cluster; one that was not active all the time takes part in one interval at a random time."""
         active_s = kind.active * self.lasts_s
         begins = (self.lasts_s - active_s) * self.rng.random()
         return Member(name, kind, begins, begins + active_s)
@@ -123,7 +125,7 @@ class Month(Observer):
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def plan_failures(self, world: World) -> None:
-        """Say with `call_later` what fails, and when."""
+        """Plan all failures with `call_later`."""
         last = self.lasts_s - 2 * QUIET_S
         for kind in TABLE_1:
             members = [m for m in self.members if m.kind is kind]
@@ -135,7 +137,7 @@ class Month(Observer):
         for member in self.members:
             cluster = world.clusters[member.name]
             if member.begins > 0:
-                cluster.crash()  # before its first word: it is not there yet
+                cluster.crash()  # before its first message, since it joins later
                 world.call_later(member.begins, f"{member.name} joins the run", cluster.start)
             if member.ends < last:
                 world.call_later(member.ends, f"{member.name} leaves the run", cluster.leave_run)
@@ -147,7 +149,7 @@ class Month(Observer):
     def _cluster_fails(self, world: World, member: Member) -> None:
         cluster = world.clusters[member.name]
         if cluster.agent is None:
-            member.failures -= 1  # it is down, and cannot fail
+            member.failures -= 1  # it is down already
             return
         self._shut_down(member.name)
         if self.rng.random() < TRAINER_SHARE:
@@ -173,10 +175,10 @@ class Month(Observer):
         world.call_later(self._restart_s(), "the master starts again", world.start_master)
 
     def _restart_s(self) -> float:
-        """Until a process of the parameter server that crashed is back: mostly at once."""
+        """Return the time until a crashed process of the parameter server is back: usually short."""
         return RESTART_S * (0.4 + 0.6 * self.rng.random()) * (3.0 if self.rng.random() < 0.2 else 1.0)
 
-    # ---- what is counted -----------------------------------------------------------------------------------------
+    # ---- counting -----------------------------------------------------------------------------------------
 
     def note_logged(self, note: Note) -> None:
         self.notes[note.kind] += 1
@@ -209,10 +211,10 @@ class Month(Observer):
     def _shut_down(self, cluster: str) -> None:
         self._down_since.setdefault(cluster, self.world.heap.now)
 
-    # ---- what it was like ------------------------------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Play the month."""
+        """Run the month."""
         self.world.run([self], self.plan_failures)
 
     def at_rest(self) -> None:
@@ -223,9 +225,10 @@ class Month(Observer):
             self.down_s[name] += max(0.0, min(self.world.heap.now, member.ends) - since)
 
     def too_much_lost(self) -> str:
-        """A failure costs what its cluster had not pushed yet: two pushes' work at most, and one a skipped round.
+        """Return which cluster lost more work than expected, and how much; "" if none did.
 
-        Return who lost more than that, and how much; empty if nobody did.
+        A failure costs the work that its cluster had not pushed: at most that of two pushes, and of one per skipped
+        round.
         """
         for member in self.members:
             steps = sum(n for (_, n) in self.lost_work(member.name).values())
@@ -236,7 +239,7 @@ class Month(Observer):
         return ""
 
     def lost_work(self, cluster: str) -> dict[str, tuple[int, int]]:
-        """By cause: tokens and inner steps that will never be in a version."""
+        """Return by cause the tokens and inner steps that will never be in a version."""
         found: dict[str, tuple[int, int]] = {}
         for work in self.world.books.work:
             if work.cluster == cluster and work.lost and id(work) not in self.world.books.settled:
@@ -245,7 +248,7 @@ class Month(Observer):
         return found
 
     def format_figures(self) -> str:
-        """The table."""
+        """Return the table of figures."""
         notes, books = self.notes, self.world.books
         rounds = notes["version_committed"] + notes["round_unchanged"] + notes["round_skipped"]
         devices = sum(m.kind.devices for m in self.members)

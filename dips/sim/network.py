@@ -1,8 +1,8 @@
-"""The simulated control network: a question and its answer travel as two messages that can be late, lost or doubled.
+"""The simulated control network: a question and its answer are two messages that can be late, lost or doubled.
 
-A call ends exactly once: with the first answer that comes before its deadline, or with None. What reaches a host is
-handed to the process that lives there at that moment, so a message may outlive its sender and meet a successor: that
-is what the fences (docs/architecture.md#invariants) are for.
+A call ends exactly once: with the first answer before its deadline, or with None. A message is delivered to the process
+that runs on the host at that moment, so it may outlive its sender and reach a successor: the fences
+(docs/architecture.md#invariants) must handle this.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class NetworkObserver:
     """The hooks that a network calls; each does nothing by default."""
 
     def cut_off(self, sender: str, receiver: str, both: bool) -> None:
-        """A message vanished on a parted link; `both`: nothing passes the other way either."""
+        """Called when a message is lost on a parted link; `both`: the other direction is parted, too."""
 
     def passes_again(self, sender: str, receiver: str) -> None:
-        """The first message passes a link that was parted."""
+        """Called when the first message passes a link that was parted."""
 
 
 class SimHost(Protocol):
-    """A place with a name; a process may live there."""
+    """A named host on which a process may run."""
 
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         """Take a question; call `answer` once, now or later, or never. A dead host does nothing."""
@@ -35,11 +35,11 @@ class SimHost(Protocol):
 
 @dataclass
 class Weather:
-    """How bad the network is. Seconds and shares of messages."""
+    """The faults of the network: seconds, and shares of messages."""
 
     delay_s: float = 0.02
     spread_s: float = 0.05
-    slow_share: float = 0.03  # of messages that take `slow_s` on top: they overtake and are overtaken
+    slow_share: float = 0.03  # messages that take up to `slow_s` more, so that messages overtake each other
     slow_s: float = 3.0
     lost_share: float = 0.03
     doubled_share: float = 0.05
@@ -51,16 +51,16 @@ CLEAR = Weather(slow_share=0.0, lost_share=0.0, doubled_share=0.0)
 
 
 class Call:
-    """One question under way, as its asker sees it."""
+    """One question in progress, as its sender sees it."""
 
     __slots__ = ("_done", "timer")
 
     def __init__(self, done: Answer) -> None:
         self._done: Answer | None = done
-        self.timer: Timer | None = None  # of its deadline
+        self.timer: Timer | None = None  # timer of the deadline
 
     def end_call(self, answer: Any) -> None:
-        """The first end counts; a second answer, or one after the deadline, falls on the floor."""
+        """End the call with the first answer; later answers, or answers after the deadline, are ignored."""
         done, self._done = self._done, None
         if self.timer is not None:
             self.timer.alive = False
@@ -69,36 +69,36 @@ class Call:
 
 
 class Network:
-    """Delivers messages between hosts, as badly as the weather says."""
+    """Delivers messages between hosts, with the faults of `weather`."""
 
     def __init__(self, heap: Heap, chance: Chance, monitor: NetworkObserver) -> None:
         self._heap = heap
         self._rng = chance.generator_for("network")
         self.weather = Weather()
         self._hosts: dict[str, SimHost] = {}
-        self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
-        self._clogged: dict[str, float] = {}  # name → until when almost nothing passes, to and fro
+        self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → end of the partition
+        self._clogged: dict[str, float] = {}  # name → end of the clogging, in both directions
         self._monitor = monitor
 
     def attach_host(self, name: str, host: SimHost) -> None:
         self._hosts[name] = host
 
     def cut_link(self, sender: str, receiver: str, until: float) -> None:
-        """Nothing passes in this direction until then: partitions may be one-way."""
+        """Let nothing pass in this direction until the given time: partitions may be one-way."""
         self._cut[sender, receiver] = until
 
     def clog_host(self, name: str, until: float) -> None:
-        """Its messages take CLOGGED_S until then, each another part of it."""
+        """Delay the host's messages by random times up to CLOGGED_S until the given time."""
         self._clogged[name] = until
 
     def repair_links(self) -> None:
-        """All links are back, and nothing is lost or doubled any more."""
+        """Repair all links: nothing is lost or doubled any more."""
         self._cut = dict.fromkeys(self._cut, self._heap.now)
         self._clogged.clear()
         self.weather = CLEAR
 
     def call_host(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
-        """Ask; `done` gets the answer, or None at the deadline."""
+        """Send a question; `done` gets the answer, or None at the deadline."""
         call = Call(done)
         call.timer = self._heap.call_later(deadline_s, "deadline of a call", lambda: call.end_call(None))
 
@@ -112,7 +112,7 @@ class Network:
 
     def _send_message(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
         draw, weather = self._rng.random, self.weather
-        # Drawn always, so that a change of one share does not move the others.
+        # Always drawn, so that a change of one share does not affect the others.
         fate, slow, spread = draw(), draw(), draw()
         lost, doubled = fate < weather.lost_share, fate > 1.0 - weather.doubled_share
         now = self._heap.now
@@ -128,12 +128,12 @@ class Network:
         clogged = clogs and (clogs.get(sender, 0.0) > now or clogs.get(receiver, 0.0) > now)
         label = f"{what} {sender} → {receiver}"
         self._heap.call_later(delay_s + CLOGGED_S * draw() if clogged else delay_s, label, arrive)
-        if doubled:  # the other way round with the same numbers: the copy of a fast message is slow
+        if doubled:  # uses the same numbers reversed: the copy of a fast message is slow
             copy_s = _delay_s(weather, 1.0 - slow, 1.0 - spread)
             self._heap.call_later(copy_s + CLOGGED_S if clogged else copy_s, label, arrive)
 
 
 def _delay_s(weather: Weather, slow: float, spread: float) -> float:
-    """`slow` and `spread` are drawn from 0 to 1; below its share, `slow` says how slow."""
+    """Return a delay; `slow` and `spread` are drawn from 0 to 1, and `slow` below its share adds to the delay."""
     delay_s = weather.delay_s + weather.spread_s * spread
     return delay_s + weather.slow_s * slow / weather.slow_share if slow < weather.slow_share else delay_s

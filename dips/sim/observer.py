@@ -1,8 +1,8 @@
-"""Who looks at a simulated world: an Observer overrides the hooks that it needs; by default every hook does nothing.
+"""Observers of a simulated world: an Observer overrides the hooks that it needs; by default every hook does nothing.
 
-Each part of the world declares the hooks that it calls (agent.py, master.py, network.py, slave.py); here they come
-together with those of the world itself. An observer may read everything; what changes the world (a plan of failures)
-does so through `World.call_later`.
+Each part of the world declares the hooks that it calls (agent.py, master.py, network.py, slave.py); here they are
+combined with those of the world itself. An observer may read everything; an observer that changes the world (a plan of
+failures) does so through `World.call_later`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Observer(ClusterObserver, MasterObserver, SlaveObserver, NetworkObserver, 
     """All hooks of a world."""
 
     def after_event(self) -> None:
-        """The machines in `World.looked_at` may have changed."""
+        """Called after an event: the machines in `World.looked_at` may have changed."""
 
     def time_passed(self) -> None:
-        """A few events later: for what only time can break."""
+        """Called every few events, for checks that only time can break."""
 
     def at_rest(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
 
 HOOKS = tuple(name for name in dir(Observer) if not name.startswith("_"))
-GIVEN = {hook: len(signature(getattr(Observer, hook)).parameters) - 1 for hook in HOOKS}  # arguments, but for self
+GIVEN = {hook: len(signature(getattr(Observer, hook)).parameters) - 1 for hook in HOOKS}  # arguments without self
 
 
 class Monitor(Observer):
-    """Calls the hooks of every observer; a hook that nobody overrides costs one empty call."""
+    """Calls the hooks of all observers; a hook that none overrides costs one empty call."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
@@ -51,7 +51,7 @@ class Monitor(Observer):
 
 
 def _call_each(called: list[Callable[..., None]], given: int) -> Callable[..., None]:
-    """Call all of them with the `given` arguments of the hook; the usual numbers without a tuple in between."""
+    """Return a function that calls all of them with the `given` arguments; for up to two without building a tuple."""
 
     def call_plain() -> None:
         for observe in called:

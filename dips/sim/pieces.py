@@ -1,4 +1,4 @@
-"""Which elements of a model a rank holds: the pieces that its streams carry."""
+"""The elements of a model that a rank holds: the pieces that its streams transfer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dips.wire.chunks import LayerLayout, Range
 
 
 def rank_share(size: int, rank: int, ranks: int) -> slice:
-    """The elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
+    """Return the elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
     return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def pieces_of(layout: LayerLayout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
-    """A rank's share of each layer, as pieces of parameters; one without elements does not travel."""
+    """Return a rank's share of each layer as pieces of parameters, without empty ones."""
     found = []
     for (layer, param), field in layout.fields.items():
         if layer in layers:

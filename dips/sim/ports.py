@@ -1,4 +1,4 @@
-"""What a simulated trainer needs of the world around it and of its agent."""
+"""The interfaces that a simulated trainer needs of the world and of its agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dips.sim.work import Books, Work
 
 
 class TrainerWorld(Protocol):
-    """What a trainer needs of the world around it."""
+    """The parts of the world that a trainer needs."""
 
     heap: Heap
     chance: Chance
@@ -35,7 +35,7 @@ class TrainerWorld(Protocol):
 
 
 class TrainerAgent(Protocol):
-    """What a trainer needs of its agent: answers, and somebody who takes note of what it does."""
+    """The parts of its agent that a trainer needs: answers, and hooks that record its work."""
 
     gate: Gate
 

@@ -1,4 +1,4 @@
-"""The rank's end of a pull: it asks for chunks and keeps what arrives.
+"""The rank's end of a pull: requests chunks and keeps those that arrive.
 
 A chunk's bytes are read when the last of them leaves the slave; libzmq may hold its buffer for longer.
 """
@@ -25,14 +25,14 @@ from dips.wire.streams import decode_welcome
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """A version that the ranks hold, and that updates may be added to."""
+    """A version that the ranks hold, to which updates may be added."""
 
     version: VersionId
     theta: Mapping[int, F32]
 
 
 class Pulled:
-    """What one rank has received into host memory: pieces, and the versions that they said they were of."""
+    """The data that one rank has received into host memory: pieces, and the versions that they were sent as."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -42,7 +42,7 @@ class Pulled:
 
 
 class PullStream(SimStream):
-    """One rank's pieces on their way from one slave."""
+    """The transfer of one rank's pieces from one slave."""
 
     kind = "pull"
 
@@ -62,7 +62,7 @@ class PullStream(SimStream):
         named = "" if held is None else str(held.version)
         super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, key, named)
         self._base = held
-        self._ranges = Range  # of its chunks: parameters or updates
+        self._ranges = Range  # type of its chunks' ranges: parameters or updates
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
         self._missing = dict.fromkeys(split_chunks(self.pieces, net.chunk_bytes))
 
@@ -70,7 +70,7 @@ class PullStream(SimStream):
         return any(self.moving.is_open(chunk.layer) for chunk in self._missing)  # that was asked for
 
     def on_opened(self) -> None:
-        """Ask for more."""
+        """Request the chunks of the opened fragment."""
         if self._welcomed and not self.over:
             self._last_message_at = self.net.heap.now
             self._send_want(tuple(c for c in self._missing if c.layer % self.moving.fragments == self.moving.open - 1))
@@ -89,7 +89,7 @@ class PullStream(SimStream):
             self._carry_chunk(flow, send, tracker)
 
     def _carry_chunk(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
-        """One chunk on its way: its bytes are read when the last of them has left."""
+        """Transfer one chunk: its bytes are read when the last of them has left."""
         net, epoch = self.net, self.epoch
         rng, links, what = net.rng, net.links, f"chunk {self.label}"
         broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
@@ -133,7 +133,7 @@ class PullStream(SimStream):
         self._end_if_whole()
 
     def _read_chunk(self, chunk: Range, body: bytes) -> F32:
-        """A chunk's parameters; of updates, what they make of the version that the rank holds."""
+        """Return a chunk's parameters; for updates, the held version with the updates added."""
         encoded, place = self._ranges(*chunk), slice(*self.net.layout.place_range(chunk))
         values = np.zeros(chunk.length, np.float32)
         if encoded.depth:

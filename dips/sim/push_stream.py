@@ -1,6 +1,6 @@
-"""The rank's end of a push: it sends the chunks that the slave asks for.
+"""The rank's end of a push: sends the chunks that the slave asks for.
 
-What the network keeps of a chunk may arrive again long after: the slave must refuse it.
+Copies of chunks that the network kept may arrive much later: the slave must refuse them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Spell = Callable[[int, Range], Buffer]  # (rank, chunk) → its body
 
 
 class PushStream(SimStream):
-    """One rank's pieces on the way to one slave."""
+    """The transfer of one rank's pieces to one slave."""
 
     kind = "push"
 
@@ -42,7 +42,7 @@ class PushStream(SimStream):
         self.spell, self.ended, self._dtype = spell, ended, grant.codec.dtype
 
     def on_opened(self) -> None:
-        """Tell the slave that it may ask for more, once it knows the stream."""
+        """Tell the slave that it may ask for more, once it has accepted the stream."""
         if self._welcomed and not self.over and self._ready > self._told_ready:
             self._told_ready = ready = self._ready
             self._send_message(f"ready {self.label}", lambda: self._tell_ready(ready))
@@ -99,11 +99,11 @@ class PushStream(SimStream):
         refused = flow.take_chunk(self._peer, header, body)
         if not refused:
             self.moving.meter.nbytes += len(body)
-        elif refused != "body_checksum":  # that one is asked for again; any other: nobody wants this stream
+        elif refused != "body_checksum":  # that chunk is requested again; after any other refusal the stream is void
             self._on_break(self.epoch)
 
     def _arrive_again(self, peer: bytes, header: Header, body: Buffer) -> None:
-        """A copy that the network kept: whoever sent it may be dead, and whoever takes it another process."""
+        """Deliver a copy that the network kept: its sender may be dead, and its receiver another process."""
         flow = self.net.flows.flow_of(self.address.name)
         if flow is not None:
             flow.take_chunk(peer, header, body)

@@ -1,7 +1,8 @@
-"""What the ranks of a simulated trainer hold: θ in shards, what they installed last, and what lossy pushes owe.
+"""The state of a simulated trainer's ranks: θ in shards, the last installed version, and the error feedback of lossy
+pushes.
 
-What a push must leave in the slaves' slots is worked out here from what the ranks hold, and not from what travels: the
-invariants compare the two.
+The content that a push must leave in the slaves' slots is computed here from the ranks' state, not from the transferred
+bytes: the invariants compare the two.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ Arrays = dict[int, F32]  # flat layers by number
 
 
 class SimRanks:
-    """The model as `ranks` processes hold it together."""
+    """The model as held by `ranks` processes together."""
 
     def __init__(self, layout: LayerLayout, ranks: int, chunk_bytes: int, lossy: bool, updates: bool = False) -> None:
         self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
         self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
         self._updates, self._chunk_bytes = updates, chunk_bytes
         self.theta: Arrays = {}
-        self.held: list[VersionId | None] = [None] * ranks  # what each rank installed last
-        self.base: VersionId | None = None  # what all of them installed last
-        self.received: Arrays = {}  # θ of it, as it was pulled
+        self.held: list[VersionId | None] = [None] * ranks  # the version that each rank installed last
+        self.base: VersionId | None = None  # the version that all of them installed last
+        self.received: Arrays = {}  # θ of `base` as it was pulled
         self._pushed: Arrays = {}  # θ as the last push froze it
         self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in self.sizes.items()}
         self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
 
     def on_verdict(self, verdict: PushNow | PullNow) -> None:
-        """Before a transfer: what became of the last push settles what it owes."""
+        """Settle the error feedback of the last push, before a transfer."""
         for feedback in self._feedback:
             feedback.settle_last_push(verdict.inc, verdict.accepted)
 
     def freeze_push(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
-        """Every chunk's body by (rank, chunk), and what a slave's slot holds when all of them are in it.
+        """Return every chunk's body by (rank, chunk), and the content of the slots when all have arrived.
 
-        `theta` is what is pushed: that of the ranks, unless it is bad on purpose.
+        `theta` is the pushed model: the ranks' own, unless a fault is simulated.
         """
         self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
         grant = verdict.grant
@@ -70,9 +71,9 @@ class SimRanks:
         return sent, content
 
     def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
-        """Every rank that the all-reduce allows copies what it has; True if any did.
+        """Copy the pulled pieces on every rank that the all-reduce allows; return True if any did.
 
-        `merge`: what was trained since the push was frozen stays: θ ← θ_version + (θ − θ_pushed).
+        `merge`: keep the training since the push was frozen: θ ← θ_version + (θ − θ_pushed).
         """
         allowed = self.agree_on_version(landed)
         if allowed and not self.theta:
@@ -91,25 +92,27 @@ class SimRanks:
         return bool(allowed)
 
     def held_version(self) -> HeldVersion | None:
-        """What a pull's updates may be added to: all ranks hold it, as Feedback does."""
+        """Return the version to which a pull's updates may be added, held by all ranks; None if there is none."""
         return HeldVersion(self.base, self.received) if self._updates and self.base is not None else None
 
     def is_finite(self) -> bool:
-        """A model that is not is never pushed; a first time it is, on purpose: the gate has to see it."""
+        """Return whether the model is finite; one that is not is never pushed, except by a fault that the gate must
+        detect.
+        """
         return all(bool(np.isfinite(a).all()) for a in self.theta.values())
 
     def may_merge(self) -> bool:
-        """What was trained since the push was frozen is finite on all ranks."""
+        """Return whether the training since the push was frozen is finite on all ranks."""
         return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
 
     @staticmethod
     def agree_on_version(landed: list[Pulled]) -> list[Pulled]:
-        """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""
+        """Return the ranks that copy, by the all-reduce (MIN) of (version, whole): all or none."""
         versions = {v for pulled in landed for v in pulled.versions}
         return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
 
     def _list_chunks(self) -> list[tuple[int, Range]]:
-        """Every chunk that slaves will ask for, by rank."""
+        """Return every chunk that slaves will ask for, by rank."""
         return [
             (rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, self._chunk_bytes)
         ]

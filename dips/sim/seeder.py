@@ -1,7 +1,7 @@
-"""A simulated operator who brings the first model (`dips seed`) to empty disks, and sometimes dies of it.
+"""A simulated operator who seeds the first model (`dips seed`) to empty disks, and whose process dies at times.
 
-Re-implemented is the command's loop (commands/seed_lanes.py); the Coordinator, the slaves and both ends of a stream are
-as everywhere. It asks on as long as the world lasts: a disk that is lost later is one more that lacks the model.
+The command's loop (commands/seed_lanes.py) is re-implemented; the Coordinator, the slaves and both ends of a stream are
+the usual ones. The operator keeps asking until the end: a disk that is lost later lacks the model again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dips.slave.ports import F32
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
-OPERATOR = "operator"  # its machine
+OPERATOR = "operator"  # name of its machine
 CALL_S, ASK_S, IDLE_S = 2.0, 0.5, 8.0
-DEATHS = 0.3  # of transfers, in the middle
+DEATHS = 0.3  # share of transfers during which it dies
 DOWN_S = 3.0
 
 
 class SeederObserver:
-    """The hook that it calls; it does nothing by default."""
+    """The hook that a seeder calls; does nothing by default."""
 
     def rare_event_occurred(self, what: str) -> None:
-        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+        """Called for a rare event that has no hook of its own; coverage counts it by this name."""
 
 
 class SeederWorld(Protocol):
-    """What it needs of the world around it."""
+    """The parts of the world that a seeder needs."""
 
     heap: Heap
     chance: Chance
@@ -52,7 +52,7 @@ class SeederWorld(Protocol):
 
 
 class SimSeeder:
-    """One operator; processes of it come and go."""
+    """One operator, whose processes die and are restarted."""
 
     def __init__(self, world: SeederWorld, row: RunRow) -> None:
         self._world, self._digests = world, row.genesis
@@ -62,10 +62,10 @@ class SimSeeder:
         self._story: Fiber | None = None
         self._granted: SeedGranted | None = None
         self._moving: SimTransfer | None = None
-        self._moved: bool | None = None  # how it ended; None: it moves
+        self._moved: bool | None = None  # whether the transfer succeeded; None: it is moving
 
     def start(self) -> None:
-        """A new process, which knows nothing of the one before."""
+        """Start a new process, without the state of the former one."""
         self._lives += 1
         self._granted = self._moving = self._moved = None
         self._story = Fiber(self._bring_model(f"seeder-{self._lives}"))

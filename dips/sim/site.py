@@ -1,4 +1,4 @@
-"""Where a simulated cluster runs: what stays while its agents and trainers come and go."""
+"""The machines of a simulated cluster, which outlive its agents and trainers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 from dips.client.agent.pace import Pace
 
-STRAGGLING = 10.0  # times
+STRAGGLING = 10.0  # factor of a straggling step's time
 
 
 @dataclass
@@ -19,18 +19,18 @@ class Site:
     step_s: float
     rng: Random
     aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
-    overlap: bool = False  # it trains on while its push, window and pull go on
+    overlap: bool = False  # it trains during push, window and pull
     restarts: int = 0  # torchrun --max-restarts
-    fragments: int = 1  # in which it moves what overlaps
+    fragments: int = 1  # number of fragments of an overlapping transfer
     jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
     straggles: float = 0.0  # share of inner steps that take STRAGGLING times as long
-    diverged: int = 0  # pushes to come whose content is bad
+    diverged: int = 0  # number of coming pushes with bad content
 
     def make_pace(self, inner_steps: int) -> Pace:
-        """When an agent that starts here pushes; `inner_steps` are the scenario's."""
+        """Return the pace of an agent started here; `inner_steps` is the scenario's."""
         return Pace(aligned=self.aligned_steps) if self.aligned_steps else Pace(steps=inner_steps)
 
     def draw_step_s(self) -> float:
-        """How long the next inner step takes."""
+        """Return the duration of the next inner step."""
         step_s = self.step_s * (1.0 - self.jitter / 2 + self.jitter * self.rng.random())
         return step_s * STRAGGLING if self.straggles and self.rng.random() < self.straggles else step_s

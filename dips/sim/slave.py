@@ -1,7 +1,7 @@
 """A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py).
 
-The shell of `dips.slave.core`: what the daemon does with a thread, gRPC and a clock (slave/runtime.py) is done here in
-simulated time. Work on the shard takes its time and has its effect at the end of it; a crash in between may leave a
+It is a shell of `dips.slave.core`: the work that the daemon does with a thread, gRPC and a clock (slave/runtime.py) is
+done here in simulated time. Work on the shard takes time and has its effect at the end; a crash in between may leave a
 torn snapshot.
 """
 
@@ -68,23 +68,23 @@ class SlaveObserver:
     """The hooks that a slave calls; each does nothing by default."""
 
     def slave_registered(self, process: SlaveProcess, answer: Registered) -> None:
-        """A slave was answered."""
+        """Called when a slave's registration was answered."""
 
     def before_order(self, process: SlaveProcess, order: Order) -> None:
-        """A slave is about to carry out an order."""
+        """Called before a slave carries out an order."""
 
     def after_order(self, process: SlaveProcess, order: Order) -> None:
-        """It has carried it out."""
+        """Called after a slave has carried out an order."""
 
     def slave_crashed(self, process: SlaveProcess) -> None:
-        """A slave's process is about to die."""
+        """Called before a slave's process dies."""
 
     def rare_event_occurred(self, what: str) -> None:
-        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+        """Called for a rare event that has no hook of its own; coverage counts it by this name."""
 
 
 class SlaveWorld(Protocol):
-    """What a slave needs of the world around it."""
+    """The parts of the world that a slave needs."""
 
     heap: Heap
     network: Network
@@ -102,7 +102,7 @@ class SlaveWorld(Protocol):
 
 
 class SlaveHost(Protocol):
-    """The machine, as a process on it sees it."""
+    """The machine, as seen by a process on it."""
 
     name: str
     layers: tuple[int, ...]
@@ -156,21 +156,21 @@ class SlaveProcess:
         )
         self.alive = True
         self._mirror = MirrorShell(machine.mirror, self._call_later, self.world.heap) if machine.mirror else None
-        self._booted = False  # its control server answers
-        self._undeceived = False  # the master that last sent it Hold has the newest ledger
-        self._work: deque[ShardWork] = deque()  # the first is being done
-        self._on_disk: dict[str, tuple[DiskAction, Timer]] = {}  # beside the work on the shard: at most one of a kind
-        self._began: dict[str, float] = {}  # what works now, since when
-        self._silent: set[str] = set()  # of what works: it waits for an fsync, which tells nothing of its progress
+        self._booted = False  # whether its control server answers
+        self._undeceived = False  # whether the master that last sent Hold has the newest ledger
+        self._work: deque[ShardWork] = deque()  # the first one is being done
+        self._on_disk: dict[str, tuple[DiskAction, Timer]] = {}  # disk work in parallel, at most one of each kind
+        self._began: dict[str, float] = {}  # start times of the present work, by kind
+        self._silent: set[str] = set()  # kinds that wait for an fsync, which reports no progress
         self._worked_s = 0.0
-        self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
+        self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → receiver of the answer
         self._tickets = 0
         self._timer: Timer | None = None
         self._call_later(BOOT_S, f"{self.name} begins", self._boot)
 
     @property
     def holds(self) -> bool:
-        """The present master has answered Hold, as far as we know."""
+        """Whether the present master has answered Hold, as far as the slave knows."""
         return self.core.serving and self._undeceived
 
     def kill_process(self) -> None:
@@ -192,17 +192,17 @@ class SlaveProcess:
         elif fate < 0.7 and self.machine.disk.takes_files:
             self.machine.disk.write_snapshot(version, theta, momentum)
 
-    # ---- what comes in ---------------------------------------------------------------------------------------------
+    # ---- messages in ---------------------------------------------------------------------------------------------
 
     def take_order(self, order: Order, answer: Callable[[Any], None]) -> None:
-        """Hand an order of the master to the core."""
+        """Pass an order of the master to the core."""
         if self.alive and self._booted:
             self._tickets += 1
             self._orders[self._tickets] = answer
             self._do_actions(self.core.orders.take_order(self._tickets, order, self.world.heap.now))
 
     def on_flow_event(self, event: FlowEvent) -> None:
-        """The data flow has all of a push, gives one up, or no longer reads for a pull."""
+        """Process an event of the data flow: a push is complete, is given up, or a pull no longer reads."""
         self.shard.transfers.on_flow_event(event)
         self._send_reports()
 
@@ -224,7 +224,7 @@ class SlaveProcess:
         self._timer = None
         self._do_actions(self.core.tick(self.world.heap.now))
 
-    # ---- doing what the core wants ---------------------------------------------------------------------------------
+    # ---- actions of the core ---------------------------------------------------------------------------------
 
     def _do_actions(self, actions: Actions) -> None:
         for action in actions:
@@ -250,7 +250,7 @@ class SlaveProcess:
         raise AssertionError(f"{self.name} ends: {action.error!r}")
 
     def _skip_log(self, action: WriteLog) -> None:
-        """Nobody reads it."""
+        """Do nothing: logs are not kept."""
 
     def _prepare(self, registered: Registered) -> None:
         self.machine.disk.nonce = self.nonce
@@ -259,7 +259,7 @@ class SlaveProcess:
     def _plan_tick(self) -> None:
         due, timer = self.core.next_deadline(), self._timer
         if timer is not None and timer.alive and timer.at <= due:
-            return  # it comes early enough: what is due later is planned then
+            return  # early enough: later deadlines are planned then
         if timer is not None:
             timer.cancel()
         if due < inf:
@@ -290,7 +290,7 @@ class SlaveProcess:
         work = self._work[0]
         work_s = shard_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
         if self.world.scenario.work_s and work.method is ShardMethod.EXECUTE and self._has_answered(work):
-            work_s = 0.0  # an answer is repeated, and not the work
+            work_s = 0.0  # the answer is repeated without the work
         self._began["shard"] = self.world.heap.now
         if work_s:
             self._call_later(work_s, f"{self.name} works", self._end_work)
@@ -310,7 +310,7 @@ class SlaveProcess:
         else:
             result = attempt_work(self.shard.perform_work, work)
         if work.method in _OF_REGISTRATION:
-            # What a deceived master takes for the head need not be it.
+            # The head of a master on an old ledger may be wrong.
             self._undeceived = not self.world.master_is_deceived
         self._do_actions(self.core.on_done(work, result, self.world.heap.now))
         self._send_reports()
@@ -322,7 +322,7 @@ class SlaveProcess:
                 if self._is_abandoned(beside):
                     self._end_on_disk(beside)
 
-    # ---- on the disk, beside that ----------------------------------------------------------------------------------
+    # ---- work on the disk, in parallel -------------------------------------------------------------------------------
 
     def _begin_on_disk(self, work: DiskAction) -> None:
         kind = type(work).__name__
@@ -335,7 +335,7 @@ class SlaveProcess:
             self._silent.add(kind)
 
     def _is_abandoned(self, work: DiskAction) -> bool:
-        """Its version will not be: the writer notices at its next piece."""
+        """Return whether the version being written was abandoned; the writer notices at its next piece."""
         written = written_by(work)
         return written is not None and written not in (self.versions.prepared, self.versions.served_version)
 
@@ -346,10 +346,10 @@ class SlaveProcess:
         self._end_of(kind)
         self._do_actions(self.core.on_done(work, attempt_work(work.run), self.world.heap.now))
 
-    # ---- what heartbeats say of it ---------------------------------------------------------------------------------
+    # ---- progress for heartbeats ---------------------------------------------------------------------------------
 
     def _worked(self) -> int:
-        """What kernels and disk have worked through: so much a second, while one of them works."""
+        """Return the bytes worked through by kernels and disk: a constant rate while one of them works."""
         now = self.world.heap.now
         told = [now - began for what, began in self._began.items() if what not in self._silent]
         return int(WORK_BYTES_PER_S * (self._worked_s + sum(told)))

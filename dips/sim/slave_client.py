@@ -1,4 +1,6 @@
-"""A simulated master's line to its slaves: it sends each order until it is answered, refused, or past its deadline."""
+"""A simulated master's connection to its slaves: sends each order until it is answered, refused, or past its
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from dips.protocol.events import Event
 from dips.sim.heap import Heap
 from dips.sim.network import Network
 
-RESEND_S = 1.5  # an order without an answer is sent again under its number
+RESEND_S = 1.5  # after which an order without an answer is sent again under its number
 
 
 class SimSlaveClient:
-    """`pass_on` reads what arrives when the master runs; `take_event` hears how each order ended."""
+    """Sends orders; `pass_on` reads arrivals when the master runs, `take_event` receives the end of each order."""
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class SimSlaveClient:
         self._send_sent(self._open[order.number])
 
     def on_progress(self, progress: SlaveProgress) -> None:
-        """A slave has worked, or waits for its disk: orders have their whole time again."""
+        """Extend the deadlines of a slave's orders, since it has worked or waits for its disk."""
         for sent in self._open.values():
             order = sent.order
             if order.slave == progress.slave and (progress.waiting is None or order.number in progress.waiting):
@@ -50,7 +52,7 @@ class SimSlaveClient:
         self._network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
 
     def _on_answer(self, sent: SentOrder, answer: Any) -> None:
-        """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
+        """Turn a slave's answer, refusal or silence into an event, or send the order again."""
         event: Event | None
         if answer is None:
             event = sent.on_error(UnavailableSlave("no answer"), self._heap.now)

@@ -1,4 +1,4 @@
-"""The machine on which a simulated slave runs, with its disk: a process dies, the disk stays."""
+"""The machine on which a simulated slave runs, with its disk, which survives the processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dips.slave.ports import F32
 
 
 class SlaveMachineWorld(SlaveWorld, Protocol):
-    """What the machine needs of the world around it."""
+    """The parts of the world that the machine needs."""
 
     chance: Chance
     genesis: dict[int, F32]
@@ -23,7 +23,7 @@ class SlaveMachineWorld(SlaveWorld, Protocol):
 
 
 class SlaveMachine:
-    """Where a slave runs: its name, its disk, and the process if there is one."""
+    """The machine of a slave: its name, its disk, and its process if there is one."""
 
     def __init__(self, world: SlaveMachineWorld, name: str, layers: tuple[int, ...]) -> None:
         self.world, self.name, self.layers = world, name, layers
@@ -43,7 +43,7 @@ class SlaveMachine:
         world.network.attach_host(name, self)
 
     def mark_touched(self) -> None:
-        """Something of it may have changed since the invariants last looked."""
+        """Note that the machine may have changed since the invariants were last checked."""
         self._touched[self.name] = self
 
     def start(self) -> None:
@@ -52,13 +52,13 @@ class SlaveMachine:
             try:
                 self.disk.require_owner()
             except ConfigError:
-                self.world.monitor.rare_event_occurred("foreign_disk")  # a person must look, and starts it again
+                self.world.monitor.rare_event_occurred("foreign_disk")  # an operator must restart it
                 return
             self.lives += 1
             self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
 
     def crash(self) -> None:
-        """SIGKILL: memory is gone; what was being written may be torn, whole, or not begun."""
+        """Kill the process by SIGKILL: a snapshot being written may be torn, complete, or not begun."""
         self.mark_touched()
         process, self.process = self.process, None
         if process is not None:

@@ -1,4 +1,4 @@
-"""How long a simulated slave takes for what its core wants done; the effect stands at the end of that time."""
+"""The duration of a simulated slave's work; its effect happens at the end."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ WORK_S: dict[type, float] = {
     Commit: 0.02,
     Retire: 0.05,
     KeepSeed: 0.15,
-}  # of an order, at most double
+}  # duration of an order, at most double
 LOAD_S = 0.3
 
 
-GROWS = frozenset({Measure, Fold, Apply, Persist})  # with the model
+GROWS = frozenset({Measure, Fold, Apply, Persist})  # orders whose work grows with the model
 
 
 def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw how long an order of this class takes; one that grows with the model at least `least_s`."""
+    """Draw the duration of an order of this class; at least `least_s` if its work grows with the model."""
     slowness = disk.slowness if body in (Persist, Retire, KeepSeed) else 1.0
     drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
     return max(drawn_s, least_s) if body in GROWS else drawn_s
 
 
 def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw how long the shard is busy with `work`; snapshots are written, read and deleted beside it."""
+    """Draw the time for which the shard is busy with `work`; snapshots are written, read and deleted in parallel."""
     return order_s(type(work.order.body), disk, rng, least_s) if work.method is ShardMethod.EXECUTE else 0.0
 
 
 def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw how long `work` takes beside that of the shard."""
+    """Draw the duration of `work` on the disk, in parallel to the shard's."""
     if isinstance(work, ReadSnapshot):
         return max(LOAD_S, least_s)
     drawn_s = order_s(type(work.order.body), disk, rng, least_s)
@@ -47,7 +47,7 @@ def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, lea
 
 
 def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:
-    """The version whose snapshot is being written, None if none of `works` writes one."""
+    """Return the version whose snapshot is being written, None if none of `works` writes one."""
     for work in works:
         match work:
             case WorkOnDisk() | ShardWork(ShardMethod.BEGIN_ON_DISK):
@@ -57,7 +57,7 @@ def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | Non
 
 
 def attempt_work(work: Callable[..., object], *details: object) -> object:
-    """What work on the shard returns, or the error that its core is to hear of."""
+    """Return the result of work, or the error to be passed to the core."""
     try:
         return work(*details)
     except (DipsError, OSError) as error:

@@ -1,7 +1,7 @@
-"""The rank's end of a stream: HELLO with ever higher epochs, until all is moved or the rank gives up.
+"""The rank's end of a stream: sends HELLO with rising epochs, until all is moved or the rank gives up.
 
 A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real
-(flow.py). What a push and a pull do with their messages stands in push_stream.py and pull_stream.py.
+(flow.py). push_stream.py and pull_stream.py handle the messages of the two directions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from dips.sim.heap import Timer
 from dips.wire.frame import Kind
 from dips.wire.streams import StreamName, decode_error
 
-STALL_S = 2.0  # without a byte: the stream counts as broken
-GIVEN_UP = frozenset(
-    {"refused", "ranges", "invalid", "denied"}
-)  # codes of an ERROR after which a rank does not try again
+STALL_S = 2.0  # time without a byte after which a stream counts as broken
+GIVEN_UP = frozenset({"refused", "ranges", "invalid", "denied"})  # codes of an ERROR after which a rank gives up
 
 
 @dataclass
 class Meter:
-    """What a cluster's present or last transfer has moved."""
+    """The bytes moved by a cluster's present or last transfer."""
 
     began: float
     nbytes: int = 0
@@ -36,31 +34,31 @@ class Meter:
 
 
 class SimTransfer:
-    """One transfer under way: its owner may end it, stand still, or lose ranks of it."""
+    """One transfer in progress: its owner may end it, stop it, or lose ranks of it."""
 
     def __init__(self, cluster: str, meter: Meter, gate: Gate, fragments: int = 1) -> None:
         self.cluster, self.meter, self.gate = cluster, meter, gate
-        self.fragments, self.open = fragments, 1  # the layers of the first `open` fragments may move
+        self.fragments, self.open = fragments, 1  # layers of the first `open` fragments may move
         self.streams: list[SimStream] = []
         self._over = False
         self._gone: list[int] = []
 
     def cancel(self) -> None:
-        """Nothing more is sent or received; what is on its way arrives."""
+        """End the transfer: nothing more is sent or received; messages in transit still arrive."""
         self._over = True
 
     def open_next(self) -> None:
-        """The layers of one fragment more may move."""
+        """Open the next fragment, so that its layers may move."""
         self.open += 1
         for stream in self.streams:
             stream.on_opened()
 
     def is_open(self, layer: int) -> bool:
-        """Layers are dealt to fragments in turn."""
+        """Return whether a layer may move; layers are dealt to fragments in turn."""
         return layer % self.fragments < self.open
 
     def lose_rank(self, rank: int) -> None:
-        """A rank died; the others do not know it yet."""
+        """Note that a rank died; the others do not know it yet."""
         self._gone.append(rank)
 
     def rank_runs(self, rank: int) -> bool:
@@ -68,7 +66,7 @@ class SimTransfer:
 
 
 class SimStream(ABC):
-    """The rank's end of one stream: its epochs, and chunks that arrive, break, or vanish on a parted link."""
+    """The rank's end of one stream: its epochs, and chunks that arrive, break, or are lost on a parted link."""
 
     kind = ""
 
@@ -96,12 +94,12 @@ class SimStream(ABC):
         self._stream = 0
         self._flow: SimFlow | None = None
         self._last_message_at = 0.0
-        self._free_at = 0.0  # when the last chunk on its way has arrived, if they travel one behind the other
+        self._free_at = 0.0  # arrival of the last chunk in transit, if chunks are sent one after the other
         self._welcomed, self._told_ready = False, 0
         self._timer: Timer | None = None
 
     def begin_epoch(self) -> None:
-        """Say HELLO with the next epoch, on a new connection."""
+        """Send HELLO with the next epoch, on a new connection."""
         if self._flow is not None:
             self._flow.drop_connection(self._peer)
         self.epoch += 1
@@ -111,7 +109,7 @@ class SimStream(ABC):
             self._watch_for_stall(self.net.stall_s)
 
     def on_message(self, peer: bytes, kind: Kind, body: bytes) -> None:
-        """A message of the slave arrives; one of an older connection, or of a stream that is over, says nothing."""
+        """Process a message of the slave; messages of an older connection, or of a stream that is over, are ignored."""
         if peer != self._peer or not self._is_current(self.epoch):
             return
         self._last_message_at = self.net.heap.now
@@ -125,7 +123,7 @@ class SimStream(ABC):
             self._on_break(self.epoch)
 
     def on_opened(self) -> None:
-        """More layers may move."""
+        """Process the opening of a fragment: more layers may move."""
 
     @property
     def _ready(self) -> int:
@@ -135,11 +133,11 @@ class SimStream(ABC):
 
     @abstractmethod
     def _on_message(self, kind: Kind, body: bytes) -> None:
-        """WELCOME, WANT or DONE."""
+        """Process WELCOME, WANT or DONE."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """The stream has failed for good."""
+        """Process the final failure of the stream."""
 
     def _send_hello(self) -> None:
         flow = self._flow = self.net.flows.flow_of(self.address.name)
@@ -166,7 +164,7 @@ class SimStream(ABC):
             self._on_break(self.epoch)
 
     def _chunk_delay(self) -> float:
-        """Until a chunk that leaves now has arrived."""
+        """Return the time until a chunk that leaves now has arrived."""
         net, now = self.net, self.net.heap.now
         if net.serial_s is None:
             return net.chunk_delay(self.moving.cluster)
@@ -174,7 +172,7 @@ class SimStream(ABC):
         return self._free_at - now
 
     def _send_message(self, what: str, arrive: Callable[[], None], delay_s: float | None = None) -> None:
-        """Both directions are needed: nothing travels that its receiver did not ask for."""
+        """Send a message if both directions of the link pass, since the receiver must have asked for it; else stall."""
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
         def pass_gate() -> None:
@@ -193,7 +191,7 @@ class SimStream(ABC):
         return self.epoch == epoch and not self.over and self.moving.rank_runs(self.rank)
 
     def _on_break(self, epoch: int) -> None:
-        """The first chunk of an epoch that breaks breaks it; again with a higher one, or never."""
+        """Break the epoch at its first failure; begin the next epoch, or give up."""
         if not self._is_current(epoch):
             return
         if self.epoch < self.net.links.epochs:
@@ -210,11 +208,11 @@ class SimStream(ABC):
             self._flow.drop_connection(self._peer)
 
     def _is_owed(self) -> bool:
-        """The slave does not answer a HELLO, or does not bring what it was asked for."""
+        """Return whether the slave owes an answer to HELLO, or requested chunks."""
         return not self._welcomed
 
     def _watch_for_stall(self, delay_s: float) -> None:
-        """Whose slave owes something and is silent for `stall_s` begins anew, and whose slave is another process."""
+        """Begin a new epoch if a slave that owes bytes is silent for `stall_s`, or is another process now."""
         self._timer = self.net.heap.call_later(delay_s, f"{self.label} waits", self._check_stall)
 
     def _check_stall(self) -> None:

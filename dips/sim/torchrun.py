@@ -1,4 +1,4 @@
-"""The training job of one simulated agent: torchrun starts dead ranks again in place, or ends and is started anew."""
+"""The training job of one simulated agent: torchrun restarts dead ranks in place, or ends and is launched again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dips.sim.trainer import SimTrainer
 
 
 class TorchrunAgent(TrainerAgent, Protocol):
-    """What torchrun needs of the agent that runs it."""
+    """The parts of its agent that torchrun needs."""
 
     name: str
 
@@ -22,28 +22,28 @@ class TorchrunAgent(TrainerAgent, Protocol):
 
 
 class SimTorchrun:
-    """At most one trainer at a time; a dead one stays away for a while."""
+    """Runs at most one trainer at a time; a dead one is replaced after a while."""
 
     def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent, launch: LaunchCommand) -> None:
         self._world, self._site, self._agent = world, site, agent
-        self._launch = launch  # the present or last one
+        self._launch = launch  # the present or last launch
         self._ended = False
         self.trainer: SimTrainer | None = None
 
     def start(self, restart: int = 0) -> None:
-        """`restart`: how often this torchrun has started the ranks again."""
+        """Start the trainer; `restart` counts the restarts of the ranks by this torchrun."""
         if not self._ended and self.trainer is None:
             self._agent.on_trainer_start()
             self.trainer = SimTrainer(self._world, self._site, self._agent, self._launch.launch, restart)
 
     def end(self, cause: str) -> None:
-        """SIGKILL of everything, for good."""
+        """Kill everything by SIGKILL, for good."""
         self._ended = True
         if self.trainer is not None:
             self._lose_trainer(cause)
 
     def crash(self, reason: str) -> None:
-        """torchrun has ended; its agent sees it at once, and decides whether it is launched again."""
+        """End torchrun; its agent notices at once, and decides whether it is launched again."""
         self._lose_trainer("its trainer died")
         launch = self._agent.on_command_end(self._launch, reason)
         if launch is not None:
@@ -51,7 +51,7 @@ class SimTorchrun:
             self._start_later(launch.delay_s + 1.5 * self._site.rng.random(), 0)
 
     def on_dead_rank(self, rank: int) -> None:
-        """torchrun has seen a rank die: it starts all of them again, or ends when it has done so too often."""
+        """Process a rank's death: torchrun restarts all ranks, or ends if it has done so too often."""
         trainer = self.trainer
         assert trainer is not None
         if trainer.restart >= self._site.restarts:
@@ -59,7 +59,7 @@ class SimTorchrun:
             return
         self._lose_trainer("its trainer died")
         rng = self._world.chance.generator_for(f"torchrun/{self._site.name}")
-        # The end of rank 0's connection is seen at once, or only when its successor is already there.
+        # The end of rank 0's connection is noticed at once, or only after its successor has connected.
         seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
         hang_up = partial(self._agent.gate.pass_on, partial(self._agent.on_hang_up, trainer.attempt))
         self._world.call_later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)

@@ -1,8 +1,8 @@
 """A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
 
-It does what client/rank/outer_steps.py does: rank 0 talks to the agent's core and repeats a question until
-there is an answer, every verdict reaches all ranks, all ranks install a version or none does, what lossy pushes owe is
-kept by the real Feedback. A rank that died is seen by torchrun after a while; until then the others stand still.
+Like client/rank/outer_steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every verdict
+reaches all ranks, all ranks install a version or none does, and the real Feedback keeps the error of lossy pushes.
+torchrun notices a dead rank after a while; until then the others wait.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from dips.slave.ports import F32
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
-POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
+POLL_S = 1.0  # time after which rank 0 repeats a question
 DIVERGED = "its model is not finite"
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
 
 
 class SimTrainer:
-    """One attempt: from torchrun's start to its end."""
+    """One attempt, from torchrun's start to its end."""
 
     def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, launch: int, restart: int) -> None:
         self.agent, self.world, self.site, self.launch, self.restart = agent, world, site, launch, restart
-        self.gate = Gate(agent.gate)  # closed while it hangs
+        self.gate = Gate(agent.gate)  # closed while the trainer hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
         self._ranks = SimRanks(
             world.data.layout,
@@ -70,15 +70,15 @@ class SimTrainer:
             lossy=world.options.codec.lossy,
             updates=world.scenario.pull_codec.lossy,
         )
-        self.keys: tuple[str, ...] = ()  # of its ranks
+        self.keys: tuple[str, ...] = ()  # keys of its ranks
         self.in_hand = WorkInHand()
         self.range: int | None = None
         self._feed = SimFeed(world.scenario.samples) if world.scenario.samples else None
         self.finished = False
-        self.over = False  # it said goodbye
-        self.out: SimBackgroundTransfer | None = None  # what moves now
-        self._talk: Talk | None = None  # under overlap: what the agent is still to answer
-        self._soon = 1  # inner steps until the next look at what is out
+        self.over = False  # it has detached
+        self.out: SimBackgroundTransfer | None = None  # the transfer in flight
+        self._talk: Talk | None = None  # under overlap: the question that the agent has not answered
+        self._soon = 1  # inner steps until the transfer in flight is polled again
         self.pull_tries = 0
         self._step_label = f"inner step of {site.name}"
         self.alive = True
@@ -101,14 +101,14 @@ class SimTrainer:
         return self._ranks.base
 
     def kill_ranks(self) -> None:
-        """All ranks are gone."""
+        """Kill all ranks."""
         self.alive = False
         self._fiber.kill()
         if self.out is not None:
             self.out.moving.cancel()
 
     def lose_rank(self, rank: int) -> None:
-        """One rank is gone, the others stand still in their next collective until torchrun ends them."""
+        """Kill one rank; the others wait in their next collective until torchrun ends them."""
         self._fiber.kill()
         if self.out is not None:
             self.out.moving.lose_rank(rank)
@@ -157,7 +157,7 @@ class SimTrainer:
         self.agent.on_trainer_end()
 
     def _train_samples(self, feed: SimFeed, whole: bool) -> Story:
-        """Take the inner steps that the given ranges have samples for."""
+        """Take the inner steps for which the given ranges have samples."""
         while not self.finished and (parts := feed.take_step(whole=whole)):
             yield from self._inner_step(parts)
 
@@ -180,10 +180,10 @@ class SimTrainer:
             question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
             yield from self._poll_transfer(question) if site.overlap else self._follow_agent(question)
 
-    # ---- the talk --------------------------------------------------------------------------------------------------
+    # ---- questions to the agent --------------------------------------------------------------------------------------
 
     def _follow_agent(self, talk: Talk) -> Story:
-        """Do what the agent says, standing still until it says to train on."""
+        """Carry out the agent's orders, without training, until it answers to train on."""
         while True:
             verdict = yield from self._ask_until_answered(talk)
             begun = self._begin_transfer(verdict)
@@ -193,26 +193,26 @@ class SimTrainer:
             talk = yield from self._finish_transfer(begun)
 
     def _poll_transfer(self, question: PushWanted) -> Story:
-        """Under overlap: go on with what is out, or ask what is due; stand still for neither."""
+        """Under overlap, continue the transfer in flight, or ask whether one is due; wait for neither."""
         if self.out is not None:
             if not self._is_over(self.out):
                 self._look_in = self._soon
                 return
             self._talk = self._install_result(self.out)
         self._talk = self._talk or question
-        answer = self._send_message(self._talk)  # no daemon stands between that would hold it open
+        answer = self._send_message(self._talk)  # answered at once: no daemon in between holds the question open
         if isinstance(answer, AskAgain):
             self._look_in = self._soon = answer.steps
             return
         self._talk, self.out = None, self._begin_transfer(answer)
         if self.out is not None and isinstance(answer, PullNow) and not answer.merge:
-            talk = yield from self._finish_transfer(self.out)  # no step before it is worth taking
+            talk = yield from self._finish_transfer(self.out)  # a step before the install would be lost
             yield from self._follow_agent(talk)
         elif self.out is not None:
             self._look_in = self._soon
 
     def _settle_transfer(self) -> Story:
-        """Stand still until nothing is out."""
+        """Wait until no transfer is in flight."""
         if self.out is not None:
             self._talk = yield from self._finish_transfer(self.out)
         if self._talk is not None:
@@ -236,7 +236,7 @@ class SimTrainer:
         return None
 
     def _finish_transfer(self, out: SimBackgroundTransfer) -> Story:
-        """Stand still until it is over, and say what came of it."""
+        """Wait until the transfer is over, and return the question that reports its result."""
         out.open_all()
         while not out.over:
             yield out.next_change(POLL_S, f"{self.site.name} polls")
@@ -244,7 +244,7 @@ class SimTrainer:
         return self._install_result(out)
 
     def _is_over(self, out: SimBackgroundTransfer) -> bool:
-        """Tell the agent how far it is; the agent may know that it leads nowhere."""
+        """Report the transfer's progress to the agent, which may halt it; return whether it is over."""
         over, meter = out.over, out.meter
         idle_s = self.world.heap.now - meter.ended if over and meter.ended is not None else 0.0
         answer = self._send_message(TransferProgress(self.attempt, meter.nbytes, meter.total, idle_s))
@@ -253,7 +253,7 @@ class SimTrainer:
         return out.over
 
     def _install_result(self, out: SimBackgroundTransfer) -> Talk:
-        """It is over on all ranks: put what was pulled into the model, and say so."""
+        """Install a pulled version after the transfer is over on all ranks, and return the report."""
         self.out = None
         verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
         if isinstance(verdict, PushNow):
@@ -287,7 +287,7 @@ class SimTrainer:
         error = class_named(answer.error)
         if error is None or not issubclass(error, Stale | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
-        self._fiber.kill()  # another attempt took over, or the agent is being ended, for divergence perhaps
+        self._fiber.kill()  # another attempt took over, or the agent is ending, for example after divergence
         return AskAgain(answer.message)
 
     def _next_range(self) -> int:
@@ -323,11 +323,11 @@ class SimTrainer:
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _freeze_push(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
-        """Cut the progress, and keep what every slave must hold when all of it has moved."""
+        """Cut the progress, and record what every slave must hold when the push has moved."""
         assert self.base is not None
         theta = self.theta if self.site.overlap else {layer: a.copy() for layer, a in self.theta.items()}
         diverged = self.site.diverged > 0
-        if diverged:  # under overlap the model itself: what is not finite cannot be merged
+        if diverged:  # under overlap in the model itself: values that are not finite cannot be merged
             self.site.diverged -= 1
             nan = self.site.rng.random() < 0.5 or self.site.overlap
             theta[0][0] = np.float32("nan") if nan else np.float32(1e4)
@@ -339,9 +339,9 @@ class SimTrainer:
         return partial(_chunk_body, bodies)
 
     def _install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
-        """Put what was pulled into the model, on all ranks or on none.
+        """Install a pulled version on all ranks or on none.
 
-        It takes the place of everything that was trained before; of a merge, up to the freeze of the push before it.
+        It replaces all earlier training; a merge replaces only the training before the push was frozen.
         """
         installed = self._ranks.install_pull(landed, version, merge)
         if installed and self.base == version:

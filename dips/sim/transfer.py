@@ -1,6 +1,6 @@
-"""Transfers of all ranks' pieces to or from all slaves, over data links that are late, break and lose.
+"""Transfers of all ranks' pieces to or from all slaves, over data links with delays, breaks and losses.
 
-One transfer is ranks × slaves streams. Its owner may end it, stand still, or lose ranks of it.
+A transfer is ranks × slaves streams. Its owner may end it, stop it, or lose ranks of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataNetwork(DataLinks):
         stall_s: float,
     ) -> None:
         super().__init__(heap, rng, flows, run, manifest, slowness, stall_s)
-        self.meters: dict[str, list[Meter]] = {}  # of each cluster, its transfers in order
+        self.meters: dict[str, list[Meter]] = {}  # transfers of each cluster, in order
 
     def begin_push(
         self,
@@ -45,7 +45,7 @@ class DataNetwork(DataLinks):
         fragments: int,
         done: Callable[[bool], None],
     ) -> SimTransfer:
-        """Move all ranks' pieces to all slaves; `done` is called with whether every stream received DONE."""
+        """Move all ranks' pieces to all slaves; `done` gets whether every stream received DONE."""
         moving = self._new_transfer(push.cluster, gate, fragments)
         ended: list[bool] = []
 
@@ -59,7 +59,7 @@ class DataNetwork(DataLinks):
         for address in grant.slaves:
             for rank, key in enumerate(keys):
                 stream = PushStream(self, moving, push, grant, address, rank, len(keys), key, spell, one_ended)
-                if wrong and stream.pieces:  # one rank names a piece twice
+                if wrong and stream.pieces:  # one rank lists a piece twice
                     stream.pieces, wrong = stream.pieces + stream.pieces[:1], False
                 stream.begin_epoch()
         return moving
@@ -74,7 +74,7 @@ class DataNetwork(DataLinks):
         fragments: int,
         done: Callable[[list[Pulled]], None],
     ) -> SimTransfer:
-        """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
+        """Send every rank its own pieces from all slaves; `done` gets the received data of each rank."""
         moving = self._new_transfer(pull.cluster, gate, fragments)
         landed = [Pulled(rank) for rank in range(len(keys))]
         left = [len(keys) * len(grant.slaves)]

@@ -1,7 +1,7 @@
-"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client sessions among simulated everything else.
+"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client cores; everything else is simulated.
 
-`World(seed, scenario).run(observers)` plays it to its end. What fails, and when, is planned by whoever runs it; a world
-by itself is well.
+`World(seed, scenario).run(observers)` runs it to its end. Failures are planned by the caller; by itself a world
+has none.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books
 
-Plan = Callable[["World"], None]  # says with World.call_later what will fail
-STALL_S = 6.0  # a transfer without a new byte for so long is over; longer on a slow link
-EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
-EVERY = 16  # events: so often is looked at what only time can break
+Plan = Callable[["World"], None]  # plans failures with World.call_later
+STALL_S = 6.0  # a transfer without a new byte for this long is over; longer on a slow link
+EVERYWHERE = 32  # events per slave after which all machines are checked, touched or not
+EVERY = 16  # events between checks that only time can break
 
 
 class Bookkeeper(Observer):
-    """Keeps the books up to the ledger."""
+    """Updates the books from the ledger's records."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -49,12 +49,12 @@ class Bookkeeper(Observer):
 
 
 class World:
-    """Everything there is, for one seed."""
+    """All parts of a simulated run, for one seed."""
 
     def __init__(
         self, seed: int, scenario: Scenario, model: SimModel | None = None, kernels: Kernels = reference
     ) -> None:
-        """`model` is what is trained; None: noise of the scenario's shape."""
+        """Build the parts; `model` is the trained model, None: noise of the scenario's shape."""
         self.seed, self.scenario, self.options = seed, scenario, scenario.options
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
         self.model: SimModel = model or NoiseModel(seed, scenario.layers, scenario.parameters)
@@ -77,7 +77,7 @@ class World:
         self._everywhere = EVERYWHERE * scenario.slaves
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
-        self.master_sleeps = 0  # how often it was stopped
+        self.master_sleeps = 0  # how often the master was stopped
         placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
@@ -88,7 +88,7 @@ class World:
         self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
     def make_site(self, number: int) -> Site:
-        """Where a cluster of the scenario runs."""
+        """Return the machines of a cluster of the scenario."""
         name, shape = NAMES[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
@@ -108,11 +108,11 @@ class World:
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> None:
-        """Start everything and play it to the end of the scenario; what an observer or a part raises ends it."""
+        """Run the scenario to its end; an error of an observer or a part ends it."""
         self.monitor.add_observers([*observers, Bookkeeper(self.books)])
         try:
             self._start_parts(plan)
-            with np.errstate(all="ignore"):  # a model that diverged is no error: the gate sees it
+            with np.errstate(all="ignore"):  # a diverged model is no error: the gate detects it
                 self._play_events()
             self.monitor.at_rest()
         finally:
@@ -133,7 +133,7 @@ class World:
                 time_passed()
 
     def stop(self) -> None:
-        """What was to be shown has been shown: end with the present event."""
+        """End the run with the present event, since its purpose is fulfilled."""
         self._stopped = True
 
     def _start_parts(self, plan: Plan | None) -> None:
@@ -149,9 +149,9 @@ class World:
             plan(self)
 
     def _look_at_touched(self, everywhere: bool) -> None:
-        """Let the observers look at the machines that the event touched; now and then at all of them.
+        """Let the observers check the machines that the event touched, and at intervals all machines.
 
-        What a machine holds is reached through its process and its disk only, and both say `touch`.
+        The state of a machine is changed through its process and its disk only, and both mark it as touched.
         """
         self.looked_at = list((self.machines if everywhere else self.touched).values())
         self._look_everywhere = False
@@ -159,7 +159,7 @@ class World:
         self.monitor.after_event()
 
     def look_everywhere(self) -> None:
-        """After this event every machine is looked at."""
+        """Check every machine after this event."""
         self._look_everywhere = True
 
     def call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
@@ -169,12 +169,12 @@ class World:
 
     @property
     def master_asleep_s(self) -> float:
-        """How long, since the beginning, no master was looking."""
+        """How long in total no master has been running."""
         return self._asleep_s + (self.heap.now - self._asleep_since if self._asleep_since is not None else 0.0)
 
     @property
     def master_is_deceived(self) -> bool:
-        """It works on an old copy of the ledger: what it takes for the head need not be it."""
+        """Whether the master works on an old copy of the ledger, so that its head may be wrong."""
         return self.master.disk.is_old_copy
 
     def crash_master(self) -> None:
@@ -197,13 +197,13 @@ class World:
             self.master.process.wake_process()
 
     def abandon_master(self) -> MasterProcess | None:
-        """It is stopped, and taken for dead."""
+        """Stop the master and take it for dead."""
         zombie = self.master.abandon_process()
         self._pause_master()
         return zombie
 
     def master_exits(self, process: MasterProcess, effect: Exit) -> None:
-        """It ends of its own accord; it is started again, unless it has a successor or refuses its ledger."""
+        """Process a master that ended by itself; it is restarted, unless it has a successor or refuses its ledger."""
         self.trace.add_line(self.heap.now, f"the master exits with {effect.code}", effect.reason)
         if process is not self.master.process:
             process.kill_process()
@@ -214,7 +214,7 @@ class World:
         self.crash_master()
         if effect.code == EXIT_OLD_LEDGER:
             assert self.master.disk.is_old_copy, effect.reason
-            self.monitor.rare_event_occurred("old_ledger")  # a person must put the newest one back
+            self.monitor.rare_event_occurred("old_ledger")  # an operator must restore the newest one
         else:
             self.call_later(1.0, "the master starts again", self.start_master)
 
@@ -232,16 +232,16 @@ class World:
         self._asleep_s = self.master_asleep_s
         self._asleep_since = None
 
-    # ---- what the parts ask of each other --------------------------------------------------------------------------
+    # ---- calls between the parts --------------------------------------------------------------------------
 
     def flow_of(self, slave: str) -> SimFlow | None:
         process = self.machines[slave].process
         return process.flow if process is not None and not process.gate.closed else None
 
     def frame_refused(self, why: str) -> None:
-        """A slave or a rank would not take a frame."""
+        """Count a frame that a slave or a rank refused."""
         self.monitor.rare_event_occurred("frame")
 
     def updates_landed(self, depth: int) -> None:
-        """A rank has all of its pieces from a slave, as updates of the version that it held."""
+        """Count a rank's pull of all its pieces from a slave as updates of the version that it held."""
         self.monitor.rare_event_occurred("updates" if depth == 1 else "two_updates")

@@ -1,4 +1,4 @@
-"""Keeps the account of an emulated run: what the ledger says, what the gates did, and what the slaves hold."""
+"""The record of an emulated run: the ledger's versions, the gates' decisions, and the slaves' state."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dips.protocol.records import OutcomeRow, Record, RoundEnded, VersionCommitt
 from dips.sim.observer import Observer
 from dips.sim.world import World
 
-NO_GATE = "none"  # kept out by no gate: not finite, without tokens, or by an operator
+NO_GATE = "none"  # rejected by no gate: not finite, without tokens, or quarantined by an operator
 
 
 @dataclass(slots=True)
 class Emulated:
-    """What came of a run."""
+    """The results of a run."""
 
-    loss: float = float("nan")  # of the last version, on text that nobody has trained
-    first_loss: float = float("nan")  # of the first
-    finished: bool = False  # its tokens were accepted before the time was over
+    loss: float = float("nan")  # of the last version, on validation data
+    first_loss: float = float("nan")  # of the first version
+    finished: bool = False  # all tokens were accepted within the time
     tokens: int = 0  # accepted
-    lasted_s: float = 0.0  # of virtual time
+    lasted_s: float = 0.0  # duration in virtual time
     versions: int = 0
     clipped: int = 0
     gated: int = 0
@@ -39,19 +39,19 @@ class Emulated:
     steps: dict[str, int] = field(default_factory=dict)  # inner steps by cluster
     cosines: list[float] = field(default_factory=list)  # of each outer step's gradient to the momentum before it
     outcomes: list[tuple[PushId, bool]] = field(default_factory=list)  # of each settled push, whether it was accepted
-    gates: dict[str, tuple[str, str]] = field(default_factory=dict)  # (gate, reason) of each push that was kept out
+    gates: dict[str, tuple[str, str]] = field(default_factory=dict)  # (gate, reason) of each rejected push
     usual_loss: dict[str, float] = field(
         default_factory=dict
-    )  # share by which a cluster's is usually above the others'
+    )  # share by which a cluster's loss is usually above the others'
 
     @property
     def diverged(self) -> bool:
-        """It ended worse than it began, or not at a number."""
+        """Whether the last loss is not below the first, or not a number."""
         return not self.loss < self.first_loss
 
     @property
     def effective_clusters(self) -> float:
-        """1/Σshare²."""
+        """The effective number of clusters, 1/Σshare²."""
         total = sum(self.shares.values())
         return 1.0 / sum((tokens / total) ** 2 for tokens in self.shares.values()) if total else 0.0
 
@@ -66,16 +66,16 @@ class Emulated:
 
 @dataclass(frozen=True, slots=True)
 class GateCount:
-    """What the gates made of bad pushes, and of healthy ones."""
+    """Counts of the gates' decisions on bad and on healthy pushes."""
 
-    bad: int  # after the first of each cluster
+    bad: int  # bad pushes after the first of each cluster
     bad_gated: int
-    healthy: int  # of clusters that have no fault, or have not had one yet
+    healthy: int  # pushes of clusters that have no fault, or have not had one yet
     healthy_gated: int
-    recovered_after: int | None  # own pushes that the slowest needed until one was accepted again; None: never was
+    recovered_after: int | None  # gated pushes of the slowest cluster before one was accepted again; None: none was
     healthy_of: Mapping[str, int] = field(default_factory=dict)  # of `healthy`, by cluster
     gated_by: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of `healthy_gated`, by cluster and gate
-    first_reasons: Mapping[str, str] = field(default_factory=dict)  # of the first of these of each cluster
+    first_reasons: Mapping[str, str] = field(default_factory=dict)  # reason of each cluster's first gated healthy push
 
     @classmethod
     def of_run(
@@ -113,7 +113,7 @@ def _until_first_bad(settled: list[tuple[PushId, bool]], bad: set[PushId]) -> It
 
 
 def _recovery(settled: list[tuple[PushId, bool]], bad: Mapping[str, set[PushId]]) -> int | None:
-    """Gated ones after its last bad push, of the bad cluster with the most; None if one was not accepted again."""
+    """Return the most pushes gated after a cluster's last bad push; None if one was not accepted again."""
     slowest = 0
     for cluster, pushes in bad.items():
         own = [(push, accepted) for push, accepted in settled if push.cluster == cluster]
@@ -126,7 +126,7 @@ def _recovery(settled: list[tuple[PushId, bool]], bad: Mapping[str, set[PushId]]
 
 
 class RunAccount(Observer):
-    """Fills an Emulated from what happens in a world, and ends the world with the run."""
+    """An observer that fills an Emulated from a world, and ends the world with the run."""
 
     def __init__(self, world: World, result: Emulated) -> None:
         self._world, self._result, self._finished = world, result, False
@@ -169,7 +169,9 @@ class RunAccount(Observer):
                 self._result.gated += not accepted
 
     def _note_cosine(self, record: VersionCommitted) -> None:
-        """Of b·g = m′ − a·m to m, over all slaves; both are there until the flip, which follows the row."""
+        """Record the cosine of b·g = m′ − a·m to m, over all slaves; both exist until the flip, which follows
+        the row.
+        """
         dot = g_sq = m_sq = 0.0
         for machine in self._world.machines.values():
             if machine.process is None or machine.process.versions.prepared != record.version:
@@ -179,5 +181,5 @@ class RunAccount(Observer):
             for layer, m in before.items():
                 g = after[layer] - np.float32(record.step.a) * m
                 dot, g_sq, m_sq = dot + float(g @ m), g_sq + float(g @ g), m_sq + float(m @ m)
-        if g_sq > 0 and m_sq > 0:  # the first step has no momentum before it
+        if g_sq > 0 and m_sq > 0:  # before the first step the momentum is 0
             self._result.cosines.append(dot / (g_sq * m_sq) ** 0.5)

@@ -1,8 +1,8 @@
-"""The emulator, fed with the arrivals of another run: what that one has computed, computed again.
+"""The emulator fed with the arrivals of another run, to compute that run's results again.
 
-The real run's ledger says which pushes each round took, in which order, trained from which version and for how long.
-The emulator's clusters take the same inner steps on the same batches, its Coordinator judges, weighs and merges them
-by the same rules, and each version must have the other's bits. tests/integration/test_arrivals.py holds it to that.
+The real run's ledger tells which pushes each round took, in which order, trained from which version and for how long.
+The emulator's clusters take the same inner steps on the same batches, its Coordinator judges, weighs and merges them by
+the same rules, and each version must be equal bit for bit. tests/integration/test_arrivals.py checks this.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dips.study.fleet import Fleet
 from dips.study.learner import LearnedModel, Recipe
 from dips.study.task import Task
 
-WINDOW_S = 1.0  # a round's commits come at one moment: any window takes them all
-ROUND_S = 60.0  # of virtual time, besides its inner steps: more than any round takes
+WINDOW_S = 1.0  # a round's commits arrive at one moment, so any window takes them all
+ROUND_S = 60.0  # virtual time per round beside its inner steps: more than any round takes
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedVersion:
-    """One version: its row, and xxh3-128 of each layer's θ and m, as a slave's snapshot says it."""
+    """A version: its row, and xxh3-128 of each layer's θ and m, as in a slave's snapshot."""
 
     row: VersionCommitted
     theta: tuple[str, ...]
@@ -53,10 +53,10 @@ def emulate_arrivals(
     options: Options,
     layers: LayerUnit = LayerUnit.BLOCK,
 ) -> list[EmulatedVersion]:
-    """Make the rounds' versions of their pushes; raise ConfigError where this cannot be what made them.
+    """Make the versions of the rounds from their pushes. Raises ConfigError if the rounds cannot be reproduced.
 
-    fleet   whose clusters' names are those of the arrivals; when they push is what the arrivals say
-    recipe  its schedule goes by versions: a cluster that trains on version v of n is at v/n
+    fleet   clusters with the names in the arrivals; the arrivals determine when they push
+    recipe  its schedule follows versions: a cluster that trains on version v of n is at v/n
     """
     torch.set_num_threads(1)
     model = _PlannedModel(task, recipe, seed, fleet.names, layers=layers)
@@ -77,7 +77,7 @@ def _is_applied(pushes: tuple[Arrival, ...]) -> bool:
 
 
 class _PlannedModel(LearnedModel):
-    """Its learning rate goes by the version that a cluster trains on, which a ledger tells."""
+    """A model whose learning rate follows the version that a cluster trains on, which a ledger records."""
 
     def __init__(self, task: Task, recipe: Recipe, seed: int, names: tuple[str, ...], *, layers: LayerUnit) -> None:
         super().__init__(task, recipe, seed, names, layers=layers)
@@ -88,7 +88,7 @@ class _PlannedModel(LearnedModel):
 
 
 class _Watch(Observer):
-    """Keeps every version, and holds each round against the one that it must be."""
+    """An observer that keeps every version, and compares each round with the expected one."""
 
     def __init__(
         self, world: ArrivalWorld, model: _PlannedModel, rounds: Sequence[tuple[Arrival, ...]], versions: int

@@ -1,8 +1,7 @@
-"""What an asynchronous outer loop is compared with: one process group, clusters that wait for each other, and none of
-the two's care.
+"""Baselines of the asynchronous outer loop: one process group, synchronous clusters, and a naive asynchronous loop.
 
-All train the same model on the same clusters' batches, with as many tokens and the same schedule; where there are outer
-steps it goes on with these, for a warm-up that ends within the first round costs synchronous DiLoCo 10 % of its loss.
+All train the same model on the same clusters' batches, with as many tokens and the same schedule. With outer steps the
+schedule follows these, since a warm-up that ends within the first round costs synchronous DiLoCo 10 % of its loss.
 """
 
 from __future__ import annotations
@@ -25,19 +24,21 @@ from dips.study.task import BatchDraw, Task, make_model
 
 @dataclass(frozen=True, slots=True)
 class BaselineResult:
-    """What came of a baseline."""
+    """The results of a baseline."""
 
     loss: float
     first_loss: float
     tokens: int
-    steps: int  # of the optimizer, by each worker; by the fastest where they differ
-    lasted_s: float  # of virtual time, without transfers
+    steps: int  # optimizer steps of each worker, or of the fastest
+    lasted_s: float  # duration in virtual time, without transfers
     versions: int = 0  # outer steps
-    cosine: float = 0.0  # mean, of an outer step's gradient to the momentum before it
+    cosine: float = 0.0  # mean cosine of an outer step's gradient to the momentum before it
 
 
 def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int) -> BaselineResult:
-    """All clusters' batches in each step of one optimizer, as one process group would; `steps` of all together."""
+    """Train on all clusters' batches in each step of one optimizer, as one process group would; `steps` counts all
+    clusters'.
+    """
     workers, first = _begin_workers(task, fleet, recipe, seed)
     worker, clusters = workers[0], len(workers)
     rounds = steps // clusters
@@ -52,9 +53,9 @@ def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, se
 def train_synchronous(
     task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float, alone: float = 0.0
 ) -> BaselineResult:
-    """DiLoCo (Douillard et al., Algorithm 1): every cluster takes H steps, then one Nesterov step of their mean.
+    """Train by DiLoCo (Douillard et al., Algorithm 1): H steps of every cluster, then one Nesterov step of their mean.
 
-    alone  share of the run that is data parallel before it: post-local SGD (Lin et al.), with lr 1 and momentum 0
+    alone  share of the run that is first data parallel: post-local SGD (Lin et al.), with lr 1 and momentum 0
     """
     workers, first = _begin_workers(task, fleet, recipe, seed)
     clusters, inner_steps = len(workers), fleet.inner_steps
@@ -84,7 +85,9 @@ def train_synchronous(
 def train_naive(
     task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float
 ) -> BaselineResult:
-    """Asynchronous without care: each push is a whole Nesterov step as it comes, of its difference to its own base."""
+    """Train asynchronously without corrections: each push is a whole Nesterov step of its difference to its own
+    base.
+    """
     workers, first = _begin_workers(task, fleet, recipe, seed)
     outer, inner_steps = _Outer(flatten(workers[0].parameters), lr, momentum), fleet.inner_steps
     rng, bases = Random(f"{seed}/naive"), [outer.theta] * len(workers)
@@ -108,7 +111,7 @@ def train_naive(
 
 
 class _Outer:
-    """θ and m, and the Nesterov step of the project's reference."""
+    """The outer parameters θ and m, with the Nesterov step of the project's reference."""
 
     def __init__(self, theta: F32, lr: float, momentum: float) -> None:
         self.theta, self._m, self._lr, self._momentum = theta, np.zeros_like(theta), lr, momentum
@@ -119,7 +122,7 @@ class _Outer:
         return sum(self._cosines) / len(self._cosines) if self._cosines else 0.0
 
     def take_step(self, total: F32, scale: float) -> None:
-        """Of scale·total; `total` becomes the momentum."""
+        """Take the step of scale·total; `total` becomes the momentum."""
         norms = float(np.linalg.norm(total)) * float(np.linalg.norm(self._m))
         if norms > 0:
             self._cosines.append(float(total @ self._m) / norms)
@@ -129,7 +132,7 @@ class _Outer:
 
 
 def _begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[list[Inner], float]:
-    """One for each cluster, all at the same θ; and the loss of that."""
+    """Return one worker per cluster, all at the same θ, and the loss of this θ."""
     torch.set_num_threads(1)
     clusters = len(fleet.members)
     workers = [

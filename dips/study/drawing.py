@@ -1,4 +1,4 @@
-"""Draws a study's losses: each row's mean and seeds, against the row that others are compared with."""
+"""A chart of a study's losses: each row's mean and seeds, with the row that the others are compared with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from dips.study.report import losses_of
 from dips.study.runner import StudyResult
 
-mpl.use("Agg")  # files only: there need not be a screen
+mpl.use("Agg")  # writes files only, without a screen
 
 ROW_INCHES, LEAST_INCHES, WIDTH_INCHES = 0.32, 2.5, 9.0
 SEED, MEAN, COMPARED = "#88aadd", "#1f3f77", "#d62728"
 
 
 def draw_study(result: StudyResult) -> Figure:
-    """A line for each row, best at the top."""
+    """Draw a line for each row, the best at the top."""
     found = {row.name: losses_of(result, row.name) for row in result.study.rows}
     rows = sorted((row for row in found if found[row]), key=lambda row: -mean(found[row].values()))
     figure = Figure(figsize=(WIDTH_INCHES, max(LEAST_INCHES, 1.0 + ROW_INCHES * len(rows))), layout="constrained")

@@ -1,6 +1,6 @@
-"""One run of real models in virtual time: the real Coordinator, ledger, agents' minds, data flow and outer step.
+"""One run of real models in virtual time: the real Coordinator, ledger, agent cores, data flow and outer step.
 
-What fails is planned by the run's tokens: clusters come, go and are killed when a share of them is accepted.
+Events are planned by the run's tokens: clusters join, leave and are killed when a share of the tokens is accepted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dips.study.operator import MendingOperator
 from dips.study.task import Task
 
 CHUNK_BYTES = 1 << 16
-HEARTBEAT_S = 4.0  # of virtual time: an inner step takes about one
+HEARTBEAT_S = 4.0  # in virtual time, in which an inner step takes about one second
 HANG_S = 10_000.0
-SLOTS_MORE = 1  # than clusters: nobody waits for a slot
-PATIENCE = 4.0  # times what the run would take if nothing were gated: then it is over, finished or not
-LEAST_S = 300.0  # for joining, pulling and ending, however short it is
-PINNED = 2  # older versions
-RANGES = 1 << 20  # more than any study's inner steps: each takes one
+SLOTS_MORE = 1  # more slots than clusters, so that no cluster waits for a slot
+PATIENCE = 4.0  # the run ends after this many times its duration without gated pushes, finished or not
+LEAST_S = 300.0  # least time of a run, for joining, pulling and ending
+PINNED = 2  # older versions kept by slaves
+RANGES = 1 << 20  # more than any study's inner steps, each of which takes one
 
 
 def emulate(
@@ -45,7 +45,7 @@ def emulate(
     pull_codec: Codec = Codec.FP32,
     layers: LayerUnit = LayerUnit.BLOCK,
 ) -> tuple[Emulated, GateCount]:
-    """Train until the tokens of `steps` inner steps are accepted, in virtual time; same arguments, same bits."""
+    """Train until the tokens of `steps` inner steps are accepted, in virtual time; equal arguments give equal bits."""
     torch.set_num_threads(1)
     faults = {n: m.fault for n, m in zip(fleet.names, fleet.members, strict=True) if m.fault is not None}
     model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps), layers)
@@ -62,7 +62,7 @@ def emulate(
 
 
 class _Comings(Observer):
-    """Lets clusters join, leave and fail when the run has come so far."""
+    """An observer that lets clusters join, leave and fail at planned shares of the run."""
 
     def __init__(self, world: World, fleet: Fleet, result: Emulated, tokens: int) -> None:
         self._world, self._result, self._tokens = world, result, tokens
@@ -93,9 +93,9 @@ class _Comings(Observer):
 
 
 def make_scenario(fleet: Fleet, options: Options, lasts_s: float, pull_codec: Codec) -> Scenario:
-    """The world of a fleet, where nothing fails but what is planned."""
+    """Return the scenario of a fleet, in which only planned failures happen."""
     timing = replace(options.timing, heartbeat_s=HEARTBEAT_S, hang_s=HANG_S)
-    held = max(1, options.data.ranges * options.data.epochs)  # an inner step is a range, nobody a thief
+    held = max(1, options.data.ranges * options.data.epochs)  # no limit: each inner step takes a range
     return Scenario(
         tuple(_make_shape(fleet, member) for member in fleet.members),
         slaves=2, layers=4, slots=len(fleet.members) + SLOTS_MORE, pinned=PINNED, inner_steps=fleet.inner_steps,
@@ -112,7 +112,7 @@ def _make_shape(fleet: Fleet, member: FleetCluster) -> ClusterShape:
 
 
 def _read_head(world: World, head: VersionId) -> dict[int, F32]:
-    """θ of the last version; of a run that ran out of time, a slave may still serve the one before."""
+    """Return θ of the last version; in a run that ran out of time a slave may still serve the one before."""
     found: dict[int, F32] = {}
     for machine in world.machines.values():
         assert machine.process is not None

@@ -1,4 +1,4 @@
-"""Executes one planned run, whatever its method, and says what came of it as plain numbers."""
+"""Execution of one planned run by any method; returns its results as plain numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dips.study.settings import Settings
 from dips.study.study_file import RunPlan
 from dips.study.task import Task, load_task
 
-ALONE = 0.1  # share of a post-local run that is data parallel: where its learning rate warms up, and somewhat longer
+ALONE = 0.1  # share of a post-local run that is data parallel: somewhat longer than the warm-up
 Numbers = dict[str, Any]
 
 
 def execute_run(plan: RunPlan) -> Numbers:
-    """Train; the numbers are those of the table's columns, None where a method has no such number."""
+    """Train and return the numbers of the table's columns; None where a method has no such number."""
     begun = time.process_time()
     settings = plan.settings
     task = load_task(plan.factory, settings.task)

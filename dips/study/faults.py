@@ -1,7 +1,7 @@
-"""Bad data: what a cluster of a study pushes, or trains on, while something is wrong with it.
+"""Faults of a study's clusters: bad data that a cluster pushes or trains on.
 
-A fault lasts from one share of the cluster's own inner steps to another, by default the middle third. What the gates
-made of it is counted in account.py.
+A fault lasts from one share of the cluster's own inner steps to another, by default the middle third. account.py counts
+the gates' decisions on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LR_TIMES = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a cluster, and when, in shares of the inner steps that it is due."""
+    """A fault of a cluster, with its begin and end as shares of the inner steps that the cluster is due."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     kind: str
@@ -38,19 +38,21 @@ class Fault:
             raise ConfigError(f"fault {self.kind}: expected 0 ≤ begin < end ≤ 1, got {self.begin} and {self.end}")
 
     def holds(self, share: float) -> bool:
-        """Whether it lasts when the cluster has taken this share of its steps."""
+        """Return whether the fault is present when the cluster has taken this share of its steps."""
         return share >= self.begin and not self.is_over(share)
 
     def is_over(self, share: float) -> bool:
-        """Whether it is repaired by then; what ends at 1 is not, though the run takes longer than it is due."""
+        """Return whether the fault has ended by then; one that ends at 1 does not, even if the run takes longer than
+        due.
+        """
         return self.end < 1.0 and share >= self.end
 
     def spoil_push(self, theta: Arrays, base: Arrays) -> Arrays:
-        """What is pushed in the place of θ_j, trained from `base`."""
+        """Return the parameters to push instead of θ_j, which was trained from `base`."""
         return SPOILT_PUSHES.get(self.kind, _keep)(theta, base)
 
     def spoil_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """What is trained on in the place of a batch."""
+        """Return the batch to train on instead of this one."""
         if self.kind != "shuffled":
             return batch
         inputs, targets = batch
@@ -59,7 +61,7 @@ class Fault:
 
     @property
     def lr_times(self) -> float:
-        """By which the inner learning rate is wrong."""
+        """The factor by which the inner learning rate is wrong."""
         return LR_TIMES if self.kind == "lr_x100" else 1.0
 
 
@@ -72,7 +74,7 @@ def _fill(value: float) -> Callable[[Arrays, Arrays], Arrays]:
 
 
 def _break_one(value: float) -> Callable[[Arrays, Arrays], Arrays]:
-    """One number of each layer: as a broken unit would."""
+    """Return a function that replaces one number in each layer, as a broken unit would."""
 
     def spoil(theta: Arrays, base: Arrays) -> Arrays:
         spoilt = {layer: a.copy() for layer, a in theta.items()}
@@ -95,7 +97,7 @@ SPOILT_PUSHES: Mapping[str, Callable[[Arrays, Arrays], Arrays]] = {
     "nan": _break_one(float("nan")),
     "inf": _break_one(float("inf")),
     "zeros": _fill(0.0),
-    "frozen": _freeze,  # it pushes what it pulled
-    "sign": _flip,  # θ_j on the other side of its base
+    "frozen": _freeze,  # pushes the pulled parameters
+    "sign": _flip,  # θ_j mirrored at its base
 }
 KINDS = (*SPOILT_PUSHES, "lr_x100", "shuffled")

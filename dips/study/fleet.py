@@ -1,4 +1,4 @@
-"""The clusters of a study's run: how fast they are, when they push, come and go, and what is wrong with them."""
+"""The clusters of a study's run: their speed, their pace, when they join and leave, and their faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.sim.scenario import NAMES
 from dips.study.faults import Fault
 
 PACES = ("steps", "aligned")
-LINK_S = 0.45  # what a transfer of the simulation takes in the mean on a link of slowness 1
+LINK_S = 0.45  # mean duration of a simulated transfer on a link of slowness 1
 
 
 def _require(holds: bool, key: str, expected: str, got: object) -> None:
@@ -21,18 +21,18 @@ def _require(holds: bool, key: str, expected: str, got: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FleetCluster:
-    """One cluster; seconds are of virtual time, shares of the run's tokens."""
+    """One cluster; seconds are in virtual time, shares of the run's tokens."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     step_s: float = 1.0  # of an inner step
     jitter: float = 0.1  # of step_s, between the shortest and the longest
     straggles: float = 0.0  # share of inner steps that take ten times as long
     link_s: float = LINK_S  # of a push, and of a pull
-    joins: float = 0.0  # when so much of the run is done
-    leaves: float = 1.0  # likewise; 1: never
-    returns: float = 1.0  # after it has left; 1: never
-    fails: float = 1.0  # its processes are killed then, and started again
-    down_s: float = 30.0  # so much later
+    joins: float = 0.0  # share of the run at which it joins
+    leaves: float = 1.0  # share at which it leaves; 1: never
+    returns: float = 1.0  # share at which it returns after leaving; 1: never
+    fails: float = 1.0  # share at which its processes are killed, and later restarted; 1: never
+    down_s: float = 30.0  # time until they are restarted
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class FleetCluster:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The clusters of a run, and what their cluster files say."""
+    """The clusters of a run, with the options of their cluster files."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     members: tuple[FleetCluster, ...] = (FleetCluster(),) * 4
@@ -70,10 +70,10 @@ class Fleet:
 
     @property
     def step_rate(self) -> float:
-        """Inner steps of all clusters in a second of virtual time, while all of them are there: the ideal."""
+        """The ideal rate: inner steps of all clusters per second of virtual time, while all are present."""
         return sum(1.0 / member.step_s for member in self.members)
 
     def due_steps(self, steps: int) -> dict[str, float]:
-        """How many of a run's inner steps each cluster is due by its speed."""
+        """Return how many of a run's inner steps each cluster is due by its speed."""
         rate = self.step_rate
         return {name: steps / (member.step_s * rate) for name, member in zip(self.names, self.members, strict=True)}

@@ -1,7 +1,7 @@
-"""Real models in simulated clusters: an inner step is forward, backward and optimizer, on a batch of the cluster's own.
+"""Real models in simulated clusters: an inner step is forward, backward and optimizer on one of the cluster's batches.
 
-Optimizer state stays in the cluster, as in a real run. Same seed, same bits: torch runs single-threaded, and time plays
-no part. A cluster's parameters are views of what its simulated rank holds: nothing is copied between the two.
+Optimizer state stays in the cluster, as in a real run. Equal seeds give equal bits: torch is single-threaded, and time
+has no effect. A cluster's parameters are views of its simulated rank's memory: nothing is copied between the two.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from dips.study.optimizers import OPTIMIZERS, make_optimizers
 from dips.study.task import Batch, BatchDraw, Task, make_model
 from dips.wire.chunks import LayerLayout
 
-LEAST_LR = 0.1  # of the peak: where the cosine ends
-LEAST_START = 0.25  # of the peak: progress is 0 until the first version, and a tiny first norm sets a tiny hard cap
+LEAST_LR = 0.1  # end of the cosine, as a share of the peak
+LEAST_START = 0.25  # share of the peak: progress is 0 until the first version; a tiny norm would set a tiny hard cap
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the inner steps are taken, in every method alike."""
+    """The optimizer and schedule of the inner steps, the same in every method."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     lr: float = 4e-3  # peak
     optimizer: str = "adamw"
-    warmup: float = 0.02  # of the run's tokens
+    warmup: float = 0.02  # share of the run's tokens
     clip: float = 1.0  # of the inner gradient's norm
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Recipe:
                 raise ConfigError(f"inner.{key}: expected {expected}, got {getattr(self, key)!r}")
 
     def rate(self, progress: float) -> float:
-        """The learning rate at this share of the run's tokens: linear warm-up, then a cosine."""
+        """Return the learning rate at this share of the run's tokens: linear warm-up, then a cosine."""
         if progress < self.warmup:
             return self.lr * max(progress / self.warmup, LEAST_START)
         along = (progress - self.warmup) / (1.0 - self.warmup)
@@ -71,7 +71,7 @@ class Inner:
         self.optimizers = make_optimizers(recipe.optimizer, model, recipe.lr)
 
     def draw_batch(self) -> Batch:
-        """The worker's next batch."""
+        """Return the worker's next batch."""
         for batch in self._batches:
             return batch
         raise ConfigError("factory: Task.draw_batches: expected batches without end, and they ended; repeat the data")
@@ -100,16 +100,16 @@ class Inner:
 
 @dataclass(slots=True)
 class _Trained:
-    """A cluster's worker, as long as its trainer's attempt lasts."""
+    """A cluster's worker during one attempt of its trainer."""
 
     attempt: int
     inner: Inner
-    theta: Arrays  # what it trains in place: an agent that was started anew counts attempts from 1 again
-    base: Arrays = field(default_factory=dict)  # θ as it was installed last, kept while a fault may need it
+    theta: Arrays  # the memory trained in place; identifies the worker, since a restarted agent counts attempts anew
+    base: Arrays = field(default_factory=dict)  # the last installed θ, kept if a fault may need it
 
 
 class LearnedModel:
-    """What a World trains (sim/model.py): a module for each cluster that has begun."""
+    """The model of a World (sim/model.py): a module for each cluster that has begun."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class LearnedModel:
         due: Mapping[str, float] | None = None,
         layers: LayerUnit = LayerUnit.BLOCK,
     ) -> None:
-        """`faults` by cluster, and how many inner steps each is `due`: they begin and end at shares of it."""
+        """Make the first θ; `faults` by cluster begin and end at shares of the inner steps that each is `due`."""
         self._task, self._recipe, self._seed, self._names = task, recipe, seed, names
         self._faults, self._due = dict(faults or {}), dict(due or {})
         first = make_model(task, seed)
@@ -135,7 +135,7 @@ class LearnedModel:
         for name, view in self.views(self.genesis).items():
             view[:] = self._first[name].numpy().reshape(-1)
         self._trained: dict[str, _Trained] = {}
-        self._begun: dict[str, int] = {}  # workers of a cluster
+        self._begun: dict[str, int] = {}  # number of workers begun, by cluster
         self._spoils = {name: torch.Generator().manual_seed(seed) for name in self._faults}
         self.steps: dict[str, int] = {}  # by cluster
         self.bad_pushes: dict[str, list[PushId]] = {}  # by cluster, in order
@@ -172,11 +172,11 @@ class LearnedModel:
     # ---- for the study ---------------------------------------------------------------------------------------------
 
     def views(self, theta: Mapping[int, F32]) -> dict[str, F32]:
-        """Each parameter by name, as a flat view into the layers."""
+        """Return each parameter by name, as a flat view into the layers."""
         return {name: theta[layer][where] for name, (layer, where) in self._places.items()}
 
     def evaluate(self, theta: Mapping[int, F32]) -> float:
-        """Validation loss of θ."""
+        """Return the validation loss of θ."""
         model = self._make_model()
         self._bind_parameters(model, {layer: a.copy() for layer, a in theta.items()})
         return self._task.validate(model)
@@ -186,16 +186,16 @@ class LearnedModel:
         return fault if fault is not None and fault.holds(self._share_of(cluster)) else None
 
     def is_mended(self, cluster: str) -> bool:
-        """Whether it had a fault that is over."""
+        """Return whether the cluster had a fault that is over."""
         fault = self._faults.get(cluster)
         return fault is not None and fault.is_over(self._share_of(cluster))
 
     def _share_of(self, cluster: str) -> float:
-        """Of the inner steps that it is due."""
+        """Return the cluster's share of the inner steps that it is due."""
         return self.steps.get(cluster, 0) / self._due[cluster]
 
     def _begin_worker(self, cluster: str, theta: Arrays) -> Inner:
-        """Its first one draws the cluster's batches, each later one others."""
+        """Make a cluster's worker: the first one draws the cluster's batches, each later one other batches."""
         begun = self._begun[cluster] = self._begun.get(cluster, 0) + 1
         model = self._make_model()
         self._bind_parameters(model, theta)
@@ -208,7 +208,7 @@ class LearnedModel:
         return model
 
     def _bind_parameters(self, model: nn.Module, theta: Arrays) -> None:
-        """From now on the module computes with θ itself, and steps change it in place."""
+        """Make the module compute with θ itself, so that steps change it in place."""
         flat = self.views(theta)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -225,17 +225,17 @@ class LearnedModel:
 
 
 def _is_same(trained: Arrays, theta: Arrays) -> bool:
-    """Whether both are the same memory."""
+    """Return whether both are the same memory."""
     return all(np.may_share_memory(a, theta[layer]) for layer, a in trained.items())
 
 
 def flatten(parameters: Mapping[str, Tensor]) -> F32:
-    """All of them behind each other, as a copy."""
+    """Return all parameters concatenated, as a copy."""
     return torch.cat([p.detach().reshape(-1) for p in parameters.values()]).numpy()
 
 
 def fill(parameters: Mapping[str, Tensor], theta: F32) -> None:
-    """The reverse of `flatten`."""
+    """Copy a flat θ into the parameters, as the reverse of `flatten`."""
     with torch.no_grad():
         rest = torch.from_numpy(theta)
         for parameter in parameters.values():

@@ -1,6 +1,6 @@
-"""The operator of an emulated run: a cluster that pushed what is not finite stays out until somebody has looked at it.
+"""The operator of an emulated run: readmits clusters that pushed values that are not finite, once their fault is over.
 
-As an operator of a real run does by `dips cluster readmit` after the repair: here, when the fault is over.
+Real operators do the same by `dips cluster readmit` after the repair.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dips.protocol.records import ClusterDiverged, ClusterReadmitted, PenaltyRow
 from dips.sim.observer import Observer
 from dips.sim.world import World
 
-LOOKS_S = 60.0  # of virtual time, between two looks at `dips status`
+LOOKS_S = 60.0  # virtual time between two checks
 CALLER = "study.operator"
 
 
 class MendingOperator(Observer):
-    """Readmits each broken cluster whose fault is over. No other quarantine: those end with the first good push."""
+    """Readmits each broken cluster whose fault is over; other quarantines end with the first good push."""
 
     def __init__(self, world: World, is_mended: Callable[[str], bool]) -> None:
         self._world, self._is_mended = world, is_mended
@@ -44,7 +44,7 @@ class MendingOperator(Observer):
 
 
 def _rows_of(record: Record) -> tuple[PenaltyRow, ...]:
-    """The statistics that a record moves."""
+    """Return the statistics that a record changes."""
     if isinstance(record, VersionCommitted | RoundEnded):
         return record.penalty
     return (record.penalty,) if isinstance(record, ClusterDiverged | ClusterReadmitted) else ()

@@ -15,7 +15,7 @@ MUON_MOMENTUM = 0.95
 
 
 def make_optimizers(name: str, model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """The optimizers that step together; raise ConfigError for a name that is none."""
+    """Return the optimizers that step together. Raises ConfigError for an unknown name."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"inner.optimizer: expected {' or '.join(OPTIMIZERS)}, got {name!r}")
     return OPTIMIZERS[name](model, lr)
@@ -26,7 +26,7 @@ def _make_adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def _make_muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside, AdamW for embeddings, output and vectors; both at the same rate.
+    """Return Muon for the inner matrices, and AdamW for embeddings, output and vectors, both with the same rate.
 
     Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`), so one learning rate and decay serve both.
     """
@@ -40,7 +40,7 @@ def _make_muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices inside, and the rest: vectors, embeddings, and outputs, which have a row for each of their words."""
+    """Return the inner matrices, and the rest: vectors, embeddings, and outputs with a row for each embedded word."""
     words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]
     inside = [p for p in trained if p.dim() == 2 and p.shape[0] not in words]

@@ -1,4 +1,4 @@
-"""What a study says at its end: a table, results.csv, and which row to take."""
+"""The results of a study: a table, results.csv, and the recommended row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dips.study.settings import Settings
 from dips.study.statistics import Comparison, compare_paired
 from dips.study.study_file import list_tunings
 
-BLIND = 0.1  # of the bad pushes: a gate that stops no more has not seen the fault
+BLIND = 0.1  # a gate that stops at most this share of the bad pushes does not detect the fault
 COLUMNS = (
     "loss", "first_loss", "diverged", "finished", "tokens", "fastest_steps", "effective_clusters", "versions",
     "clipped", "gated", "staleness", "cosine", "lasted_s", "of_ideal", "bad", "bad_gated", "healthy", "healthy_gated",
     "recovered_after", "readmitted", "took_s", "unit",
 )  # fmt: skip
-Runs = Sequence[Numbers]  # of one row, by its seeds
+Runs = Sequence[Numbers]  # runs of one row, by seed
 SHOWN: Mapping[str, tuple[str, Callable[[Runs], str]]] = {
     "steps": ("of the fastest cluster's optimizer", lambda runs: _mean_of(runs, "fastest_steps", ".0f")),
     "1/Σs²": (
@@ -41,7 +41,7 @@ SHOWN: Mapping[str, tuple[str, Callable[[Runs], str]]] = {
 
 
 def write_csv(result: StudyResult, path: Path) -> None:
-    """Every run that counted, and every tuned value with the first seed."""
+    """Write every run that counted, and every tuned value with the first seed."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("row", "tuned", "best", "seed", *COLUMNS))
@@ -60,19 +60,19 @@ def list_runs(result: StudyResult) -> list[tuple[str, int, tuple[tuple[str, Any]
 
 
 def losses_of(result: StudyResult, row: str) -> dict[int, float]:
-    """By seed, of the runs that ended at a number below where they began."""
+    """Return the losses by seed, of the runs that ended with a number below their first loss."""
     runs = result.runs.get(row, {})
     return {seed: n["loss"] for seed, n in runs.items() if n["loss"] is not None and not n["diverged"]}
 
 
 def compare_row(result: StudyResult, row: str, against: str | None = None) -> Comparison | None:
-    """With another row; by default with its own `compare`, else the study's. None if it is that row itself."""
+    """Compare a row with another: by default with its own `compare`, else the study's. None if it is the same row."""
     against = against or result.study.row(row).compare or result.study.compare
     return compare_paired(losses_of(result, row), losses_of(result, against)) if row != against else None
 
 
 def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
-    """The table: a row's name, what was tuned, its mean loss, the comparison, and the shown columns."""
+    """Return the table: a row's name, its tuned values, its mean loss, the comparison, and the shown columns."""
     lines = []
     for row in result.study.rows:
         runs, losses = result.runs.get(row.name, {}), losses_of(result, row.name)
@@ -92,17 +92,17 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
 
 
 def spell_table(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns under each other, for a terminal or a file; a column that is empty is left out."""
+    """Align the columns for a terminal or a file; an empty column is omitted."""
     kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in kept}
     return ["  ".join(line[i].ljust(widths[i]) for i in kept).rstrip() for line in lines]
 
 
 def recommend(result: StudyResult) -> list[str]:
-    """Sentences: which asynchronous row to take, how sure that is, and what cannot be told from it.
+    """Return sentences on which asynchronous row to take, how certain that is, and what the study cannot tell.
 
-    Only rows that differ in method from the one that the study compares with: with another fleet, task, H or number of
-    steps, or with a fault, a loss is of another question, and may be lower for that alone.
+    Only rows that differ in method from the compared row are considered: with another fleet, task, H or number of
+    steps, or with a fault, a loss answers another question, and may be lower for that reason alone.
     """
     study = result.study
     asked = _question_of(_settings_of(result, study.compare))
@@ -133,7 +133,7 @@ def recommend(result: StudyResult) -> list[str]:
 
 
 def _settings_of(result: StudyResult, name: str) -> Settings:
-    """At the best of what is tuned; if no run of it ended, at the first."""
+    """Return the settings of a row at its best tuned value; at its first if no run has ended."""
     row = result.study.row(name)
     return result.study.plan_run(row, row.seeds[0], result.best.get(name) or next(list_tunings(row))).settings
 
@@ -143,12 +143,12 @@ def _faults_of(settings: Settings) -> list[Fault]:
 
 
 def _question_of(settings: Settings) -> tuple[Any, ...]:
-    """What must be equal in two rows whose losses are to tell which method is better."""
+    """Return the settings that must be equal in two rows for comparing their methods by loss."""
     return settings.fleet.members, settings.task, settings.steps, settings.fleet.inner_steps
 
 
 def _ended_well(result: StudyResult, row: str) -> bool:
-    """Every seed, with all of its tokens."""
+    """Return whether every seed ended with all its tokens."""
     runs = result.runs[row]
     return len(runs) == len(losses_of(result, row)) and all(numbers["finished"] for numbers in runs.values())
 
@@ -158,9 +158,9 @@ def _cannot_be_told(held: Comparison | None) -> bool:
 
 
 def describe_gating(runs: Runs, endless: bool = False) -> str:
-    """What the gates made of a fault, over all seeds: shares of bad and healthy pushes, or that they are blind for it.
+    """Describe the gates' decisions on a fault over all seeds: shares of bad and healthy pushes gated, or "blind".
 
-    endless  the fault lasts to the run's end, so nobody could be accepted again
+    endless  the fault lasts to the run's end, so that no cluster could be accepted again
     """
     bad = _sum_of(runs, "bad")
     if not bad:
@@ -174,7 +174,7 @@ def describe_gating(runs: Runs, endless: bool = False) -> str:
 
 
 def list_gating(result: StudyResult) -> list[str]:
-    """A line for each row with bad data, and one for each cluster of which healthy pushes were gated."""
+    """Return a line for each row with bad data, and one for each cluster with gated healthy pushes."""
     lines = list[str]()
     for row in result.study.rows:
         runs = list(result.runs.get(row.name, {}).values())
@@ -187,7 +187,7 @@ def list_gating(result: StudyResult) -> list[str]:
 
 
 def _describe_cluster(runs: Runs, cluster: str) -> str:
-    """By which gates its healthy pushes were kept out, and what was said of the first."""
+    """Describe which gates rejected a cluster's healthy pushes, with the first reason."""
     by = Counter[str]()
     for numbers in runs:
         by.update(numbers.get("gated_by", {}).get(cluster, {}))
@@ -207,6 +207,6 @@ def _sum_of(runs: Runs, key: str) -> int:
 
 
 def _mean_of(runs: Runs, key: str, spelling: str) -> str:
-    """Of the runs that have such a number."""
+    """Return the mean over the runs that have this number."""
     known = [numbers[key] for numbers in runs if numbers[key] is not None]
     return format(mean(known), spelling) if known else ""

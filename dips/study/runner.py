@@ -1,7 +1,7 @@
-"""Runs a study: what is not on disk yet is computed, several at a time, and kept as soon as it is done.
+"""Runs a study: missing results are computed, several at a time, and each is stored as soon as it is done.
 
-A study that is killed goes on where it was: every finished run is a file. Rows with values to tune are run at all of
-them with the first seed, and with the other seeds at their best only.
+A study that is killed continues where it was: every finished run is a file. Rows with values to tune are run at all of
+them with the first seed, and with the other seeds at their best value only.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from dips.study.store import ResultStore
 from dips.study.study_file import RunPlan, Study
 from dips.study.task import BatchDraw, load_task, make_model
 
-ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # a run has one core
+ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # set to 1: a run uses one core
 WARM_STEPS, TIMED_STEPS = 3, 10
 Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class StudyResult:
-    """The numbers of every run, by row and seed; of tuned rows at their best value."""
+    """The numbers of every run, by row and seed; for tuned rows at their best value."""
 
     study: Study
     runs: dict[str, dict[int, Numbers]] = field(default_factory=dict)
     tuned: dict[str, dict[tuple[tuple[str, Any], ...], Numbers]] = field(default_factory=dict)  # with the first seed
     best: dict[str, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # a row → the error that a run ended with
+    failed: dict[str, str] = field(default_factory=dict)  # row → error of a failed run
 
 
 def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyResult:
-    """Compute what is not kept yet; errors of single runs are in the result, and end none of the others."""
+    """Compute the missing results; errors of single runs are stored in the result, and do not end the others."""
     result, total = StudyResult(study), study.run_count
     progress = _Progress(total, jobs, say)
     with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
@@ -52,7 +52,7 @@ def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyRes
             _choose_best(result)
             for plan, numbers in _run_all(pool, study.plan_rest(result.best), store, progress, result.failed):
                 result.runs[plan.row][plan.seed] = numbers
-        except BaseException:  # Ctrl-C, SIGTERM: what is done is kept, what is under way is lost
+        except BaseException:  # Ctrl-C, SIGTERM: finished runs are stored, running ones are lost
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 child.terminate()
@@ -61,7 +61,7 @@ def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyRes
 
 
 def _choose_best(result: StudyResult) -> None:
-    """The tuned value with the lowest loss; a run that diverged has none."""
+    """Choose the tuned value with the lowest loss; a diverged run counts as infinite."""
     for row, found in result.tuned.items():
         best = min(found, key=lambda tuned: _loss_of(found[tuned]))
         result.best[row] = best
@@ -79,7 +79,7 @@ def _run_all(
     progress: _Progress,
     failed: dict[str, str],
 ) -> Iterator[tuple[RunPlan, Numbers]]:
-    """Yield each plan with its numbers; plans of the same description are computed once."""
+    """Yield each plan with its numbers; plans with equal descriptions are computed once."""
     missing: dict[str, list[RunPlan]] = {}
     for plan in plans:
         numbers = store.find(plan)
@@ -102,15 +102,15 @@ def _run_all(
 
 
 def execute_and_keep(plan: RunPlan, directory: Path) -> Numbers:
-    """In a process of its own: a result is on disk even if the study is killed in the same moment."""
+    """Execute a run in its own process and store its result, even if the study is killed meanwhile."""
     numbers = execute_run(plan)
-    gc.collect()  # a simulated world is a circle of references, and holds every version's θ
+    gc.collect()  # a simulated world has reference cycles, and holds every version's θ
     ResultStore(directory, plan.factory).keep(plan, numbers)
     return numbers
 
 
 def end_with_parent() -> None:
-    """In a process of the pool: a study that was killed leaves nothing running."""
+    """End this process of the pool when the study ends, so that a killed study leaves no process running."""
     parent = parent_process()
     assert parent is not None
 
@@ -122,17 +122,17 @@ def end_with_parent() -> None:
 
 
 def _result_of(future: Future[Numbers], plan: RunPlan, failed: dict[str, str]) -> Numbers | None:
-    """What a run returned; if it raised, the row is named with the error."""
+    """Return a run's result; if it raised, store the error under its row and return None."""
     try:
         return future.result()
     except (DipsError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Of the user's factory, or ours: one run is lost, the others are not.
+        # An error of the user's factory, or of ours, loses one run only.
         failed[plan.row] = f"seed {plan.seed}: {type(error).__name__}: {error}"
         return None
 
 
 class _Progress:
-    """Says what is done, and about how long the rest takes."""
+    """Prints what is done, and an estimate of the remaining time."""
 
     def __init__(self, total: int, jobs: int, say: Say) -> None:
         self._total, self._jobs, self._say = total, jobs, say
@@ -165,14 +165,14 @@ def _spell_loss(numbers: Numbers) -> str:
 
 
 def spell_seconds(seconds: float) -> str:
-    """As a person says it."""
+    """Format a duration for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def measure_step_s(plan: RunPlan) -> float:
-    """Seconds of one core that an inner step of this plan takes here."""
+    """Return the seconds of one core that an inner step of this plan takes on this machine."""
     import torch
 
     torch.set_num_threads(1)
@@ -189,7 +189,7 @@ def measure_step_s(plan: RunPlan) -> float:
 
 @contextmanager
 def _single_threads() -> Iterator[None]:
-    """Processes that start meanwhile compute with one thread each."""
+    """Make processes that start in this block compute with one thread each."""
     before: Mapping[str, str | None] = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
     try:

@@ -1,7 +1,7 @@
-"""What a run of a study is told, by dotted keys: `outer.lr: 0.7`, `inner.optimizer: muon`, `fleet: half`.
+"""The settings of a study's run, given by dotted keys: `outer.lr: 0.7`, `inner.optimizer: muon`, `fleet: half`.
 
-The keys of the configuration (`outer.*`, `penalty.*`, `timing.*`, codecs) are those of dips.yaml, whatever they are in
-this version: the study hands them on to the same classes, which refuse what they do not know.
+The configuration's keys (`outer.*`, `penalty.*`, `timing.*`, codecs) are those of dips.yaml in this version: the study
+passes them to the same classes, which reject unknown keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Nested = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A run's settings, checked."""
+    """The checked settings of a run."""
 
     method: str
     steps: int  # inner steps of all clusters together
@@ -45,7 +45,9 @@ class Settings:
 
 
 def nest_keys(flat: Mapping[str, Any]) -> Nested:
-    """`{"outer.lr": 0.7}` → `{"outer": {"lr": 0.7}}`; of mappings and dotted keys together the later one holds."""
+    """Convert `{"outer.lr": 0.7}` to `{"outer": {"lr": 0.7}}`; if a mapping and a dotted key overlap, the later one
+    counts.
+    """
     nested: Nested = {}
     for key, value in flat.items():
         at, *path = key.split(".")
@@ -68,7 +70,7 @@ def nest_keys(flat: Mapping[str, Any]) -> Nested:
 
 
 def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Settings:
-    """Check a run's nested keys; `fleets` are the study's, by name. Raise ConfigError naming the key."""
+    """Check a run's nested keys; `fleets` are the study's, by name. Raises ConfigError naming the key."""
     method = nested.get("method", METHODS[0])
     if method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
@@ -89,7 +91,7 @@ def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Sett
 
 
 def _find_members(fleet: Any, fleets: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """A fleet by its name, or written out; a number stands for a cluster of so many seconds a step."""
+    """Return a fleet given by its name or as a list; a number is a cluster with that many seconds per step."""
     if isinstance(fleet, str):
         if fleet not in fleets:
             raise ConfigError(f"fleet: no {fleet!r}; the study has {', '.join(fleets) or 'none'}")
@@ -117,7 +119,7 @@ def _refuse_lone_edit(fleet: Fleet, nested: Nested) -> None:
 
 
 def _refuse_senseless(settings: Settings) -> None:
-    """What can be read and makes no sense together."""
+    """Raise ConfigError for settings that are valid alone but not together."""
     clusters = len(settings.fleet.members)
     fastest = min(settings.fleet.due_steps(settings.steps).values())
     if settings.method != "data_parallel" and fastest < settings.fleet.inner_steps:
@@ -137,7 +139,7 @@ def _adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 
 def _checked(kind: Any, raw: Any, key: str) -> Any:
-    """`raw` as one of `kind`: unknown keys are refused by name, with the message of its own checks."""
+    """Validate `raw` as a `kind`; unknown keys are rejected by name, with the message of its own checks."""
     try:
         return _adapter_of(kind).validate_python(raw)
     except ConfigError as error:  # from a __post_init__

@@ -1,6 +1,6 @@
-"""Paired comparisons: the same seed under two rows begins at the same θ and draws the same batches.
+"""Paired comparisons: the same seed in two rows starts from the same θ and draws the same batches.
 
-"No worse by x" is the upper end of the paired 95 % interval of the relative difference (Student's t).
+"No worse by x" means the upper end of the paired 95 % interval of the relative difference (Student's t).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import mean, stdev
 
-# Quantile 0.975 of Student's t by degrees of freedom; of those between, the next smaller entry: on the safe side.
+# Quantile 0.975 of Student's t by degrees of freedom; others use the next smaller entry, which is conservative.
 STUDENT = {
     1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
     15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980,
@@ -19,7 +19,9 @@ STUDENT = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How much more a row's loss is than another's: shares of the other's, the mean and its 95 % interval."""
+    """The relative difference of a row's losses to another's: the mean and its 95 % interval, as shares of the
+    other's.
+    """
 
     seeds: int
     mean: float
@@ -41,7 +43,7 @@ class Comparison:
 
 
 def compare_paired(losses: Mapping[int, float], others: Mapping[int, float]) -> Comparison | None:
-    """Compare losses by their seeds; None without a seed that both have."""
+    """Compare losses by seed; None if there is no common seed."""
     shares = [losses[seed] / others[seed] - 1.0 for seed in sorted(losses.keys() & others.keys())]
     if not shares:
         return None

@@ -1,8 +1,9 @@
-"""Results on disk: one file for each finished run, written whole or not at all, named by all that decided it.
+"""Results on disk: one file for each finished run, written completely or not at all, and named by everything that
+decides it.
 
 The name is a digest of the run's description and of the code that computes runs, so nothing is computed twice, and
-nothing that another version of the code has computed is taken for this one's. Comments and texts of the report do not
-count: the digest is of syntax trees.
+results of another version of the code are not used. The digest is of syntax trees, so comments do not count; nor do the
+modules that only report.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ResultStore:
         self.directory, self._code = directory, digest_code(factory)
 
     def find(self, plan: RunPlan) -> Numbers | None:
-        """The numbers of a run that is done; a file that cannot be read is as good as none."""
+        """Return the numbers of a finished run; None if its file is missing or cannot be read."""
         try:
             found = json.loads(self._path_of(plan).read_text(encoding="utf-8"))
             numbers: Numbers = found["numbers"]
@@ -43,7 +44,7 @@ class ResultStore:
         return numbers
 
     def keep(self, plan: RunPlan, numbers: Numbers) -> None:
-        """Write a result, whole or not at all."""
+        """Write a result, completely or not at all."""
         path = self._path_of(plan)
         content = {"row": plan.row, **plan.description, "numbers": numbers}
         beside = path.with_suffix(f".{os.getpid()}.tmp")
@@ -55,7 +56,7 @@ class ResultStore:
             raise ConfigError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from error
 
     def name_of(self, plan: RunPlan) -> str:
-        """Equal for runs that must have equal results."""
+        """Return a name that is equal for runs that must have equal results."""
         return plan.digest(self._code)
 
     def _path_of(self, plan: RunPlan) -> Path:
@@ -64,7 +65,7 @@ class ResultStore:
 
 @cache
 def digest_code(factory: str) -> str:
-    """Of the code that computes runs, the factory's module included, and of torch's version."""
+    """Return the digest of the code that computes runs, including the factory's module, and of torch's version."""
     from torch import __version__ as torch_version
 
     digest = hashlib.blake2b(f"torch {torch_version}".encode(), digest_size=16)

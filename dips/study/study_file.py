@@ -1,4 +1,4 @@
-"""STUDY.yaml: what is compared with what. Rows and a grid of settings become runs, one for each seed."""
+"""The study file, STUDY.yaml: rows and a grid of settings become runs, one for each seed."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from dips.study.settings import Settings, make_settings, nest_keys
 
 DEFAULT_FACTORY = "dips.study.text:build"
 FORMAT = 1  # of a result's description
-MOST_RUNS = 10_000  # of a study: a grid multiplies
+MOST_RUNS = 10_000  # most runs of a study, since a grid multiplies
 Flat = dict[str, Any]
 Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class StudyFile(Section):
-    """The file: its keys, as they stand."""
+    """The keys of the file, unchanged."""
 
     study: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     factory: str = DEFAULT_FACTORY  # MODULE:FUNCTION, returns a dips.study.task.Task
     seeds: Annotated[tuple[int, ...], Field(min_length=1, max_length=64)] = (1, 2, 3)
     fleets: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     base: Flat = Field(default_factory=dict)  # settings of every run
-    rows: dict[str, Flat] = Field(default_factory=dict)  # what differs, by the row's name
+    rows: dict[str, Flat] = Field(default_factory=dict)  # settings that differ from base, by the row's name
     grid: dict[str, Values] = Field(default_factory=dict)  # every combination is a row
-    tune: dict[str, Values] = Field(default_factory=dict)  # each row at its own best of these
-    compare: str | None = None  # the row that others are held against; null: the first
+    tune: dict[str, Values] = Field(default_factory=dict)  # values of which each row uses its own best
+    compare: str | None = None  # the row that others are compared with; null: the first
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """A line of the study's table: settings, but for what is tuned and the seed."""
+    """A line of the study's table: its settings without tuned values and seed."""
 
     name: str
     flat: Flat
     tune: Mapping[str, tuple[Any, ...]]
     seeds: tuple[int, ...]
-    compare: str | None = None  # the row that this one is held against, if not the study's
+    compare: str | None = None  # the row that this one is compared with; None: the study's
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """One run: what stands in its description decides its result, to the last bit."""
+    """One run, whose description determines its result to the last bit."""
 
     row: str
     seed: int
@@ -61,18 +61,20 @@ class RunPlan:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Everything that the result depends on, but for the code; defaults too, however the file spells them."""
+        """All data on which the result depends, except for the code; with defaults, independent of the file's
+        spelling.
+        """
         return {"format": FORMAT, "factory": self.factory, "seed": self.seed, "settings": asdict(self.settings)}
 
     def digest(self, code: str) -> str:
-        """The name of its result; `code`: of what computes it."""
+        """Return the name of its result; `code` is the digest of the code that computes it."""
         text = json.dumps([self.description, code], sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study, read and checked: every run that it may need can be made."""
+    """A study that was read and checked: every run that it may need can be made."""
 
     name: str
     factory: str
@@ -85,11 +87,11 @@ class Study:
         return RunPlan(row.name, seed, tuned, self.factory, make_settings(nested, self.fleets))
 
     def plan_first(self) -> list[RunPlan]:
-        """Every row at every value that is tuned, with its first seed."""
+        """Return the plans of every row at every tuned value, with its first seed."""
         return [self.plan_run(row, row.seeds[0], tuned) for row in self.rows for tuned in list_tunings(row)]
 
     def plan_rest(self, best: Mapping[str, tuple[tuple[str, Any], ...]]) -> list[RunPlan]:
-        """The other seeds, at each row's best."""
+        """Return the plans of the other seeds, at each row's best value."""
         most = max(len(row.seeds) for row in self.rows)
         return [
             self.plan_run(row, row.seeds[i], best[row.name])
@@ -112,7 +114,7 @@ def list_tunings(row: StudyRow) -> Iterator[tuple[tuple[str, Any], ...]]:
 
 
 def read_study(path: Path) -> Study:
-    """Read STUDY.yaml; raise ConfigError naming file, row and key."""
+    """Read STUDY.yaml. Raises ConfigError naming file, row and key."""
     try:
         file = StudyFile.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -124,7 +126,7 @@ def read_study(path: Path) -> Study:
 
 
 def make_study(file: StudyFile) -> Study:
-    """Unfold rows and grid; every run is checked before the first begins."""
+    """Expand rows and grid; every run is checked before the first begins."""
     rows = list(_unfold_rows(file))
     if not rows:
         raise ConfigError("rows: expected one at least, or a grid")

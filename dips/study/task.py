@@ -1,7 +1,7 @@
-"""What a study trains: a model, batches for each cluster, and the loss that tells how good it is.
+"""The task of a study: a model, batches for each cluster, and the loss by which methods are compared.
 
-`factory: MODULE:FUNCTION` of a study names a function that returns a Task. The study calls the model's maker once for
-each worker, under a seed; all else is the task's own. Same seed, same batches: a study is compared by paired seeds.
+`factory: MODULE:FUNCTION` of a study gives a function that returns a Task. The study makes the model once for each
+worker, under a seed; the rest is up to the task. Equal seeds must give equal batches: a study compares paired seeds.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import Tensor, nn
 from dips.client.parallel.factory import find_function
 from dips.errors import ConfigError
 
-Batch = tuple[Tensor, Tensor]  # what the model is given, and what it is to answer
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 OPTION = "factory"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDraw:
-    """Whose batches: the run's seed, and the cluster among all."""
+    """Identifies a stream of batches: the run's seed, and the cluster among all."""
 
     seed: int
     cluster: int
     clusters: int
-    stream: str = ""  # differs where the same cluster begins anew: after a restart
+    stream: str = ""  # differs after a restart of the same cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the factory returns."""
+    """The value that the factory returns."""
 
     make_model: Callable[[], nn.Module]  # its parameters in fp32, drawn from torch's generator
     draw_batches: Callable[[BatchDraw], Iterator[Batch]]  # without end
-    loss: Callable[[nn.Module, Batch], Tensor]  # the mean over the batch: what is trained
-    validate: Callable[[nn.Module], float]  # of text that no cluster has: what methods are compared by
-    tokens: int  # of a batch: an inner step of a cluster
+    loss: Callable[[nn.Module, Batch], Tensor]  # the training loss, a mean over the batch
+    validate: Callable[[nn.Module], float]  # the loss on data of no cluster, by which methods are compared
+    tokens: int  # tokens in a batch, which is one inner step of a cluster
     unit: str = "nats"
 
 
 def load_task(spec: str, arguments: Mapping[str, Any]) -> Task:
-    """Call MODULE:FUNCTION with `arguments`; raise ConfigError unless it returns a Task whose model can be trained."""
+    """Call MODULE:FUNCTION with `arguments`. Raises ConfigError unless it returns a Task."""
     function = find_function(spec, OPTION)
     try:
         made = function(**arguments)
@@ -61,7 +61,7 @@ def load_task(spec: str, arguments: Mapping[str, Any]) -> Task:
 
 
 def make_model(task: Task, seed: int) -> nn.Module:
-    """The model as every worker begins with it; raise ConfigError if it cannot be shared."""
+    """Return the model with which every worker begins. Raises ConfigError if it cannot be shared."""
     torch.manual_seed(seed)
     model = task.make_model()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
-"""The task of a study that names none: the next byte of the standard library's sources, by a small decoder.
+"""The default task of a study: the next byte of the standard library's sources, by a small decoder.
 
-With `unlike` every cluster has directories of its own, so that their data differ; else all draw from the same text.
+With `unlike` every cluster has its own directories, so that their data differ; otherwise all draw from the same text.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dips.demo.model import Decoder, Shape
 from dips.study.task import Batch, BatchDraw, Task
 
 VALIDATION_ROWS, VALIDATION_BATCH = 512, 64
-CORPUS_SEED = 1  # blocks are drawn at random anyway
+CORPUS_SEED = 1  # fixed, since blocks are drawn at random
 
 
 def build(
     width: int = 64, layers: int = 2, heads: int = 4, hidden: int = 176, batch: int = 8, length: int = 64,
     unlike: bool = False,
 ) -> Task:  # fmt: skip
-    """0.13 M parameters by default; `batch` sequences of `length` bytes are an inner step."""
+    """Return the task: 0.13 M parameters by default; an inner step is `batch` sequences of `length` bytes."""
     shape = Shape(width, layers, heads, hidden, context=length)
 
     def draw_batches(draw: BatchDraw) -> Iterator[Batch]:
@@ -53,7 +53,7 @@ def build(
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy of the next byte."""
+    """Return the mean cross entropy of the next byte."""
     inputs, targets = batch
     logits = model(inputs)
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -65,7 +65,7 @@ def _split(rows: Tensor) -> Batch:
 
 @cache
 def _text_of(cluster: int, clusters: int) -> Text:
-    """A cluster's own part of the files, in the order of their names: directories stay together."""
+    """Return a cluster's own part of the files, in the order of their names, so that directories stay together."""
     files = source_files(Path(sysconfig.get_paths()["stdlib"]))
     share = files[cluster * len(files) // clusters : (cluster + 1) * len(files) // clusters]
     return from_files(share, CORPUS_SEED).training

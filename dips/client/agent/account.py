@@ -1,9 +1,9 @@
-"""What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges
+"""The account of a cluster's training progress that is not yet settled: tokens, inner steps, loss and data ranges
 (docs/rationale.md#16, #37).
 
 Every token consumed in one incarnation of the cluster is in exactly one of: carried (the next push takes it), frozen
 (in the push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a
-dropped or skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
+dropped or skipped push returns its progress, the death of the trainer that made it loses it. No messages, no clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Portion:
     ranges: tuple[int, ...] = ()
     loss_sum: float = 0.0
     losses: int = 0
-    begun: BegunRange | None = None  # the range after those, as far as it is trained
+    begun: BegunRange | None = None  # the partly trained range after `ranges`; None: there is none
 
     @property
     def loss(self) -> float:
@@ -50,7 +50,7 @@ NOTHING = Portion()
 
 @dataclass(frozen=True, slots=True)
 class PastIncarnation:
-    """An incarnation of the cluster, and the tokens that it has consumed."""
+    """An earlier incarnation of the cluster, and the tokens that it consumed."""
 
     inc: int = 0
     consumed: int = 0
@@ -61,7 +61,7 @@ NO_INCARNATION = PastIncarnation()
 
 @dataclass
 class Account:
-    """Progress of one incarnation of a cluster."""
+    """The progress of one incarnation of a cluster."""
 
     carried: Portion = NOTHING
     frozen: Portion = NOTHING
@@ -71,7 +71,7 @@ class Account:
 
     @property
     def unsettled_tokens(self) -> int:
-        """Tokens that a push may still bring in."""
+        """Tokens that a push may still contribute."""
         return self.carried.tokens + self.frozen.tokens
 
     @property
@@ -92,20 +92,20 @@ class Account:
         self.carried += Portion(loss_sum=loss_sum, losses=losses)
 
     def use_up(self, used: int) -> None:
-        """Count a data range as trained by what is carried."""
+        """Count a data range as trained by the carried progress."""
         self.carried += Portion(ranges=(used,))
 
     def begin_range(self, begun: BegunRange) -> None:
-        """Count a part of a data range as trained by what is carried."""
+        """Count a part of a data range as trained by the carried progress."""
         self.carried += Portion(begun=begun)
 
     def freeze_portion(self) -> Portion:
-        """Cut: what was carried goes with the push."""
+        """Move the carried progress to the push that is being frozen; return the frozen progress."""
         self.frozen, self.carried = self.frozen + self.carried, NOTHING
         return self.frozen
 
     def settle_outcome(self, kind: OutcomeKind) -> Portion:
-        """The push was accepted or gated: its portion, which is returned, never comes back."""
+        """Book the frozen progress of an accepted or gated push as settled, and return it."""
         if kind is OutcomeKind.ACCEPTED:
             self.accepted += self.frozen.tokens
         else:
@@ -114,17 +114,19 @@ class Account:
         return settled
 
     def give_back(self) -> None:
-        """The push came to nothing: the next one takes its portion."""
+        """Return the frozen progress of a dropped or skipped push to the carried, for the next push."""
         self.carried, self.frozen = self.frozen + self.carried, NOTHING
 
     def lose_carried(self) -> tuple[int, ...]:
-        """The trainer died; return the ranges that must be trained anew."""
+        """Book the carried progress as lost after the trainer died; return the ranges to train again."""
         portion, self.carried = self.carried, NOTHING
         self.lost += portion.tokens
         return portion.ranges
 
     def lose_frozen(self) -> tuple[int, ...]:
-        """The push came to nothing and its trainer is dead; return the ranges that must be trained anew."""
+        """Book the frozen progress as lost: the push was dropped and its trainer is dead. Return the ranges to train
+        again.
+        """
         portion, self.frozen = self.frozen, NOTHING
         self.lost += portion.tokens
         return portion.ranges
@@ -132,19 +134,19 @@ class Account:
 
 @dataclass
 class RangeQueue:
-    """Data ranges leased to this incarnation of the cluster and not used up, and those that the trainer was given."""
+    """The data ranges leased to this incarnation of the cluster and not used up, and those given to the trainer."""
 
     waiting: deque[int] = field(default_factory=deque)
-    exhausted: bool = False  # the master has none left to lease, and none will come back
-    held_back: int = 0  # count of the trainer's question to which it had no more before ours are settled
-    served: list[int] = field(default_factory=list)  # in order; more than one if what is left of one goes with the next
-    given: int | None = None  # to the present trainer's last question
-    asked: int = 0  # count of that question
-    begun: dict[int, BegunRange] = field(default_factory=dict)  # settled in part
+    exhausted: bool = False  # the master has no range left to lease, and none will be returned
+    held_back: int = 0  # the trainer's question (see `asked`) for which the master has none until ours are settled
+    served: list[int] = field(default_factory=list)  # given and not used up, in order; several if a step spans ranges
+    given: int | None = None  # the answer to the trainer's last question; None: not answered yet
+    asked: int = 0  # number of the trainer's last question, from 1
+    begun: dict[int, BegunRange] = field(default_factory=dict)  # partly settled ranges by number
 
     @property
     def ranges_ahead(self) -> tuple[int, ...]:
-        """Leased and not used up, in order; the first may be half trained."""
+        """The ranges that are leased and not used up, in order; the first may be partly trained."""
         return (*self.served, *self.waiting)
 
     def add_leased(self, ranges: Iterable[int], exhausted: bool, begun: Iterable[BegunRange] = ()) -> None:
@@ -153,7 +155,7 @@ class RangeQueue:
         self.begun.update((part.number, part) for part in begun)
 
     def hold_back(self) -> None:
-        """The master has no more for us before what we hold is settled; the trainer's next question asks it again."""
+        """Note that the master has no range until ours are settled; the trainer's next question asks it again."""
         self.held_back = self.asked
 
     @property
@@ -161,46 +163,46 @@ class RangeQueue:
         return 0 < self.asked == self.held_back
 
     def begin_question(self, count: int) -> None:
-        """The trainer asks for its `count`-th range."""
+        """Note that the trainer asks for its `count`-th range."""
         self.asked, self.given = count, None
 
     def finish_ranges(self, left: Iterable[int] = ()) -> list[int]:
-        """The trainer has used up what it was given, but for `left`: return that."""
+        """Remove and return the served ranges that the trainer has used up, all except `left`."""
         kept = {*left}
         used = [r for r in self.served if r not in kept]
         self.served = [r for r in self.served if r in kept]
         return used
 
     def serve_range(self) -> int | None:
-        """The range for the trainer's last question, the same however often it is asked; None if none is here."""
+        """Return the range for the trainer's last question, the same for each repetition; None if there is none yet."""
         if self.given is None and self.waiting:
             self.given = self.waiting.popleft()
             self.served.append(self.given)
         return self.given
 
     def settle_part(self, used: Iterable[int], begun: BegunRange | None) -> None:
-        """A push was accepted or gated: what it brought is not trained again, whoever goes on."""
+        """Record the settled progress of an accepted or gated push, so that no trainer repeats it."""
         for number in used:
             self.begun.pop(number, None)
         if begun is not None:
             self.begun[begun.number] = begun
 
     def resume_ranges(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
-        """Resume from a checkpoint: its ranges come first, in its order; what was used up is not served again."""
+        """Resume from a checkpoint: serve its ranges first, in its order; used-up ranges are not served again."""
         held, self.served, self.given = {*self.ranges_ahead}, [], None
         self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
 
     def take_back(self, ranges: Iterable[int]) -> None:
-        """The trainer died: what it had and what it carried is served again, in order, to the next one."""
+        """Queue the served and the carried ranges of a dead trainer again, in order, for the next one."""
         self.asked = 0
         self.recall_ranges()
         self.take_back_unserved(ranges)
 
     def recall_ranges(self) -> None:
-        """What the trainer was given is served again, to it or to the next one."""
+        """Queue the served ranges again, for this trainer or the next one."""
         unused, self.served, self.given = self.served, [], None
         self.take_back_unserved(unused)
 
     def take_back_unserved(self, ranges: Iterable[int]) -> None:
-        """A dead trainer's push came to nothing: its ranges are served again."""
+        """Queue the ranges of a dead trainer's dropped push again."""
         self.waiting = deque(sorted({*ranges, *self.waiting}))

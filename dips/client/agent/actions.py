@@ -1,4 +1,4 @@
-"""What the core orders its shell to do: each action is a small frozen fact, returned in the order of execution."""
+"""The actions that the agent's core orders its shell to do: small frozen values, returned in the order of execution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat
 
 
 class Channel(StrEnum):
-    """At most one question is out in each; a later one takes the place of an older one."""
+    """A channel of questions to the master: each has at most one open question, and a new one replaces it."""
 
     SYNC = "sync"
     RANGES = "ranges"
@@ -20,9 +20,9 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AskMaster:
-    """Ask the master `event` once, after `delay_s`; give up what was asked, or is to be asked, in the same channel.
+    """Send `event` to the master once, after `delay_s`; cancel the open or planned question of the same channel.
 
-    The reply goes to `on_reply`, a failure to `on_error`; asking again is the core's business.
+    The reply goes to `on_reply`, a failure to `on_error`; the core decides whether to ask again.
     """
 
     channel: Channel
@@ -33,7 +33,7 @@ class AskMaster:
 
 @dataclass(frozen=True, slots=True)
 class SendHeartbeat:
-    """Send this now; its answer goes to `on_heartbeat_reply`, a failure to `on_heartbeat_error`."""
+    """Send this heartbeat now; the answer goes to `on_heartbeat_reply`, a failure to `on_heartbeat_error`."""
 
     heartbeat: ClusterHeartbeat
     deadline_s: float
@@ -41,14 +41,14 @@ class SendHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SaveIncarnation:
-    """Write down what the next agent must know if this one dies, before anything that follows is done."""
+    """Save the state that the next agent needs if this one dies, before any later action is done."""
 
     past: PastIncarnation
 
 
 @dataclass(frozen=True, slots=True)
 class RecordMark:
-    """Write to the timeline and the log."""
+    """Write a mark to the timeline and the log."""
 
     kind: str
     fields: Mapping[str, object]
@@ -56,7 +56,7 @@ class RecordMark:
 
 @dataclass(frozen=True, slots=True)
 class StopTrainer:
-    """End the trainer and leave with `code`: going on cannot help."""
+    """Stop the trainer and exit with `code`, since continuing cannot help."""
 
     code: int
     reason: str
@@ -66,6 +66,6 @@ class StopTrainer:
 Action = AskMaster | SendHeartbeat | SaveIncarnation | RecordMark | StopTrainer
 Actions = list[Action]
 
-# At these marks the incarnation is saved, besides each heartbeat. At the end of a push: what may be settled from now on
-# is in it, so that what the next agent reports as missing is never too little.
+# The incarnation is saved at these marks, besides each heartbeat. At the end of a push this includes the progress that
+# may be settled from now on, so that the next agent never reports too few tokens as missing.
 SAVED_AT = frozenset({"joined", "push_end"})

@@ -1,7 +1,7 @@
-"""The agent's daemon: it does what the core orders, and reports back what came of it.
+"""The agent's daemon: performs the core's actions and reports their results back to it.
 
-Everything is decided in core.py. One event loop owns the core; every task calls it and does what it returns, so no
-lock is needed. Where sockets and channels come from this file does not know (app.py).
+All decisions are in core.py. One event loop owns the core; every task calls it and performs what it returns, so no lock
+is needed. Sockets and channels are made in app.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
-# Marks of every outer step that goes well.
+# Marks that every successful outer step writes; logged at level debug.
 ROUTINE = frozenset({"push_begin", "push_end", "window_begin", "window_end", "pull_begin", "pull_end"})
-LEAVE_S = 3.0  # to take leave of a master that may be gone
+LEAVE_S = 3.0  # for telling a master, which may be down, that this cluster leaves
 
 
 class MasterPort(Protocol):
-    """What the agent needs of a master; see master_link.py."""
+    """The calls to the master that the agent needs; see master_link.py."""
 
     async def ask_master(self, event: object) -> Result: ...
 
@@ -49,7 +49,7 @@ class MasterPort(Protocol):
 
 
 class Agent:
-    """One agent: `run` lasts as long as it does, `ranks` serves the connections of its ranks."""
+    """One agent daemon: `run` returns when it ends, `ranks` serves the connections of its ranks."""
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class Agent:
         save: Callable[[PastIncarnation], None] = lambda past: None,
         find_problem: Callable[[], str] = lambda: "",
     ) -> None:
-        """
-        rewrite  turns a grant into the one that the ranks are given: a relay puts its own addresses in
-        save     writes down what the next agent must know, if this one dies
-        find_problem  says why renewed certificates are not used, if so
+        """Wire the core to the master, the timeline and the training command.
+
+        rewrite       turns the master's grant into the one the ranks get: a relay puts its own addresses in
+        save          saves what the next agent needs if this one dies
+        find_problem  returns why renewed certificates are not used, "" if they are
         """
         self._core, self._master, self._save, self._find_problem = core, master, save, find_problem
         self._timeline, self._log = timeline, log
@@ -77,13 +78,13 @@ class Agent:
         self.ranks = RankServer(core, config.poll_s / 2, self.perform_actions, self._signals, rewrite, log)
 
     def terminate(self) -> None:
-        """SIGTERM: end the trainer, leave, return from `run`."""
+        """Handle SIGTERM: stop the trainer, leave the run, return from `run`."""
         self._signals.terminated.set()
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
-        """Keep the trainer going until it ends, cannot go on, or SIGTERM comes; return the exit code.
+        """Keep the trainer running until it ends, cannot continue, or SIGTERM arrives; return the exit code.
 
-        Without a command others start the trainer: it is served, as often as it begins anew, until it detaches.
+        Without a command the trainer is started by others: it is served across its restarts until it detaches.
         """
         self._spawn_task(self._keep_time())
         try:
@@ -97,7 +98,7 @@ class Agent:
         return code
 
     def perform_actions(self, actions: Actions) -> None:
-        """Do what the core ordered, in its order, and wake who waits for a change."""
+        """Perform the core's actions in order, and wake the tasks that wait for a change."""
         for action in actions:
             match action:
                 case AskMaster():
@@ -115,7 +116,7 @@ class Agent:
             self._signals.notify_change()
 
     def _log_mark(self, kind: str, fields: Mapping[str, object]) -> None:
-        """An outer step is one line, its outcome; what is worth a remark is a warning."""
+        """Log a mark: routine marks at level debug, remarks as warnings, all others except inner steps as info."""
         if kind == "remark":
             self._log.warning(kind, **fields)
         elif kind != "inner":
@@ -127,7 +128,7 @@ class Agent:
     def _start_asking(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
         if older and older is not asyncio.current_task():
-            older.cancel()  # it must not reach a master that comes back
+            older.cancel()  # it must not arrive at a master that comes back later
         self._asking[ask.channel] = self._spawn_task(self._carry_question(ask))
 
     async def _carry_question(self, ask: AskMaster) -> None:
@@ -156,7 +157,7 @@ class Agent:
         self._signals.notify_change()
 
     async def _keep_time(self) -> None:
-        """Call the core whenever something is due."""
+        """Call the core whenever one of its deadlines is due."""
         while True:
             self._deadline_moved.clear()
             self.perform_actions(self._core.on_certificate(self._find_problem()))
@@ -188,6 +189,6 @@ class Agent:
         return task
 
     def fail(self, error: BaseException) -> None:
-        """End loudly: a task of this process has failed, which is our bug."""
+        """Log the failure of a task, which is a bug of this program, and stop."""
         self._log.error("a task of the agent failed", exc_info=error)
         self.perform_actions(self._core.on_bug(error))

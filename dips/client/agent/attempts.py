@@ -1,7 +1,7 @@
-"""Attempts of the training job: each attaches, and ends when its rank 0 does, whoever starts the next.
+"""Attempts of the training job: each attaches, and ends when its rank 0 does, no matter who starts the next.
 
-Must stay true: one attempt is the present one, and messages of an older one change nothing; what an attempt earned and
-did not push is lost with it.
+Must stay true: exactly one attempt is the present one, and messages of older attempts change nothing; progress that an
+attempt made and did not push is lost with it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dips.wire.packed_manifest import unpack_manifest
 
 
 def attach_trainer(s: AgentState, message: Attach) -> Answer:
-    """Rank 0 of an attempt has begun, or repeats its question until the cluster has joined."""
+    """Attach rank 0 of an attempt; a repetition is answered with AskAgain until the cluster has joined."""
     trainer = s.trainer
     if message.process != trainer.process:
-        # torchrun on several hosts counts its restarts on each: only our own launches are older or newer by number.
+        # torchrun counts restarts on each host by itself: only our own launches can be ordered by number.
         if message.process in trainer.former_processes or 0 < message.launch < trainer.launch:
             over = f"attempt {message.launch}.{message.restart} is over, a newer one has begun"
             return ErrorReply("StaleIncarnation", over)
@@ -31,7 +31,7 @@ def attach_trainer(s: AgentState, message: Attach) -> Answer:
 
 
 def take_manifest(s: AgentState, message: ManifestSent) -> Answer:
-    """Rank 0 sends the manifest that the master wanted; a repetition waits for what came of it."""
+    """Take the manifest that the master asked for from rank 0; a repetition waits for the master's answer."""
     if message.process != s.trainer.process:
         return ErrorReply("StaleIncarnation", "this attempt is over, a newer one has begun")
     if s.membership.wants_manifest and not s.failure:
@@ -87,14 +87,16 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
 
 
 def detach_trainer(s: AgentState, _: Detach) -> Answer:
-    """The trainer is done with the outer loop."""
+    """End the attempt because the trainer has closed its outer loop."""
     end_attempt(s, "it is done")
     s.trainer.detached = True
     return Noted()
 
 
 def end_attempt(s: AgentState, reason: str) -> None:
-    """Its progress since the last freeze is lost, its ranges go to the next attempt, its open transfer is ended."""
+    """End the present attempt: book its progress since the last freeze as lost, requeue its ranges, end its open
+    transfer.
+    """
     s.trainer.alive = s.sync.waiting = False
     s.sync.verdict = None
     mark_inner_steps(s)

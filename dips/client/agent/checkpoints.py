@@ -1,10 +1,10 @@
-"""What a cluster's own checkpoint must hold of the outer loop, and how a trainer resumes from it
-(docs/rationale.md#36, #37).
+"""The outer loop's part of a cluster's own checkpoint, and resuming a trainer from it (docs/rationale.md#36, #37).
 
-A checkpoint is right for the cluster as long as no push of it was settled since: then θ, progress and data ranges of
-the checkpoint are what the run still waits for, and resuming is exact. If one was settled since, what the checkpoint
-would train again is in the global model already: the trainer pulls instead, and gets the reason. So it does if the
-checkpoint was saved while a push was out (its frozen copy is gone), or if others have its ranges by now.
+A checkpoint is valid for the cluster as long as none of its pushes was settled since it was saved: then the run still
+waits for exactly the checkpoint's θ, progress and data ranges, and resuming is exact. If a push was settled since, the
+checkpoint's work is in the global model already: the trainer pulls instead and is given the reason. It also pulls if
+the checkpoint was saved while a push was under way (the frozen copy is gone), or if its ranges are leased to others by
+now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.protocol.data import BegunRange
 
 
 def save_progress(s: AgentState, _: SaveWanted) -> Saved:
-    """The cluster's progress as it stands between two inner steps."""
+    """Return the cluster's progress between two inner steps, to be saved in a checkpoint."""
     portion = s.account.carried
     return Saved(
         s.cluster,
@@ -43,7 +43,7 @@ def _begun_ahead(s: AgentState) -> tuple[BegunRange, ...]:
 
 
 def resume_checkpoint(s: AgentState, message: Resume) -> Answer:
-    """Resume from a checkpoint, before the first inner step of a trainer that has its pull behind it."""
+    """Resume from a checkpoint, after the trainer's first pull and before its first inner step."""
     saved, requests = message.saved, s.range_requests
     if s.sync.phase is not SyncPhase.RESTING or is_asked(s):
         return AskAgain(s.sync.reason)
@@ -65,7 +65,7 @@ def resume_checkpoint(s: AgentState, message: Resume) -> Answer:
 
 
 def _why_overtaken(s: AgentState, saved: Saved) -> str:
-    """Why the checkpoint is not what the run waits for; empty if it is."""
+    """Return why the checkpoint is no longer what the run waits for; empty if it still is."""
     if saved.cluster != s.cluster:
         return f"the checkpoint is of cluster {saved.cluster}"
     if saved.pending:
@@ -83,7 +83,7 @@ def _pull_instead(s: AgentState, why: str) -> Healed:
 
 def _restore_progress(s: AgentState, saved: Saved) -> None:
     base = s.trainer.base = VersionId.parse(saved.base)
-    s.account.lost -= min(saved.tokens, s.account.lost)  # of this very incarnation: they are not lost after all
+    s.account.lost -= min(saved.tokens, s.account.lost)  # tokens of this incarnation that are restored and so not lost
     s.account.carried = Portion(
         saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses, _carried_part(s, saved)
     )
@@ -94,5 +94,5 @@ def _restore_progress(s: AgentState, saved: Saved) -> None:
 
 
 def _carried_part(s: AgentState, saved: Saved) -> BegunRange | None:
-    """The range that the checkpoint has begun and no settled push has so far."""
+    """Return the range that is partly trained in the checkpoint but not in a settled push, or None."""
     return next((part for part in saved.begun if s.ranges.begun.get(part.number) != part), None)

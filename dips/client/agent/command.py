@@ -1,4 +1,4 @@
-"""Runs the training command: launches it, waits for its end, ends it when it must stop, and launches it again."""
+"""Runs the training command: launches it, waits for its end, stops it when necessary, and launches it again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dips.client.agent.trainer import TrainerProcess, kill_leftovers
 from dips.protocol.heartbeats import MOST_LINES
 from dips.telemetry.logs import Log
 
-FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
+FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
 
 
 class CommandRunner:
-    """One training command, or none: then others start the trainer."""
+    """Runs one training command, or serves a trainer that others start."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class CommandRunner:
         log: Log,
         end_grace_s: float,
     ) -> None:
-        """`end_grace_s`: between SIGTERM and SIGKILL of the trainer."""
+        """Create a runner; `end_grace_s` is the time between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
         self._end_grace_s = end_grace_s
-        self._tail: ErrorTail | None = None  # of the newest launch
-        self._lines_before: tuple[str, ...] = ()  # of the launch before
+        self._tail: ErrorTail | None = None  # standard error of the newest launch; None: there was no launch
+        self._lines_before: tuple[str, ...] = ()  # last lines of the launch before
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
-        """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
+        """Launch the command until it ends by itself, is stopped, or has crashed too often; return the exit code."""
         plan: LaunchCommand | EndAgent = self._core.plan_first_launch()
         while isinstance(plan, LaunchCommand):
             code, last_line = await self._launch_once(plan.launch, command, environment)
@@ -49,7 +49,7 @@ class CommandRunner:
         return plan.code
 
     async def serve_others(self) -> int:
-        """Wait until the trainer that others started detaches, or must stop; return the exit code."""
+        """Wait until the trainer that others started detaches or must stop; return the exit code."""
         events = (self._signals.detached, self._signals.terminated, self._signals.stopped)
         ends = [asyncio.create_task(event.wait()) for event in events]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -60,17 +60,19 @@ class CommandRunner:
             return 0
         self._log.error("stopped", reason=stop.reason)
         until = time.monotonic() + FAILURE_GRACE_S
-        while self._core.state.trainer.alive and time.monotonic() < until:  # it gets the reason as an answer
+        while self._core.state.trainer.alive and time.monotonic() < until:  # the trainer gets the reason as an answer
             await asyncio.sleep(0.1)
         return stop.code
 
     def last_lines(self) -> tuple[str, ...]:
-        """What the training command said last on standard error; a launch that is silent so far hides no crash."""
+        """Return the last lines on the training command's standard error; those of the former launch if this one
+        printed none.
+        """
         lines = () if self._tail is None else self._tail.last_lines(MOST_LINES)
         return lines or self._lines_before
 
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-        """Return its exit code, and what it said last on standard error."""
+        """Launch the command and wait for its end; return its exit code and its last line on standard error."""
         self._lines_before = self.last_lines()
         tail = self._tail = ErrorTail()
         try:
@@ -85,12 +87,12 @@ class CommandRunner:
         return code, await asyncio.to_thread(tail.finish)
 
     async def _wait_or_end(self, process: TrainerProcess) -> int:
-        """Wait for its end, or bring it about."""
+        """Wait for the process to end; stop it if SIGTERM arrived or the core ordered it. Return its exit code."""
         ended = asyncio.create_task(process.wait())
         must_end = [asyncio.create_task(e.wait()) for e in (self._signals.terminated, self._signals.stopped)]
         try:
             await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done() and self._signals.stopped.is_set():  # it gets the reason as an answer, and reports it
+            if not ended.done() and self._signals.stopped.is_set():  # the trainer gets and reports the reason
                 await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
             return ended.result() if ended.done() else await process.end_within(self._end_grace_s)
         finally:

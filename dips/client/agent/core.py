@@ -1,11 +1,11 @@
-"""Everything that an agent decides: no clock, socket, file, task or process.
+"""All decisions of an agent, without clock, socket, file, task or process.
 
-A shell passes on what happened and at what time, and does what is returned (actions.py), in its order. Two shells
-drive it: the daemon (agent.py) and the simulation (dips/sim). The state stands in state.py, the decisions in modules by
-subject; this file brings them together.
+A shell passes on what happened and at what time, and performs the returned actions (actions.py) in their order. Two
+shells drive the core: the daemon (agent.py) and the simulation (dips/sim). The state is in state.py, the decisions are
+in modules by subject; this file combines them.
 
-Must stay true: messages of an older attempt, incarnation, question or term change nothing; a trainer without parameters
-of the run, or whose incarnation ended, pulls before anything that it earns counts.
+Must stay true: messages of an older attempt, incarnation, question or term change nothing; a trainer without the run's
+parameters, or whose incarnation ended, pulls before any of its further work counts.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
 EXIT_BUG = 70  # EX_SOFTWARE
 
-# What answers a trainer that has no attempt's number yet.
+# Handlers of messages from a trainer that has no attempt number yet.
 ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
     Attach: attempts.attach_trainer,
     ManifestSent: attempts.take_manifest,
 }
 
-# What answers each message of the present attempt; notices are answered by None.
+# Handlers of messages from the present attempt; notices are answered by None.
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Stepped: training.record_step,
     TokensCounted: training.record_tokens,
@@ -84,7 +84,7 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Detach: attempts.detach_trainer,
 }
 
-# What handles each reply about data ranges; those about pushes and pulls depend on the phase: outer_sync.REPLIES.
+# Handlers of replies about data ranges; handlers for pushes and pulls depend on the phase: outer_sync.REPLIES.
 RANGE_REPLIES: Mapping[type, Callable[[AgentState, Any], None]] = {
     Ranges: ranges.on_leased,
     Finished: ranges.on_no_more_ranges,
@@ -94,7 +94,9 @@ RANGE_REPLIES: Mapping[type, Callable[[AgentState, Any], None]] = {
 
 
 class AgentCore:
-    """One agent. `now` is monotonic seconds; between two calls a shell sleeps until `next_deadline` at most."""
+    """The decisions of one agent. `now` is monotonic seconds; the shell calls `tick` at `next_deadline` at the
+    latest.
+    """
 
     def __init__(
         self,
@@ -104,47 +106,52 @@ class AgentCore:
         rng: Random,
         former: PastIncarnation = NO_INCARNATION,
     ) -> None:
-        """
-        new_nonce  a name for a Join that no other Join has
+        """Create the core of one agent.
+
+        new_nonce  returns a unique name for each Join
         rng        for jitter
-        former     the last incarnation of an agent that died here
+        former     the last incarnation that an agent which died here has saved
         """
         self.state = AgentState(settings, pace, new_nonce, rng, Membership(former=former))
 
     # ---- the training job ------------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
-        """Answer rank 0; None for notices, AskAgain if it is to ask the same again after a change."""
+        """Answer rank 0; None for notices, AskAgain if rank 0 must repeat the question later."""
         self.state.now = now
         attach = ATTACHING.get(type(message))
         answer = attach(self.state, message) if attach else self._answer_message(message)
         return answer, self._take_actions()
 
     def on_trainer_gone(self, reason: str, now: float) -> Actions:
-        """The training command has ended: so has its attempt."""
+        """End the present attempt, since the training command has ended."""
         self.state.now = now
         if self.state.trainer.alive:
             attempts.end_attempt(self.state, reason)
         return self._take_actions()
 
     def on_hang_up(self, attempt: int, now: float) -> Actions:
-        """The connection of this attempt's rank 0 has ended; a newer attempt may be there already."""
+        """End an attempt whose rank 0 has disconnected; ignored if a newer attempt is present."""
         return self.on_trainer_gone("rank 0 is gone", now) if attempt == self.state.trainer.attempt else []
 
     def plan_first_launch(self) -> LaunchCommand:
-        """The first start of the training command."""
+        """Return the first launch of the training command."""
         return restarts.plan_first_launch(self.state)
 
     def plan_next_launch(
         self, before: LaunchCommand, code: int, terminated: bool = False, last_line: str = ""
     ) -> LaunchCommand | EndAgent:
-        """What follows the end of a launch; `terminated`: SIGTERM has come; `last_line`: on its standard error."""
+        """Decide how to continue after a launch has ended.
+
+        terminated  SIGTERM has arrived
+        last_line   the last line on the command's standard error
+        """
         return restarts.plan_next_launch(self.state, before, code, terminated, last_line)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
     def on_reply(self, ask: AskMaster, result: Result, now: float) -> Actions:
-        """Take the master's answer; answers to questions that no longer stand are passed over."""
+        """Process the master's reply; replies to closed questions are ignored."""
         s = self.state
         s.now, s.membership.unreachable_since = now, None
         if is_open(s, ask):
@@ -155,14 +162,14 @@ class AgentCore:
         return self._take_actions()
 
     def on_error(self, ask: AskMaster, error: DipsError, now: float) -> Actions:
-        """The master could not be reached, or has refused the question."""
+        """Process the failure of a question: the master could not be reached, or refused it."""
         s = self.state
         s.now = now
         if isinstance(error, Unavailable | Busy):
             membership.on_unreachable(s, str(error))
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
-        elif isinstance(error, Denied) and s.membership.inc:  # one that never joined is told at once
+        elif isinstance(error, Denied) and s.membership.inc:  # a cluster that never joined fails at once
             heartbeats.on_question_refused(s, error)
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
@@ -171,18 +178,20 @@ class AgentCore:
         return self._take_actions()
 
     def awaits_answer(self, ask: AskMaster) -> bool:
-        """The answer to `ask` is still waited for."""
+        """Return whether the core still waits for the answer to `ask`."""
         return is_open(self.state, ask)
 
     def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
-        """Take the answer to a heartbeat of incarnation `inc`."""
+        """Process the answer to a heartbeat of incarnation `inc`."""
         self.state.now = now
         heartbeats.end_flight(self.state)
         heartbeats.on_answer(self.state, inc, answer)
         return self._take_actions()
 
     def on_heartbeat_error(self, error: DipsError, now: float) -> Actions:
-        """A heartbeat was refused, or not answered: a silent link shows here first, questions have longer deadlines."""
+        """Process a heartbeat that was refused or not answered; shows a dead link first, since questions have longer
+        deadlines.
+        """
         self.state.now = now
         heartbeats.end_flight(self.state)
         if isinstance(error, Unavailable | Busy):
@@ -192,29 +201,29 @@ class AgentCore:
         return self._take_actions()
 
     def leave_run(self) -> ClusterLeft | None:
-        """The last message to the master; None if the cluster has no incarnation there."""
+        """Return the last message to the master; None if the cluster has no incarnation there."""
         return membership.leave_run(self.state)
 
     # ---- time and the shell itself ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Actions:
-        """Do what is due."""
+        """Do all work that is due at `now`."""
         self.state.now = now
         remarks.tell_wait(self.state)
         in_vain.look_for_steps(self.state)
         return self._take_actions()
 
     def on_certificate(self, problem: str) -> Actions:
-        """Our files were looked at; `problem` says why the newest are not used, or nothing."""
+        """Update the remark on certificates: `problem` says why the newest files are not used, "" if they are."""
         remarks.tell_certificate(self.state, problem)
         return self._take_actions()
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinite while a heartbeat is out."""
+        """Return the time of the next `tick`; infinite while a heartbeat is in flight."""
         return self.state.heartbeats.next_deadline()
 
     def on_bug(self, error: BaseException) -> Actions:
-        """A part of the shell has failed, which is our fault: end loudly instead of going on without it."""
+        """Stop because a part of the shell has failed, which is a bug of this program."""
         self.state.end_training(StopTrainer(EXIT_BUG, f"{type(error).__name__}: {error}"))
         return self._take_actions()
 
@@ -240,7 +249,7 @@ class AgentCore:
             return
         close_channel(s, channel)
         if isinstance(error, StaleIncarnation):
-            s.heartbeats.due_at = s.now  # its answer shows whether this incarnation is gone or fenced
+            s.heartbeats.due_at = s.now  # the heartbeat's answer shows whether this incarnation is gone or fenced
         else:
             s.fail_training(error)
 

@@ -1,8 +1,8 @@
-"""What becomes of a job whose model is not finite any more: `on_divergence` of the cluster file.
+"""Handling of a model that is no longer finite: `on_divergence` of the cluster file.
 
-The ranks found it and nothing of it left them. With `reset` they pull the head, drop their optimizer's state and train
-on; else they end with an error, and the next attempt pulls. What diverges again and again from the run's own parameters
-and an empty optimizer is no spike: the job ends instead of holding its accelerators.
+The ranks detected it, and none of the model was pushed. With `reset` they pull the head, drop their optimizer's state
+and train on; otherwise they end with an error, and the next attempt pulls. A model that diverges repeatedly from the
+run's own parameters and an empty optimizer is no transient: the job ends instead of holding its accelerators.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dips.client.ipc.messages import ErrorReply
 from dips.errors import Diverged
 from dips.protocol.enums import DivergencePolicy
 
-MOST_RESETS = 5  # in a row, without a push between them whose model was finite: each costs a pull and H steps
+MOST_RESETS = 5  # in a row, without a finite push between them; each costs a pull and H steps
 
 
 def judge_divergence(s: AgentState, seq: int, reason: str) -> None:
-    """Record it, and end the ranks' question with an error unless they mend the model themselves."""
+    """Record the divergence; answer the ranks' question with an error unless they reset the model themselves."""
     policy = s.settings.on_divergence
     s.trainer.resets += 1
     s.record_mark("diverged", seq=seq, reason=reason, policy=str(policy))

@@ -1,10 +1,10 @@
-"""Passes a trainer's standard error on, byte for byte, and keeps its end: why it crashed.
+"""Forwards a trainer's standard error unchanged and keeps its end, to report why the trainer crashed.
 
-The trainer writes to a pipe instead of our own standard error; a thread copies it, so that a slow terminal holds up the
+The trainer writes to a pipe instead of our standard error; a thread copies it, so that a slow terminal blocks the
 trainer and not the agent.
 
-When one rank fails the others fail of it, with errors of their own (a connection was closed), and usually print last.
-torchrun says which rank was the first; where it did not look in time, an error that is no such consequence is taken.
+When one rank fails, the others fail as a consequence, with errors of their own (a closed connection), and usually print
+last. torchrun says which rank failed first; if it did not notice in time, an error that is no such consequence is used.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ import threading
 
 from dips.printable import make_printable
 
-TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and the page that torchrun prints after them
+TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and torchrun's report after them
 PIECE_BYTES = 65536
-LINE_CHARS = 160  # shown of the line
-PAST_CHARS = 4 * LINE_CHARS  # looked at for a line that is shown
+LINE_CHARS = 160  # at most shown of the line
+PAST_CHARS = 4 * LINE_CHARS  # read per line that is shown
 END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
-# Python's last line of a traceback, as torch prints it for a rank; torchrun's own comes after it and says nothing.
+# The last line of a Python traceback, as torch prints it for a rank; torchrun's own traceback after it has no cause.
 RAISED = re.compile(
     r"^(?:\[rank(\d+)\]: ?)?((?:dips\.errors\.\w+|(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Iteration))\b.*)$",
     re.MULTILINE,
 )
 OF_TORCHRUN = "torch.distributed.elastic"
-# torchrun's page: the rank whose end it saw first, and its exit code; below 0 the signal that killed it.
+# torchrun's report: the rank whose end it saw first, and its exit code; negative: the signal that killed it.
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+) .*?exitcode +: (-?\d+)", re.DOTALL)
 OF_OTHERS = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|DistNetworkError|gloo|Gloo|NCCL|ncclRemoteError|DistBackendError"
     r"|not all \d+ ranks reached",
 )
 WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
-BY_SIGNAL = 128  # exit codes above it
-SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # whom they end has said nothing of it
+BY_SIGNAL = 128  # exit codes above it mean a signal mean a signal
+SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # a process ended by these prints no reason
 
 
 class ErrorTail:
-    """One launch: hand `writer` to the process, `close_writer` in ours, and `finish` when it has ended."""
+    """The standard error of one launch: pass `writer` to the process, then call `close_writer`, and `finish` after its
+    end.
+    """
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
@@ -48,17 +50,17 @@ class ErrorTail:
         self._thread = threading.Thread(target=self._copy, name="trainer-stderr", daemon=True)
 
     def close_writer(self) -> None:
-        """The process has its own copy: the pipe ends when that does."""
+        """Close our copy of the pipe's write end, so that the pipe ends with the process, and start copying."""
         os.close(self.writer)
         self._thread.start()
 
     def last_lines(self, most: int) -> tuple[str, ...]:
-        """The newest whole lines so far that have words in them."""
+        """Return the newest complete lines so far that contain words, at most `most`."""
         text = bytes(self._tail[-most * PAST_CHARS :]).decode(errors="replace")
         return tuple(make_printable(line)[:LINE_CHARS] for line in _list_spoken(text)[-most:])
 
     def finish(self) -> str:
-        """Return what seems to be the cause of its end, in one line; empty if nothing was said."""
+        """Return the probable cause of the process's end in one line; empty if nothing was printed."""
         self._thread.join(END_S)
         return find_cause(bytes(self._tail).decode(errors="replace"))
 
@@ -71,7 +73,7 @@ class ErrorTail:
 
 
 def _pass_on(piece: bytes) -> None:
-    """To our own standard error; if that is gone, the trainer goes on without it."""
+    """Write to our own standard error; if that is closed, the trainer goes on without it."""
     while piece:
         try:
             piece = piece[os.write(2, piece) :]
@@ -82,7 +84,9 @@ def _pass_on(piece: bytes) -> None:
 
 
 def find_cause(text: str) -> str:
-    """The error of the rank that failed first, or what killed it; without an error, the last line with words in it."""
+    """Return the error of the rank that failed first, or the signal that killed it; without either, the last line of
+    text.
+    """
     raised = [found for found in RAISED.findall(text) if not found[1].startswith(OF_TORCHRUN)]
     first = ROOT_CAUSE.search(text)
     if first is not None and int(first[2]) < 0:
@@ -94,7 +98,7 @@ def find_cause(text: str) -> str:
 
 
 def describe_signal(number: int) -> str:
-    """What a signal did, and the usual reason."""
+    """Describe a signal's effect and its usual reason."""
     try:
         named = signal.Signals(number)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Heartbeats: they keep the cluster's lease, and their answers say how the cluster stands.
+"""Heartbeats: they renew the cluster's lease, and their answers tell the cluster's standing.
 
-Must stay true: an answer is believed about the incarnation that asked, from a master that has no successor.
+Must stay true: an answer is accepted only for the incarnation that asked, and only from a master without a successor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dips.errors import Denied, StaleIncarnation
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
-OPEN_TRANSFER = frozenset(  # in these phases the push or pull of the present seq is kept open for its ranks
+OPEN_TRANSFER = frozenset(  # phases in which the push or pull of the present seq is kept open for its ranks
     {
         SyncPhase.ASKING_PUSH,
         SyncPhase.PUSHING,
@@ -30,14 +30,14 @@ OPEN_TRANSFER = frozenset(  # in these phases the push or pull of the present se
         SyncPhase.PULLING,
     }
 )
-LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
-# A refusal may heal: this certificate or an authority is being replaced, the run file is corrected. Processes look at
-# their files once a second (transport/tls.py): who is refused for two seconds, and for a heartbeat, stays refused.
+LEAST_DEADLINE_S = 1.0  # shortest deadline of a heartbeat
+# A refusal may be temporary: a certificate or authority is being replaced, the run file is corrected. Processes check
+# their files once a second (transport/tls.py): a refusal that lasts two seconds, and one heartbeat, is final.
 HEAL_S = 2.0
 
 
 def send_due(s: AgentState) -> None:
-    """Send a heartbeat, whose time has come; before the first Join there is nothing to say."""
+    """Send the heartbeat that is due; before the first Join there is none."""
     s.heartbeats.due_at = s.now + s.settings.heartbeat_s
     s.out.append(SaveIncarnation(past_incarnation(s)))
     heartbeat = build_heartbeat(s)
@@ -47,7 +47,7 @@ def send_due(s: AgentState) -> None:
 
 
 def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
-    """What to report now; None before the first Join."""
+    """Return the heartbeat for the present state; None before the first Join."""
     if s.membership.inc == 0:
         return None
     trainer, sync, account = s.trainer, s.sync, s.account
@@ -84,13 +84,15 @@ def _name_state(trainer: TrainerAttempt) -> TrainerState:
 
 
 def end_flight(s: AgentState) -> None:
-    """The heartbeat was answered, or failed: the next one may be sent, at once if that was asked for meanwhile."""
+    """Allow the next heartbeat after one was answered or failed; it is sent at once if it was requested meanwhile."""
     s.heartbeats.in_flight = False
     s.heartbeats.due_at = min(s.heartbeats.due_at, s.now + s.settings.heartbeat_s)
 
 
 def on_refused(s: AgentState, error: Denied) -> None:
-    """A heartbeat was refused: training ends if one was HEAL_S and a heartbeat ago, with no answer in between."""
+    """Process a refused heartbeat: training ends if heartbeats are refused for HEAL_S and a heartbeat, with no answer
+    between.
+    """
     timer = s.heartbeats
     if timer.refused_since is None:
         timer.refused_since = s.now
@@ -100,14 +102,14 @@ def on_refused(s: AgentState, error: Denied) -> None:
 
 
 def on_question_refused(s: AgentState, error: Denied) -> None:
-    """A question was refused: heartbeats, the first at once, show if that is for good."""
+    """Process a refused question: heartbeats, the first one at once, show whether the refusal is final."""
     s.sync.reason = str(error)
     if s.heartbeats.refused_since is None:
         s.heartbeats.due_at = s.now
 
 
 def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
-    """Take the answer to a heartbeat of incarnation `inc`."""
+    """Process the answer to a heartbeat of incarnation `inc`."""
     member = s.membership
     s.heartbeats.refused_since = None
     end_pauses(s)

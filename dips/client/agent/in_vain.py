@@ -1,4 +1,4 @@
-"""What trains in vain: no steps, no tokens, no accepted push. Each is said with its remedy, as a remark."""
+"""Remarks on training without effect: no steps, no tokens, no accepted push. Each remark names its remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dips.client.ipc.messages import ErrorReply
 from dips.errors import ConfigError
 from dips.protocol.enums import OutcomeKind, RemarkSubject
 
-NO_STEP_S = 120.0  # without an inner step, as hang_s: building and compiling a model takes as long
+NO_STEP_S = 120.0  # without an inner step, as `hang_s`: building and compiling a model may take as long
 
 CALL_STEP = "call outer.step(local_tokens=…) after each optimizer step"
 COUNT_TOKENS = (
@@ -19,7 +19,7 @@ COUNT_TOKENS = (
 
 
 def look_for_steps(s: AgentState) -> None:
-    """A trainer that has parameters, waits for nothing, and takes no step that it tells of."""
+    """Remark on a trainer that has parameters, waits for nothing, and reports no step."""
     t = s.trainer
     trains = t.alive and t.base is not None and not s.sync.waiting and not t.starved
     if not trains or t.inner_steps > t.steps_before or s.sync.phase is SyncPhase.JOINING:
@@ -29,12 +29,12 @@ def look_for_steps(s: AgentState) -> None:
 
 
 def look_at_step(s: AgentState) -> None:
-    """A step was reported."""
+    """Drop the remark on missing steps, since a step was reported."""
     drop_remark(s, RemarkSubject.STEPS)
 
 
 def refuse_uncounted(s: AgentState) -> ErrorReply | None:
-    """A push is due, and no step has ever brought a token: end instead of holding accelerators for what is gated."""
+    """End training if a push is due and no step has ever reported tokens, since the push would be gated."""
     if s.account.carried.inner_steps and not s.account.carried.tokens and not s.trainer.tokens:
         s.fail_training(ConfigError(f"{s.account.carried.inner_steps} inner steps and no tokens: {COUNT_TOKENS}"))
         return s.failure
@@ -42,7 +42,7 @@ def refuse_uncounted(s: AgentState) -> ErrorReply | None:
 
 
 def look_at_freeze(s: AgentState) -> None:
-    """A push was frozen."""
+    """Remark on a frozen push without tokens, or drop that remark."""
     if s.account.frozen.tokens:
         drop_remark(s, RemarkSubject.TOKENS)
     else:
@@ -50,7 +50,7 @@ def look_at_freeze(s: AgentState) -> None:
 
 
 def look_at_outcome(s: AgentState, kind: OutcomeKind, reason: str) -> None:
-    """A push was settled."""
+    """Count an accepted push and drop the remarks that it makes obsolete; remark on a gated one."""
     if kind is OutcomeKind.ACCEPTED:
         s.trainer.accepted_pushes += 1
         drop_remark(s, RemarkSubject.CRASH)
@@ -60,7 +60,7 @@ def look_at_outcome(s: AgentState, kind: OutcomeKind, reason: str) -> None:
 
 
 def look_at_end(s: AgentState) -> None:
-    """The training command ended well: say if nothing of it is in the run."""
+    """Remark on a training command that ended with exit code 0 without one accepted push."""
     t = s.trainer
     if t.accepted_pushes or s.membership.progress.finished:
         return

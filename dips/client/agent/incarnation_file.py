@@ -1,8 +1,8 @@
-"""What an agent leaves behind in its directory for the next one: its incarnation, and what that consumed.
+"""The file that an agent leaves in its directory for the next one: its incarnation and the tokens that it consumed.
 
-Heartbeats report it to the master, which keeps it in memory; if both die, the next agent here still knows it, and
-reports it as lost. Written aside and renamed, before each heartbeat and before a push can be settled
-(actions.SAVED_AT). Not fsynced: it is to outlive the process, not the machine.
+Heartbeats report both to the master, which keeps them in memory; if both processes die, the next agent here still knows
+the tokens and reports them as lost. The file is written aside and renamed, before each heartbeat and before a push can
+be settled (actions.SAVED_AT). It is not fsynced: it must survive the process, not the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "incarnation.json"
 
 
 class IncarnationFile:
-    """The file of one directory; whoever holds `agent.pid` owns it."""
+    """The incarnation file of one directory; the holder of `agent.pid` owns it."""
 
     def __init__(self, directory: Path, run: str, cluster: str, log: Log) -> None:
         self._path, self._whose, self._log = directory / FILE, {"run": run, "cluster": cluster}, log
@@ -25,7 +25,9 @@ class IncarnationFile:
         self._fails = False
 
     def read_former(self) -> PastIncarnation:
-        """What the last agent here left; NO_INCARNATION if there was none, or if it was another run's or cluster's."""
+        """Return what the last agent here saved; NO_INCARNATION if there is none, or if it is another run's or
+        cluster's.
+        """
         try:
             found = json.loads(self._path.read_text())
             past = PastIncarnation(int(found["inc"]), int(found["tokens_consumed"]))
@@ -38,7 +40,7 @@ class IncarnationFile:
             return NO_INCARNATION
 
     def save_incarnation(self, past: PastIncarnation) -> None:
-        """Leave this behind; a disk that is full costs no training."""
+        """Save an incarnation; a failure (a full disk) is logged and does not stop training."""
         if past == self._saved:
             return
         aside = self._path.with_suffix(".new")

@@ -1,4 +1,6 @@
-"""Where ranks reach the agent: a Unix socket of its own user, and a TCP port only for a job of several hosts."""
+"""The sockets on which ranks reach the agent: a Unix socket for its own user, and a TCP port for a job on several
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from dips.config import ClusterFile
 from dips.errors import ConfigError
 from dips.telemetry.logs import Log
 
-RESOLVE_S = 60.0  # the name of a pod is known some seconds after its start
+RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
 AGAIN_S = 1.0
 
 
 @asynccontextmanager
 async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
-    """Serve ranks; the value is what a rank must find in its environment, to find the agent."""
+    """Serve ranks; yields the environment variables through which a rank finds the agent."""
     path, remote = socket_path(config), over_network(config)
     servers = [await _on_this_host(path, ranks)]
     environment = {AGENT: f"unix:{path}"}
@@ -42,8 +44,8 @@ async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> 
 
 
 async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
-    """The Unix socket for rank 0, readable by this user only."""
-    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none runs
+    """Listen on the Unix socket for rank 0, which only this user can open."""
+    path.unlink(missing_ok=True)  # left by an agent that was killed; the pid file's lock shows that none runs
     mask = os.umask(0o177)
     try:
         return await asyncio.start_unix_server(ranks.serve_local, path)
@@ -54,7 +56,7 @@ async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
 
 
 async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: bytes) -> tuple[asyncio.Server, str]:
-    """The port on the one address that `remote` names, and how ranks write its host."""
+    """Listen on the one address that `remote` names; return the server and the host as ranks write it."""
     host, port, named_by = remote
     try:
         family, *_, address = await _resolve_host(host, port)

@@ -1,7 +1,7 @@
-"""The agent's way to the master: one question, one call; the master's errors come back as their classes.
+"""The agent's calls to the master: each question is one gRPC call; the master's errors are raised as their classes.
 
-Heartbeats have a connection of their own, so that no long poll stands before them. What a question means, and when it
-is legal, this file does not know.
+Heartbeats have their own connection, so that no long poll delays them. This file does not know what a question means or
+when it is legal.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ CALLS: Mapping[type, tuple[str, float]] = {
 
 
 class MasterLink:
-    """Two channels to one master; they connect at the first call and again after each loss."""
+    """Two channels to one master; they connect at the first call and reconnect after each loss."""
 
     def __init__(self, peer: Endpoint, shared: Mapping[str, Any]) -> None:
-        """`shared`: our options, to name those that differ from the run's."""
+        """Open the channels; `shared` is this cluster's shared options, to name those that differ from the run's."""
         self._peer, self._shared = peer, shared
         self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(peer), control.open_channel(peer))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
     async def ask_master(self, event: object) -> Result:
-        """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
+        """Send a question and return the reply. Raises UnavailableMaster if none comes in time, and the errors the
+        master raised.
+        """
         method, deadline_s = CALLS[type(event)]
         try:
             reply = await self._call_method(getattr(self._questions, method), event, deadline_s)
@@ -76,7 +78,7 @@ class MasterLink:
         return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
-        """Keep the lease; raise as `ask_master` does."""
+        """Send a heartbeat and return its answer; raises as `ask_master` does."""
         return from_proto(
             await self._call_method(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer
         )
@@ -86,7 +88,9 @@ class MasterLink:
             await channel.close()
 
     async def _name_keys(self, refused: ConfigError) -> ConfigError:
-        """The master compares digests; ask for its options to name the keys that differ."""
+        """Return the refusal with the names of the keys that differ; the master, which compared digests, is asked for
+        its options.
+        """
         describe = StatusServiceStub(self._channels[0]).Describe
         try:
             reply = await control.call_method(
@@ -103,7 +107,7 @@ class MasterLink:
                 method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster,
                 explain=isinstance(event, ClusterJoined),
             )  # fmt: skip
-        except UnavailableMaster as error:  # gRPC cannot say that it was the handshake
+        except UnavailableMaster as error:  # gRPC does not tell that the TLS handshake failed
             if self._peer.tls is not None and (expired := self._peer.tls.find_expiry()):
                 raise Denied(expired) from error
             raise

@@ -1,7 +1,7 @@
-"""The cluster's incarnation at the master: joined with a nonce, kept by heartbeats, ended by a lease that ran out.
+"""The cluster's incarnation at the master: joined with a nonce, kept by heartbeats, ended when its lease runs out.
 
-Must stay true: messages of an older term or incarnation change nothing; what a former incarnation earned is settled or
-lost there, and a trainer that goes on from it pulls before anything that it earns counts.
+Must stay true: messages of an older term or incarnation change nothing; work of a former incarnation is settled or lost
+there, and a trainer that continues from it pulls before any of its further work counts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Refused
 from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered
 from dips.protocol.heartbeats import REMARK_CHARS
 
-TAKEN_TRIES = 5  # in a row, one a heartbeat of the master's: who is dead is silent by then
+TAKEN_TRIES = 5  # Joins in a row, one per heartbeat of the master: a dead holder of the name is silent by then
 LEAST_RETRY_S = 0.1
 
 
 def join_run(s: AgentState, reason: str) -> None:
-    """Begin a new incarnation; the one before, if there was one, ends by this."""
+    """Begin a new incarnation; the former one, if there is one, ends by this."""
     member = s.membership
     if s.joined:
         member.former, s.account = PastIncarnation(member.inc, s.account.consumed_tokens), Account()
@@ -34,7 +34,7 @@ def join_run(s: AgentState, reason: str) -> None:
 
 
 def _ask_to_join(s: AgentState, delay_s: float = 0.0) -> None:
-    """With the nonce of this try: asked twice, it gets the same incarnation."""
+    """Ask the master to join with the present nonce: a repetition gets the same incarnation."""
     member, who, last = s.membership, s.settings.identity, max(s.membership.inc, s.membership.former.inc)
     event = ClusterJoined(
         0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest,
@@ -44,27 +44,27 @@ def _ask_to_join(s: AgentState, delay_s: float = 0.0) -> None:
 
 
 def on_manifest_wanted(s: AgentState, result: ManifestWanted) -> None:
-    """The model is not the run's: have rank 0 send the manifest, so that the master can say where they differ."""
+    """Ask rank 0 for the manifest, since the model differs from the run's; the master then tells where."""
     digests = f"this model is not the run's: its manifest's digest is {s.membership.manifest_digest[:12]}, the run's"
     s.sync.reason = f"{digests} is {result.digest[:12]}"
     s.membership.wants_manifest = True
-    if s.trainer.alive and s.trainer.attached:  # the same manifest was the run's: `dips init` made another run
+    if s.trainer.alive and s.trainer.attached:  # this manifest was the run's: `dips init` has made another run since
         s.fail_training(DifferentModel(f"{s.sync.reason}, and was another when this trainer attached"))
 
 
 def offer_manifest(s: AgentState, packed: bytes) -> None:
-    """Have the master say where this model differs from the run's."""
+    """Send the manifest, so that the master can tell where this model differs from the run's."""
     s.membership.wants_manifest, s.sync.reason = False, "the master compares its model with the run's"
     ask_master(s, Channel.SYNC, ManifestOffered(s.cluster, s.membership.manifest_digest, packed))
 
 
 def on_same_model(s: AgentState, _: Acknowledged) -> None:
-    """A master that was started meanwhile serves a run of this very model."""
+    """Join again: a master that was started meanwhile serves a run of this same model."""
     join_run(s, "its model is the run's after all")
 
 
 def on_joined(s: AgentState, result: Joined) -> None:
-    """The master has a new incarnation for us: everything that is counted in one begins anew."""
+    """Begin the new incarnation that the master has assigned: its account, ranges and seq start anew."""
     member, sync = s.membership, s.sync
     if result.term < member.term:
         join_run(s, "a master answered that has a successor")
@@ -80,14 +80,16 @@ def on_joined(s: AgentState, result: Joined) -> None:
     member.term, member.inc, member.settled = result.term, result.inc, result.settled
     sync.seq = sync.accepted_seq = 0
     sync.pull_due = True
-    s.trainer.must_pull = s.trainer.base is not None  # what it trained under its former incarnation is overwritten
+    s.trainer.must_pull = s.trainer.base is not None  # work under its former incarnation is overwritten
     s.update_progress(result.progress)
     s.record_mark("joined", inc=result.inc, head=str(result.head))
     end_transfer(s, f"joined as {s.cluster}/{member.inc}")
 
 
 def on_name_taken(s: AgentState, result: Refused) -> None:
-    """Another agent bears the name and was heard just now, or this master has just started and believes so."""
+    """Retry a Join that was refused because an agent of this name is alive, or seems so to a master that has just
+    started.
+    """
     s.membership.times_taken += 1
     if s.membership.times_taken > TAKEN_TRIES:
         s.fail_training(Denied(f"{result.reason}: take another name, end that agent, or say --take-over to replace it"))
@@ -97,13 +99,13 @@ def on_name_taken(s: AgentState, result: Refused) -> None:
 
 
 def _take_unreported(s: AgentState, result: Joined) -> int:
-    """Tokens of the incarnation before that the master has not accounted for: they are lost, and reported now.
+    """Return the tokens of the former incarnation that the master has not accounted for: they are reported as lost now.
 
-    It never got those heartbeats, or got them and died without writing them down. A push whose Outcome never came is
-    lost here, and may be accepted there.
+    The master never got those heartbeats, or got them and died without recording them. A push whose Outcome never
+    arrived counts as lost here, although it may have been accepted.
 
-    The master reports the incarnation right before this one. If that was not ours (two agents, an answer to Join that
-    was lost), it is unknown what it has of ours: tokens that were never reported to it stay so, none is reported twice.
+    The master reports the incarnation right before this one. If that was not ours (two agents, a lost answer to Join),
+    the tokens it has of ours are unknown: tokens that were never reported stay unreported, none is reported twice.
     """
     former, s.membership.former = s.membership.former, NO_INCARNATION
     ours = result.inc == former.inc + 1
@@ -111,7 +113,7 @@ def _take_unreported(s: AgentState, result: Joined) -> int:
 
 
 def rejoin_run(s: AgentState) -> None:
-    """The lease ran out: what was unsettled is lost, since the master has freed its ranges."""
+    """Join again after the lease ran out; unsettled work is lost, since the master has freed its ranges."""
     s.account.lose_carried()
     s.account.lose_frozen()
     s.record_mark("incarnation_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
@@ -119,14 +121,14 @@ def rejoin_run(s: AgentState) -> None:
 
 
 def leave_run(s: AgentState) -> ClusterLeft | None:
-    """The last message to the master; None if the cluster has no incarnation there."""
+    """Return the last message to the master; None if the cluster has no incarnation there."""
     if not s.joined:
         return None
     return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens, s.leaves_for[:REMARK_CHARS])
 
 
 def past_incarnation(s: AgentState) -> PastIncarnation:
-    """What the next agent must know if this one dies now."""
+    """Return what the next agent must know if this one dies now."""
     if s.joined:
         return PastIncarnation(s.membership.inc, s.account.consumed_tokens)
     former = s.membership.former
@@ -134,9 +136,10 @@ def past_incarnation(s: AgentState) -> PastIncarnation:
 
 
 def on_unreachable(s: AgentState, reason: str) -> None:
-    """The master does not answer: after `patience_s` the trainer trains on, the question goes on without it.
+    """Note that the master does not answer: after `patience_s` a waiting trainer trains on while the question is
+    repeated.
 
-    For a slot it does not wait at all (outer_sync.py).
+    A trainer that waits for a slot trains on without this patience (outer_sync.py).
     """
     member, sync = s.membership, s.sync
     if member.unreachable_since is None:
@@ -150,7 +153,7 @@ def on_unreachable(s: AgentState, reason: str) -> None:
 
 
 def _waits_in_vain(s: AgentState) -> bool:
-    """The trainer stands still, has parameters to train, and the ranks have nothing to do before the master answers."""
+    """Return whether the trainer waits although it could train, and only the master can end the wait."""
     could_train = not s.settings.overlap and s.trainer.base is not None and not s.trainer.must_pull
     masters_turn = s.sync.phase in (SyncPhase.FINISHING, SyncPhase.AWAITING, SyncPhase.ASKING_PULL)
     return s.sync.waiting and could_train and masters_turn

@@ -41,7 +41,7 @@ TABLES: tuple[Table, ...] = (
 
 
 def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
-    """Gather the numbers; on the thread that owns the core."""
+    """Collect the numbers from the state; call it on the thread that owns the core."""
     trainer, member, tally, account = state.trainer, state.membership, state.tally, state.account
     rate, silent_since = tally.token_rate(now), member.unreachable_since
     return {
@@ -71,14 +71,14 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
 
 
 def read_relay(relay: Relay | None) -> dict[str, Any]:
-    """The relay's numbers; nothing without one."""
+    """Return the relay's numbers; empty without a relay."""
     if relay is None:
         return {}
     return {"relayed": relay.passed_bytes, "relay_open": relay.open_connections, "relay_refused": relay.refused}
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn what `read_metrics` gathered into metric families."""
+    """Convert the numbers of `read_metrics` into metric families."""
     yield from make_families(SELF, [((), status)], ())
     spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
     yield from make_families(SPENT, spent, ("cause",))

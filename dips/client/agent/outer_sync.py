@@ -1,8 +1,9 @@
-"""The course of one push or pull: rank 0 on one side, the master on the other.
+"""One push or pull between rank 0 on one side and the master on the other.
 
-Rank 0 opens it with a question of a new number and repeats the question until it has its verdict. Which reply of the
-master is legal in which phase, and what handles it, is a table (REPLIES). A push or pull whose trainer died, or trains
-on because the master cannot be reached, goes on to its end without the trainer, so that what is committed is settled.
+Rank 0 opens it with a question of a new number and repeats the question until it has its verdict. A table (REPLIES)
+says which of the master's replies is legal in which phase, and which function handles it. A push or pull whose trainer
+died, or trains on because the master cannot be reached, continues to its end without the trainer, so that a committed
+push is settled.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from dips.protocol.effects import (
     Result,
 )
 
-STAND_S = 1.0  # slots that are free are reserved in milliseconds; for others no trainer stands still
+STAND_S = 1.0  # a trainer waits this long for a slot: free slots are reserved in milliseconds
 
 SyncQuestion = PushWanted | PushMoved | PullWanted | PullMoved
 _WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
 
 
 def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
-    """The verdict on rank 0's question; AskAgain until there is one."""
+    """Return the verdict on rank 0's question; AskAgain until there is one."""
     sync = s.sync
     if q.number > sync.question:
         if isinstance(q, PushWanted) and _is_reserving(s):
-            _take_question(s, q.number)  # it asks again, after it trained on for a while; it has stood its time
+            _take_question(s, q.number)  # asked again after training on for a while; its time of waiting is used up
         elif isinstance(q, _WANTED) and sync.phase is not SyncPhase.RESTING:
-            # The last transfer is being settled; a trainer with parameters need not wait for a master that is away.
+            # The last transfer is being settled; a trainer with parameters need not wait for an unreachable master.
             away = isinstance(q, PushWanted) and s.membership.unreachable_since is not None
             return train_on(s, sync.reason, again=True) if away else AskAgain(sync.reason)
         else:
@@ -66,7 +67,7 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
             _open_question(s, q)
     verdict = _find_verdict(s)
     if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
-        sync.waiting = False  # the master is asked on: what it grants is taken at the next look
+        sync.waiting = False  # the master is still asked: its grant is taken at the trainer's next question
         return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result, s.range_requests.recalls)
     return verdict
 
@@ -76,18 +77,20 @@ def _take_question(s: AgentState, number: int) -> None:
 
 
 def _is_reserving(s: AgentState) -> bool:
-    """A push is asked for, or granted, and the ranks do not have the order to freeze yet."""
+    """Return whether a push is asked for or granted, and the ranks do not have the order to freeze yet."""
     return s.sync.phase is SyncPhase.ASKING_PUSH or (s.sync.phase is SyncPhase.PUSHING and not s.sync.frozen)
 
 
 def _stands_too_long(s: AgentState) -> bool:
-    """For one slot a trainer stands still once; for a master that does not answer not at all."""
+    """Return whether the trainer has waited long enough for a slot: STAND_S, or not at all for an unreachable
+    master.
+    """
     in_vain = s.membership.unreachable_since is not None or s.now - s.sync.waits_since >= STAND_S
     return not s.settings.overlap and in_vain
 
 
 def _open_question(s: AgentState, q: SyncQuestion) -> None:
-    """Begin what a new question asks for, if it is still the time for it."""
+    """Start the transfer that a new question asks for, if it is still appropriate."""
     sync = s.sync
     if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and q.seq == sync.seq:
         pushes.on_push_moved(s, q)
@@ -96,7 +99,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
     elif isinstance(q, PullWanted):
         pulls.want_pull(s, q)
     elif sync.phase is not SyncPhase.RESTING:
-        pass  # what was moved belongs to a transfer that is over; the verdict on the present one is to come
+        pass  # the question is about a transfer that is over; the verdict on the present one will follow
     elif isinstance(q, _MOVED) or sync.pull_due or s.membership.progress.finished:
         pulls.end_transfer(s, "the transfer was ended meanwhile")
     elif s.now < sync.backoff_until:
@@ -110,7 +113,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
 
 
 def _find_verdict(s: AgentState) -> Answer:
-    """What the ranks should do now; PushNow is the moment of the freeze."""
+    """Return the present answer to the ranks; returning PushNow freezes the push."""
     sync, inc = s.sync, s.membership.inc
     if sync.verdict:
         return sync.verdict
@@ -126,10 +129,10 @@ def _find_verdict(s: AgentState) -> Answer:
 
 
 def on_sync_reply(s: AgentState, result: Result) -> None:
-    """Take the master's reply to the open question."""
+    """Process the master's reply to the open question."""
     if isinstance(result, Pending):
         s.sync.reason = result.reason
-        s.membership.times_taken = 0  # who has the name is silent
+        s.membership.times_taken = 0  # the holder of the name is silent
         repeat_question(s, Channel.SYNC)
         return
     close_channel(s, Channel.SYNC)
@@ -141,7 +144,7 @@ def on_sync_reply(s: AgentState, result: Result) -> None:
 
 
 def on_sync_error(s: AgentState, error: DipsError) -> None:
-    """The master refused the open question. Why an incarnation is stale, the next heartbeat's answer shows."""
+    """Process the refusal of the open question. The next heartbeat's answer tells why an incarnation is stale."""
     close_channel(s, Channel.SYNC)
     if isinstance(error, StaleIncarnation):
         s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)
@@ -155,7 +158,7 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
         s.fail_training(error)
 
 
-# Which reply is legal in which phase, and what handles it. Pending is legal everywhere: the same is asked again.
+# Legal replies by phase, with their handlers. Pending is legal in every phase: the question is repeated.
 REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
     (SyncPhase.JOINING, Joined): membership.on_joined,
     (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,

@@ -1,8 +1,9 @@
-"""When this cluster pushes: after so many steps, after so many seconds, or together with others, as the master plans.
+"""The pace of a cluster's pushes: after a number of steps, after a number of seconds, or aligned with others by the
+master.
 
-The trainer's ranks count inner steps and must agree without a message at each of them. So each answer says after how
-many steps to look again: at once when a push is due, else when most of what is left is over, so that a late step or a
-moved meeting costs one look and no disagreement. Pure; knows neither messages nor the master.
+The trainer's ranks count inner steps and must agree without a message at each step. So each answer says after how many
+steps to ask again: at once when a push is due, else when most of the rest has passed, so that a late step or a moved
+meeting costs one question and no disagreement. Pure: no messages, no master.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from statistics import median
 
 from dips.protocol.heartbeats import OWN_PACE
 
-SOON_S = 0.5  # a trainer that overlaps looks for a grant so soon
-SOON_TIMES = 8  # the steps seen: as far ahead as they are believed
-STEPS_KEPT = 33  # inner steps whose median is the speed
-LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be set, or moved, by every heartbeat
-LOOK_SHARE = 0.75  # of the steps that are left: then the ranks look again
-NEAR = 0.5  # of a step: the boundary nearest to the moment is taken
-MOST_TIMES = 8  # the own H of an aligned cluster: it pushes then, meeting or not
-BELIEVED_S = 30.0  # what the master has set holds so long; then the cluster keeps its own H
+SOON_S = 0.5  # an overlapping trainer asks for its grant again after this time
+SOON_TIMES = 8  # plan at most this many times the steps measured so far
+STEPS_KEPT = 33  # inner steps whose median duration is the speed
+LOOK_S = 3.0  # aligned ranks ask at least this often: each heartbeat may set or move the meeting
+LOOK_SHARE = 0.75  # share of the remaining steps after which the ranks ask again
+NEAR = 0.5  # in steps: the step boundary nearest to the due time is taken
+MOST_TIMES = 8  # after this many times its own H an aligned cluster pushes, with or without a meeting
+BELIEVED_S = 30.0  # validity of the master's meeting time; then the cluster uses its own H
 
 
 class Pace:
-    """Counts inner steps since the last push, and how many are left; `now` is the agent's monotonic clock."""
+    """Counts inner steps since the last push and those left until the next; `now` is the agent's monotonic clock."""
 
     def __init__(self, *, steps: int | None = None, seconds: float | None = None, aligned: int | None = None) -> None:
-        """Exactly one of the three: `pace` of the cluster file."""
+        """Set the pace: exactly one of the three, from `pace` of the cluster file."""
         self._steps, self._seconds, self._aligned = steps, seconds, aligned
         self.since_push = 0
         self._since = 0.0  # when the last push was settled
-        self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
+        self._last: float | None = None  # end of the last inner step; None: the trainer has waited since
         self._took: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._step_s: float | None = 0.0  # their median, once somebody has asked for it
-        self._round = 0  # steps of the last round; 0: there was none
-        self.first_step_s = 0.0  # of all, from the trainer's beginning: an estimate until there is a better one
-        self._due: float | None = None  # of the meeting
-        self._set_at = 0.0  # when it was set
+        self._step_s: float | None = 0.0  # cached median of `_took`; None: to be computed
+        self._round = 0  # inner steps of the last round; 0: there was none
+        self.first_step_s = 0.0  # trainer's start to the end of its first step: estimate until better known
+        self._due: float | None = None  # time of the meeting; None: there is none
+        self._set_at = 0.0  # when the meeting was set
 
     @property
     def aligned_steps(self) -> int:
-        """H that an aligned cluster would take by itself; 0 for every other pace."""
+        """The H that an aligned cluster would use by itself; 0 for any other pace."""
         return self._aligned or 0
 
     @property
@@ -52,9 +53,9 @@ class Pace:
 
     @property
     def round_steps(self) -> int:
-        """Inner steps between two pushes, as far as that is known; 0: it is not.
+        """Inner steps between two pushes, as far as known; 0: unknown.
 
-        Of an aligned cluster no more than its own H: a round that waited long for a slot must not make the next longer.
+        For an aligned cluster at most its own H: a round that waited long for a slot must not lengthen the next one.
         """
         if self._seconds is not None:
             return int(self._seconds / self.step_s) if self.step_s > 0 else 0
@@ -65,14 +66,14 @@ class Pace:
     def steps_until_ask(self) -> int:
         """Inner steps after which a trainer that trains on while it waits should ask again.
 
-        A few times as many as were seen at most: a trainer's first steps may be far faster than those that follow.
+        At most SOON_TIMES the steps measured: a trainer's first steps may be much faster than later ones.
         """
         if self.step_s <= 0:
             return 1
         return max(1, min(int(SOON_S / self.step_s), SOON_TIMES * len(self._took)))
 
     def record_step(self, ended: float, steps: int = 1, span_s: float = 0.0) -> None:
-        """So many inner steps are done; the first of them ended `span_s` before the last, which ended at `ended`."""
+        """Count inner steps: the first of `steps` ended `span_s` before the last, which ended at `ended`."""
         before = self._since if self._last is None else self._last
         first = max(before, ended - max(0.0, span_s))
         ended = max(first, ended)
@@ -80,37 +81,39 @@ class Pace:
         self.first_step_s = self.first_step_s or first - self._since
         if self._last is not None:
             self._took.append(first - self._last)
-        if steps > 1:  # their mean stands for each
+        if steps > 1:  # each of the others counts with their mean
             self._took.extend([(ended - first) / (steps - 1)] * min(steps - 1, STEPS_KEPT))
         if self._took:
             self._step_s = None
         self._last = ended
 
     def pause_timing(self) -> None:
-        """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""
+        """Exclude the next step from the measurement: the trainer waited for a transfer or a window."""
         self._last = None
 
     def begin_step(self, now: float) -> None:
-        """The trainer waits no longer: its next step begins now, and can be measured."""
+        """Start measuring the next step now, after a wait."""
         self._last = now
 
     def restart_count(self, now: float) -> None:
-        """A push is over, whatever came of it, or a trainer begins: count anew."""
+        """Start counting anew, after a push has ended in any way or when a trainer begins."""
         self._round = self.since_push or self._round
         self.since_push, self._since, self._due = 0, now, None
         self.pause_timing()
 
     def resume_count(self, since_push: int) -> None:
-        """Resume from a checkpoint: so many steps were taken since the last push."""
+        """Resume from a checkpoint that was saved `since_push` steps after the last push."""
         self.since_push = since_push
 
     def set_meeting(self, push_in_s: float, now: float) -> None:
-        """The master has set when an aligned push should begin; OWN_PACE: by the own H."""
+        """Set the time until an aligned push should begin, as the master plans it; OWN_PACE: the cluster uses its own
+        H.
+        """
         self._set_at = now
         self._due = None if push_in_s == OWN_PACE else now + push_in_s
 
     def look_in(self, now: float) -> int:
-        """Inner steps until the ranks should look again; 0: a push is due."""
+        """Return the inner steps after which the ranks should ask again; 0: a push is due."""
         if self._seconds is not None:
             return self._steps_until(self._since + self._seconds, now)
         if self._aligned is None:
@@ -123,12 +126,12 @@ class Pace:
 
     def _steps_until(self, due: float, now: float) -> int:
         if self.since_push == 0:
-            return 1  # a push without a step is nothing
+            return 1  # a push without a step would be empty
         left = (due - now) / self.step_s if self.step_s > 0 else 1.0 if due > now else 0.0
         return 0 if left < NEAR else self._part_of(left)
 
     def _by_itself(self, steps: int) -> int:
-        """The own H, as long as no meeting is known."""
+        """Return the steps until the next question by the cluster's own H, while no meeting is known."""
         left = max(0, steps - self.since_push)
         return self._part_of(left) if left else 0
 

@@ -1,4 +1,4 @@
-"""The phases of a cluster's outer step, and what each means for a trainer that waits and for a person who looks."""
+"""The phases of a cluster's outer step, with the activity shown and the cause of a trainer's standstill in each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dips.protocol.enums import Activity
 
 
 class SyncPhase(StrEnum):
-    """How far the present push or pull is."""
+    """The phase of the present push or pull."""
 
     UNJOINED = "unjoined"
     JOINING = "joining"
@@ -25,7 +25,7 @@ class SyncPhase(StrEnum):
     UNSURE = "unsure whether this incarnation is over"
 
 
-# What heartbeats report and `dips status` shows; phases that are not here do not hold up the trainer.
+# The activity that heartbeats report and `dips status` shows; in other phases the trainer does not wait.
 ACTIVITY: Mapping[SyncPhase, Activity] = {
     SyncPhase.JOINING: Activity.IDLE,
     SyncPhase.ASKING_PUSH: Activity.PUSH,
@@ -37,7 +37,7 @@ ACTIVITY: Mapping[SyncPhase, Activity] = {
     SyncPhase.CLOSING: Activity.PULL,
 }
 
-# Why a trainer that waits in a phase stands still (tally.CAUSES).
+# The cause (tally.CAUSES) under which a wait in each phase is counted.
 STANDSTILL: Mapping[SyncPhase, str] = {
     SyncPhase.UNJOINED: "join",
     SyncPhase.JOINING: "join",

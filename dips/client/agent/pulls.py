@@ -1,4 +1,6 @@
-"""A pull: asked for, granted, moved, closed. Between two transfers the cluster rests; a due pull comes first."""
+"""The steps of a pull: asked for, granted, moved, closed. Between two transfers the cluster rests; a due pull comes
+first.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from dips.dataclass import replace
 from dips.protocol.effects import Acknowledged, Dropped, Finished, Grant, Refused
 from dips.protocol.events import PullFinished, PullRequested
 
-PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the trainer cannot train without it
-RETRY_S = 0.5  # before a failed pull is asked for anew
+PULL_TRIES = 3  # failures in a row after which a pull is given up, unless the trainer cannot train without it
+RETRY_S = 0.5  # pause before a failed pull is asked for again
 
 
 def end_transfer(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
-    """The transfer is over: ask for the pull that a waiting trainer needs, or give it its verdict."""
+    """End the present transfer: ask for the pull that a waiting trainer needs, or answer the trainer."""
     sync = s.sync
     sync.phase, sync.reason, sync.grant = SyncPhase.RESTING, reason, None
     want_final_pull(s)
@@ -31,14 +33,14 @@ def end_transfer(s: AgentState, reason: str, again: bool = False, delay_s: float
 
 
 def want_final_pull(s: AgentState) -> None:
-    """A finished run's last version is worth one pull."""
+    """Schedule one pull of a finished run's last version."""
     finished = s.membership.progress.finished
     if finished and s.trainer.base != finished and not s.sync.final_pull_tried:
         s.sync.pull_due = s.sync.final_pull_tried = True
 
 
 def want_pull(s: AgentState, _: PullWanted) -> None:
-    """A trainer that begins has no parameters of the run."""
+    """Schedule the first pull of a trainer that begins without the run's parameters."""
     s.sync.pull_due = True
     end_transfer(s, "a pull is wanted")
 
@@ -52,9 +54,9 @@ def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
 
 
 def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> None:
-    """The ranks may move, if they still wait."""
+    """Let the ranks move the pull if they still wait, else close it."""
     sync = s.sync
-    if not sync.waiting:  # the trainer trains on, or died
+    if not sync.waiting:  # the trainer trains on, or has died
         close_pull(s, False)
         return
     sync.phase, sync.reason, sync.grant = SyncPhase.PULLING, f"pulls {grant.version}", grant
@@ -65,7 +67,9 @@ def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> No
 
 
 def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
-    """All ranks have installed the version, or none has; a torn model has only some of its layers."""
+    """Process the end of a pull: all ranks have installed the version, or none has, or the model is torn (some layers
+    only).
+    """
     sync, trainer = s.sync, s.trainer
     assert sync.grant
     version = sync.grant.version
@@ -79,14 +83,14 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
         sync.reason = f"trains on {version}"
     else:
         if moved.torn:
-            trainer.base = None  # it has no parameters of the run, until a pull succeeds
+            trainer.base = None  # the trainer has no parameters of the run until a pull succeeds
             s.record_mark("torn", seq=moved.seq)
         record_pull_failure(s, f"its pull failed: {moved.reason}")
     close_pull(s, moved.installed)
     want_final_pull(s)
     if moved.installed and sync.merge and not moved.merged:
         judge_divergence(s, moved.seq, "what it trained beside its pull was not finite")
-    if sync.waiting and not sync.pull_due:  # it need not stand still while the pull is being closed
+    if sync.waiting and not sync.pull_due:  # the trainer need not wait while the pull is being closed
         conclude_question(s, sync.reason)
 
 
@@ -94,11 +98,11 @@ def _record_install(s: AgentState, moved: PullMoved) -> None:
     record_moved(s, moved.nbytes, moved.nbytes)
     s.tally.moved["pull"] += moved.nbytes
     if not moved.merged:
-        lose_work(s)  # the pull has overwritten it
+        lose_work(s)  # the pull has overwritten the work since the last freeze
 
 
 def record_pull_failure(s: AgentState, reason: str) -> None:
-    """Try again, but for ever only if the trainer cannot train with what it has."""
+    """Schedule another try; without limit only if the trainer cannot train with its present parameters."""
     sync = s.sync
     sync.pull_failures, sync.reason = sync.pull_failures + 1, reason
     sync.pull_due = s.trainer.must_pull or s.trainer.base is None or sync.pull_failures < PULL_TRIES
@@ -123,12 +127,12 @@ def on_pull_dropped(s: AgentState, result: Dropped) -> None:
 
 
 def on_pull_after_end(s: AgentState, result: Finished) -> None:
-    """The run is finished, and its last version is not to be had any more."""
+    """End the pull: the run is finished, and its last version cannot be pulled any more."""
     s.membership.progress = replace(s.membership.progress, finished=result.version)
     s.sync.pull_due, s.sync.final_pull_tried = False, True
     end_transfer(s, "the run is finished")
 
 
 def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
-    """The master has closed the pull, or the push that was aborted."""
+    """Rest again after the master has closed the pull or the aborted push."""
     end_transfer(s, s.sync.reason, delay_s=RETRY_S)

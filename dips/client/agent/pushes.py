@@ -1,4 +1,4 @@
-"""A push: asked for, granted, frozen, moved, committed, and settled by the outcome of its round.
+"""The steps of a push: asked for, granted, frozen, moved, committed, and settled by the outcome of its round.
 
 Must stay true: progress is cut when the ranks freeze the model, and settled, given back or lost exactly once.
 """
@@ -22,7 +22,7 @@ from dips.protocol.effects import Committed, Dropped, Finished, Grant, Outcome, 
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRequested, RoundAwaited
 
-AGAIN_S = 1.0  # before a push is asked for anew whose slot was not to be had: its slave is not back within a step
+AGAIN_S = 1.0  # pause before a push that got no slot is asked for again: its slave is not back within a step
 
 
 def ask_push(s: AgentState) -> None:
@@ -38,7 +38,7 @@ def ask_push(s: AgentState) -> None:
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
-    """Slots are reserved; the ranks freeze at their next look."""
+    """Note that slots are reserved; the ranks freeze the model at their next question."""
     sync = s.sync
     sync.phase, sync.reason, sync.grant, sync.place = SyncPhase.PUSHING, "its push is moving", grant, 0
     mark_inner_steps(s)
@@ -46,14 +46,16 @@ def on_push_granted(s: AgentState, grant: Grant) -> None:
 
 
 def freeze_push(s: AgentState) -> None:
-    """Cut the progress where the ranks freeze the model: all that they did before is counted, nothing after it."""
+    """Cut the progress at the point where the ranks freeze the model: work before it belongs to this push, later work
+    does not.
+    """
     sync = s.sync
     if sync.frozen:
         return
     sync.frozen, sync.frozen_by, s.trainer.loss_not_finite = True, s.trainer.attempt, False
     s.account.freeze_portion()
     look_at_freeze(s)
-    s.heartbeats.due_at = s.now  # it tells what the push brings: the master holds the commit against it
+    s.heartbeats.due_at = s.now  # the heartbeat reports the push's tokens: the master compares the commit with them
     if s.settings.overlap:
         s.pace.restart_count(s.now)
     begin_transfer(s)
@@ -61,7 +63,9 @@ def freeze_push(s: AgentState) -> None:
 
 
 def on_push_moved(s: AgentState, moved: PushMoved) -> None:
-    """All bytes are at the slaves: have the push committed. If some are not, abort it; the trainer trains on."""
+    """Ask the master to commit the push if all bytes are at the slaves; otherwise abort it, and the trainer trains
+    on.
+    """
     sync = s.sync
     s.record_mark("push_end", seq=moved.seq, ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
     if moved.diverged:
@@ -81,9 +85,9 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
 
 
 def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
-    """The model is not finite: what it trained since its last pull is lost, and the head replaces it.
+    """Drop the work since the last pull, since the model is not finite, and schedule a pull of the head.
 
-    With another policy than `reset` the ranks end with an error, and the next attempt pulls.
+    With a policy other than `reset` the ranks end with an error, and the next attempt pulls.
     """
     s.ranges.take_back_unserved(s.account.lose_frozen())
     lose_work(s)
@@ -97,7 +101,7 @@ def on_push_refused(s: AgentState, result: Refused) -> None:
     if result.place and result.place != s.sync.place:
         s.record_mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
     s.sync.place = result.place
-    if s.sync.waiting and not s.settings.overlap:  # there no step was interrupted
+    if s.sync.waiting and not s.settings.overlap:  # with overlap no step was interrupted
         s.pace.begin_step(s.now)
     end_transfer(s, result.reason, again=True)
 
@@ -109,7 +113,7 @@ def on_committed(s: AgentState, _: Committed) -> None:
 
 
 def on_outcome(s: AgentState, result: Outcome) -> None:
-    """The round is over: settle what was pushed, and pull the new version if the trainer waits for it."""
+    """Settle the push by the outcome of its round, and pull the new version if the trainer waits for it."""
     sync = s.sync
     _mark_outcome(s, result.kind, str(result.version), result.reason)
     s.tally.switch_cause(name_cause(s), s.now)
@@ -129,12 +133,12 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         end_transfer(s, f"its push was {result.kind}")
     elif sync.waiting:
         on_pull_granted(s, result.pull, after_push=True)
-    else:  # ranks that began since the push have other keys than the slaves admit to this pull: they ask for their own
+    else:  # ranks that started since the push have keys that are not admitted to this pull: they ask for their own
         close_pull(s, False)
 
 
 def on_push_dropped(s: AgentState, result: Dropped) -> None:
-    """It came to nothing; a push that was still being opened is asked for again soon."""
+    """Give back the progress of a dropped push; one that was still being opened is asked for again soon."""
     sync = s.sync
     asking = sync.phase is SyncPhase.ASKING_PUSH
     if sync.phase in (SyncPhase.ASKING_PUSH, SyncPhase.FINISHING, SyncPhase.AWAITING):
@@ -146,21 +150,21 @@ def on_push_dropped(s: AgentState, result: Dropped) -> None:
 
 
 def on_base_refused(s: AgentState, reason: str) -> None:
-    """The ledger does not know what the trainer started from: it pulls, and what it did since is lost."""
+    """Schedule a pull and drop the work since the base, which the ledger does not know."""
     lose_work(s)
     s.trainer.must_pull = s.sync.pull_due = True
     end_transfer(s, reason)
 
 
 def on_push_after_end(s: AgentState, result: Finished) -> None:
-    """The run was finished before this push could be part of it."""
+    """Give back the progress of a push that the run's end has preceded."""
     s.membership.progress = replace(s.membership.progress, finished=result.version)
     give_back(s)
     end_transfer(s, "the run is finished")
 
 
 def give_back(s: AgentState) -> None:
-    """The open push came to nothing: its progress goes with the next one, or is lost if its trainer is gone."""
+    """Return the progress of an unsuccessful push to the next one; it is lost if its trainer is gone."""
     trainer = s.trainer
     if trainer.alive and s.sync.frozen_by == trainer.attempt and not trainer.must_pull:
         s.account.give_back()

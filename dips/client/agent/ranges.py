@@ -1,8 +1,8 @@
 """Data ranges: leased from the master before they run out, served to the trainer one by one, settled with its pushes.
 
-At the end of the data the rest is pushed, so that every range is settled with what was trained on it. So it is when the
-master has no more for this cluster before its own are settled; then the master is asked again, and while only others
-hold ranges, which may come back, the trainer waits.
+At the end of the data the remaining progress is pushed, so that every range is settled. The same happens when the
+master has no more ranges for this cluster before its own are settled; then the master is asked again, and while only
+other clusters hold ranges, which may come back, the trainer waits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.enums import RemarkSubject
 from dips.protocol.events import RangesRequested
 
-END_S = 600.0  # at the end of the data, the last push is tried for so long
+END_S = 600.0  # time for the last push to be settled at the end of the data
 
 NONE_LEFT = "no data range is left to lease"
 NONE_NOW = "no more data ranges are leased before those that this cluster holds are settled"
 
 
 def give_range(s: AgentState, message: RangeWanted) -> Answer:
-    """Use up the range before, and answer with the next one, the end, or AskAgain."""
+    """Use up the former range, and answer with the next one, the end of the data, or AskAgain."""
     if message.count != s.ranges.asked:
         s.ranges.begin_question(message.count)
         _use_up(s, message)
     finished = s.membership.progress.finished
-    given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's are others' by now
+    given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's ranges are gone
     if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined and not _settles_first(s):
         ask_ranges(s)
     answer = _make_answer(s, given)
@@ -43,7 +43,7 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
 
 
 def _settles_first(s: AgentState) -> bool:
-    """The master has said that there are no more before this, and there is something to settle."""
+    """Return whether the master has no range before ours are settled, and there is progress to settle."""
     holds = s.ranges.served or s.account.frozen != NOTHING or s.account.carried != NOTHING
     return s.ranges.is_held_back and bool(holds)
 
@@ -52,7 +52,7 @@ def _use_up(s: AgentState, message: RangeWanted) -> None:
     if message.left is not None:
         use_ranges(s, message.left, None)
     elif s.trainer.must_pull:
-        s.ranges.recall_ranges()  # what was trained on it will be overwritten
+        s.ranges.recall_ranges()  # the work on it will be overwritten by a pull
     else:
         for used in s.ranges.finish_ranges():
             s.account.use_up(used)
@@ -65,7 +65,7 @@ def _make_answer(s: AgentState, given: int | None) -> Answer:
         return RangeGiven(given, _begun_by(s, given), s.range_requests.recalls)
     if finished:
         return RangesEnded(f"the run is finished with {finished}", True)
-    if not s.joined:  # its next incarnation may get the ranges that this one has lost
+    if not s.joined:  # the next incarnation may get the ranges that this one has lost
         return AskAgain(s.sync.reason)
     if (s.ranges.exhausted or _settles_first(s)) and not is_asked(s):
         return _end_data(s)
@@ -73,16 +73,17 @@ def _make_answer(s: AgentState, given: int | None) -> Answer:
 
 
 def _begun_by(s: AgentState, given: int) -> BegunRange | None:
-    """How far it was trained: by what the trainer carries, if it resumed from a checkpoint, or by settled pushes."""
+    """Return how far a range is trained: by carried progress after resuming from a checkpoint, else by settled
+    pushes.
+    """
     carried = s.account.carried.begun
     return carried if carried and carried.number == given else s.ranges.begun.get(given)
 
 
 def _end_data(s: AgentState) -> Answer:
-    """No range is left, or none before ours are settled: have the rest pushed.
+    """Ask for a push of the remaining progress: no range is left, or none before ours are settled.
 
-    Where none is left, a rest that cannot be settled for END_S, because no slot is to be had or the master is away, is
-    given up.
+    If no range is left, progress that cannot be settled within END_S (no slot, an unreachable master) is given up.
     """
     requests, why = s.range_requests, NONE_LEFT if s.ranges.exhausted else NONE_NOW
     if s.ranges.served:
@@ -93,7 +94,7 @@ def _end_data(s: AgentState) -> Answer:
         requests.ended_at = s.now
     if requests.ended_at is not None and s.now - requests.ended_at >= END_S:
         return _give_up_rest(s)
-    ours = s.sync.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else it is the master's turn
+    ours = s.sync.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else the master must act first
     too_early = s.now < max(s.sync.backoff_until, requests.rest_again_at)
     if not ours or too_early or s.membership.unreachable_since is not None:
         return AskAgain(s.sync.reason)
@@ -109,7 +110,7 @@ def _give_up_rest(s: AgentState) -> Answer:
 
 
 def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
-    """Ask for more data ranges, or for named ones."""
+    """Ask the master for more data ranges, or for those in `claims`."""
     s.range_requests.seq += 1
     count = len(claims) or s.settings.ranges_at_once
     event = RangesRequested(0, s.cluster, s.membership.inc, s.range_requests.seq, count, claims)
@@ -117,7 +118,7 @@ def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
 
 
 def is_asked(s: AgentState) -> bool:
-    """The master has not answered the last question yet."""
+    """Return whether a question about data ranges is open."""
     return Channel.RANGES in s.questions
 
 
@@ -125,7 +126,7 @@ def on_leased(s: AgentState, result: Ranges) -> None:
     close_channel(s, Channel.RANGES)
     s.range_requests.waits = ""
     drop_remark(s, RemarkSubject.RANGES)
-    # named ranges that are not to be had say nothing about those that are
+    # that claimed ranges are unavailable does not mean that no range is left
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
     if not result.ranges and not s.range_requests.claimed:
         s.ranges.hold_back()
@@ -141,7 +142,7 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
 
 
 def on_ranges_pending(s: AgentState, result: Pending) -> None:
-    """Others hold all that is left: it comes back, or the run ends with it."""
+    """Wait, since other clusters hold all ranges that are left: they come back, or the run ends with them."""
     s.range_requests.waits = result.reason
     make_remark(s, RemarkSubject.RANGES, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)

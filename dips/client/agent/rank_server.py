@@ -1,4 +1,4 @@
-"""Serves the connections of ranks: every message of rank 0 goes to the core, and the core's answer back."""
+"""Serves the connections of ranks: passes each message of rank 0 to the core, and the core's answer back."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
 
-MOST_REMOTE = 8192  # connections of ranks on other hosts, one each: ranks of the largest job
-MOST_LOCAL = 256  # connections over the Unix socket: rank 0 has one, and one more for a moment when it is restarted
+MOST_REMOTE = 8192  # connections of ranks on other hosts, one per rank: the ranks of the largest job
+MOST_LOCAL = 256  # connections over the Unix socket: one of rank 0, briefly two when it is restarted
 
 
 class RankServer:
-    """Knows which attempt a connection belongs to; what is answered the core decides."""
+    """Serves rank connections and tracks the attempt of each; the core decides all answers."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RankServer:
         rewrite: Callable[[Grant], Grant],
         log: Log,
     ) -> None:
-        """`hold_s`: a question is held open for an answer at most so long."""
+        """Create a server; `hold_s` is the longest time that a question is held open for an answer."""
         self._core, self._hold_s, self._perform = core, hold_s, perform
         self._signals, self._rewrite, self._log = signals, rewrite, log
         self._remote = 0  # connections over the network
@@ -68,7 +68,7 @@ class RankServer:
         writer.close()
 
     def serve_with(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        """What serves ranks that dial over the network, if they know the token."""
+        """Return a connection handler for ranks that connect over the network and know the token."""
 
         async def serve_remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if self._remote >= MOST_REMOTE:
@@ -86,9 +86,9 @@ class RankServer:
         return serve_remote
 
     async def _serve_connection(self, rank: Connection) -> None:
-        """Answer one connection until it ends; the end of rank 0's without Detach is the end of its attempt.
+        """Answer one connection until it ends; if rank 0's ends without Detach, its attempt ends.
 
-        Ranks of other hosts that are not rank 0 send nothing: they hold the connection to notice our end (orphan.py).
+        Other ranks on other hosts send nothing: they hold the connection to notice the agent's end (orphan.py).
         """
         attempt = 0
         try:
@@ -106,7 +106,7 @@ class RankServer:
             if attempt:
                 self._log.info("rank 0 hung up", attempt=attempt)
         except asyncio.CancelledError:
-            pass  # the agent ends; asyncio of Python 3.11 prints a traceback for a connection's task that was cancelled
+            pass  # the agent ends; Python 3.11's asyncio prints a traceback if a connection's task is cancelled
         except RemoteProtocolError as error:
             count_refusal("agent_line_malformed")
             self._log.warning("rank 0 was not understood", error=str(error))
@@ -116,7 +116,7 @@ class RankServer:
             rank.close()
 
     async def _await_answer(self, message: Message) -> Answer | None:
-        """Ask the core again after each change, until it has an answer or `hold_s` is over."""
+        """Ask the core again after each change, until it has an answer or `hold_s` has passed."""
         until = time.monotonic() + self._hold_s
         while True:
             change = self._signals.next_change()

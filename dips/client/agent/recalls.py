@@ -1,7 +1,7 @@
-"""How far the trainer has trained the data ranges that it was given, and how those are taken back from it.
+"""The trainer's progress in its data ranges, and recalling ranges from it.
 
-Must stay true: a range is used up when each of its samples is in what is carried; what is lost is served again, from
-where settled pushes end.
+Must stay true: a range is used up when all its samples are in the carried progress; lost samples are served again, from
+the point where settled pushes end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dips.protocol.data import BegunRange
 
 
 def use_ranges(s: AgentState, left: Iterable[int], begun: BegunRange | None) -> None:
-    """Samples of `left` are still to be trained, the other ranges are used up.
+    """Count all served ranges but `left` as used up, and `begun` as partly trained.
 
-    Ranges that were leased to a former incarnation, or taken back meanwhile, are not this trainer's any more.
+    Ranges leased to a former incarnation, or taken back meanwhile, are not counted.
     """
     s.range_requests.by_step = True
     for used in s.ranges.finish_ranges(left):
@@ -25,7 +25,7 @@ def use_ranges(s: AgentState, left: Iterable[int], begun: BegunRange | None) -> 
 
 
 def lose_work(s: AgentState) -> None:
-    """What was trained since the last freeze is lost, and its trainer lives: it is given those ranges again."""
+    """Drop the progress since the last freeze and serve its ranges to the running trainer again."""
     lost = s.account.carried.inner_steps > 0
     s.ranges.take_back_unserved(s.account.lose_carried())
     if lost and s.range_requests.by_step and s.ranges.served:
@@ -34,5 +34,5 @@ def lose_work(s: AgentState) -> None:
 
 
 def count_recall(s: AgentState) -> None:
-    """The trainer must forget what it has of its ranges: the next answers say so."""
+    """Tell the trainer, with the next answers, to forget its ranges."""
     s.range_requests.recalls += s.range_requests.by_step

@@ -1,11 +1,13 @@
-"""A way out for ranks on nodes that have none: TCP from them to this host, and on to the slaves' lanes.
+"""A TCP relay for ranks on nodes without a route to the slaves: ranks connect to this host, which connects to the
+lanes.
 
-Bytes are passed on as they come, so what ranks and slaves say to each other, encrypted or not, stays between them. The
-relay goes only where a grant goes: each granted lane gets a port of its own here, the grant is rewritten to name it,
-and it is closed when grants name the lane no more. Its own thread and loop: a transfer must not cost a heartbeat.
+Bytes are forwarded unchanged, so traffic between ranks and slaves, encrypted or not, stays between them. The relay
+connects only to granted lanes: each has its own port here, the grant is rewritten to name it, and the port is closed
+when grants no longer name the lane. The relay has its own thread and event loop, so that a transfer delays no
+heartbeat.
 
-Bounded: MOST_LANES ports, MOST_CONNECTIONS at once, BUFFER_BYTES in each direction of each; who reads slowly is sent
-slowly. Beyond that a connection is closed at once, and its rank comes again after a pause.
+Limits: MOST_LANES ports, MOST_CONNECTIONS at once, BUFFER_BYTES in each direction of each; a slow reader slows its
+sender. A connection beyond the limit is closed at once, and its rank retries after a pause.
 """
 
 from __future__ import annotations
@@ -26,49 +28,49 @@ from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
 
 MOST_LANES = 1024  # ports of one relay: the lanes of all slaves of a run
-MOST_CONNECTIONS = 512  # ranks × lanes that move at once
-BUFFER_BYTES = 128 << 10  # read and not yet passed on, for each direction of a connection
-CONNECT_S = 10.0  # to reach a lane
+MOST_CONNECTIONS = 512  # ranks × lanes that transfer at once
+BUFFER_BYTES = 128 << 10  # read and not yet forwarded, for each direction of a connection
+CONNECT_S = 10.0  # timeout for connecting to a lane
 BACKLOG = 128
-ACCEPT_PAUSE_S = 0.2  # after a connection that could not be taken
-UNACKNOWLEDGED_MS = 30_000  # a peer that acknowledges nothing for so long is gone
+ACCEPT_PAUSE_S = 0.2  # pause after a connection could not be accepted
+UNACKNOWLEDGED_MS = 30_000  # a peer that acknowledges nothing for this long is gone
 
 
 @dataclass(eq=False)
 class Port:
-    """One granted lane and the socket that stands for it here."""
+    """A granted lane and the listening socket that represents it here."""
 
     target: str
     listener: socket.socket
-    address: str  # host:port that ranks are given
+    address: str  # host:port given to ranks
     task: asyncio.Task[None] | None = None
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Relay:
-    """Passes connections on; `rewrite_grant` is called from the agent's loop, the rest runs on the relay's thread."""
+    """Forwards connections; `rewrite_grant` is called from the agent's loop, the rest runs on the relay's thread."""
 
     def __init__(self, host: str, log: Log, most_connections: int = MOST_CONNECTIONS) -> None:
-        """Take ports on `host`, an address of this machine; raise ConfigError if it is not one."""
+        """Start the relay's thread with ports on `host`. Raises ConfigError if it is not an address of this machine."""
         self._host, self._log, self._most = host, log, most_connections
-        self._ports: dict[str, Port] = {}  # by target; the agent's side
-        self._connections = 0  # this and what follows: the relay's thread alone writes
+        self._ports: dict[str, Port] = {}  # by target; used on the agent's side
+        self._connections = 0  # this and the counters below are written by the relay's thread only
         self.passed_bytes = 0
-        self.refused = 0  # connections beyond the most
-        self._open_listener().close()  # a wrong host is an error now, not in the middle of the first push
+        self.refused = 0  # connections beyond the limit
+        self._open_listener().close()  # so that a wrong host is an error now, not during the first push
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
 
     @property
     def open_connections(self) -> int:
-        """Connections that are open now."""
+        """The number of connections that are open now."""
         return self._connections
 
     def rewrite_grant(self, grant: Grant) -> Grant:
         """Return the grant with every lane's address replaced by one of ours.
 
-        Raise Busy if there are too many, ConfigError if a lane's plain text would leave this machine.
+        Raises Busy if it names too many lanes, ConfigError if a lane's plain text would leave this machine.
         """
         plain = [slave.name for slave in grant.slaves if not slave.key]
         if plain and not is_loopback(self._host):
@@ -84,7 +86,7 @@ class Relay:
         return replace(grant, slaves=slaves)
 
     def close(self) -> None:
-        """End every connection and the thread."""
+        """Close all connections and end the thread."""
         self._forget_targets(list(self._ports))
         asyncio.run_coroutine_threadsafe(self._is_drained(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -132,7 +134,7 @@ class Relay:
         )
 
     def _end_port(self, port: Port) -> None:
-        """The grant is over: so is what still moves for it."""
+        """Close the port of a lane that is no longer granted, with its connections."""
         for task in (port.task, *port.connections):
             if task is not None:
                 task.cancel()
@@ -162,7 +164,7 @@ class Relay:
             task.add_done_callback(port.connections.discard)
 
     async def _serve_connection(self, port: Port, inner: socket.socket) -> None:
-        """One connection of a rank, until either side ends it."""
+        """Forward one rank's connection until either side ends it."""
         outer: socket.socket | None = None
         try:
             _set_socket_options(inner)
@@ -198,10 +200,10 @@ class Relay:
         return outer
 
     async def _copy_bytes(self, source: socket.socket, sink: socket.socket) -> None:
-        """Pass bytes on in one direction until it ends; what is not taken yet is not read on."""
+        """Forward bytes in one direction until it ends; reading waits until the other side has taken them."""
         buffer = bytearray(BUFFER_BYTES)
         view = memoryview(buffer)
-        with suppress(OSError):  # the connection is over, whoever broke it
+        with suppress(OSError):  # either side has closed the connection
             while count := await self._loop.sock_recv_into(source, buffer):
                 await self._loop.sock_sendall(sink, view[:count])
                 self.passed_bytes += count

@@ -1,6 +1,6 @@
-"""What a person should know of this cluster: said once in the log, and in `dips status` as long as it holds.
+"""Remarks on this cluster for its operator: logged once, and shown in `dips status` as long as they hold.
 
-There is one for each subject, so nothing grows; a remark that is made again with the same text is silent.
+Subjects are few and fixed, so nothing grows; a remark that is repeated with the same text is not logged again.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from dips.printable import make_printable
 from dips.protocol.enums import RemarkSubject
 from dips.protocol.heartbeats import REMARK_CHARS, Remark
 
-WAIT_TOLD_S = 5.0  # what holds everything up for so long is logged
+WAIT_TOLD_S = 5.0  # a wait of this length is logged
 
 
 def make_remark(s: AgentState, subject: RemarkSubject, text: str) -> None:
-    """Say it, with its remedy; it holds until it is dropped."""
+    """Log a remark that names its remedy; it holds until it is dropped."""
     if s.remarks.get(subject) != text:
         s.remarks[subject] = text
         s.record_mark("remark", subject=subject, text=text)
 
 
 def drop_remark(s: AgentState, subject: RemarkSubject) -> None:
-    """It holds no more."""
+    """Drop the remark on a subject, since it no longer holds."""
     s.remarks.pop(subject, None)
 
 
 def list_remarks(s: AgentState) -> tuple[Remark, ...]:
-    """All that hold, for a heartbeat."""
+    """Return all remarks that hold, for a heartbeat."""
     return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
 
 
 def tell_certificate(s: AgentState, problem: str) -> None:
-    """Say why a renewed certificate is not used, while the former one still is; empty: nothing is wrong."""
+    """Remark why a renewed certificate is not used while the former one still is; drop the remark if `problem` is
+    empty.
+    """
     if problem:
         make_remark(s, RemarkSubject.CERTIFICATE, f"certificate: {problem}")
     else:
@@ -39,7 +41,7 @@ def tell_certificate(s: AgentState, problem: str) -> None:
 
 
 def tell_wait(s: AgentState) -> None:
-    """Log what a trainer that stands still, or that has not joined, has been waiting for; each reason once."""
+    """Log once for each reason what a waiting trainer, or one that has not joined, is waiting for."""
     stands = s.trainer.alive and (s.sync.waiting or not s.joined)
     reason = s.sync.reason if stands else ""
     told, since, is_told = s.waits_for

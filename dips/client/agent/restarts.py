@@ -1,7 +1,7 @@
-"""Whether the training command is started again when it has ended.
+"""Decides whether the training command is started again after it ended.
 
-A crash is worth another try unless another try must end like it: the command is not there, the configuration is wrong,
-or it has crashed in the same way three times before the first inner step.
+A crash is worth another try unless another try must end the same way: the command does not exist, the configuration is
+wrong, or it has crashed in the same way three times before its first inner step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError, class_named, treatment_of
 from dips.protocol.enums import RemarkSubject
 
-RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
-SAME_CRASHES = 3  # before the first inner step: the next would be the same
+RESTART_PAUSE_S = 1.0  # pause between a crash and the next launch
+SAME_CRASHES = 3  # equal crashes before the first inner step after which no launch follows
 EXIT_CONFIG = treatment_of(ConfigError()).exit_code
-_NUMBER = re.compile(r"\d+")  # processes, ports and addresses differ in the same crash
+_NUMBER = re.compile(r"\d+")  # process ids, ports and addresses differ between equal crashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LaunchCommand:
 
 @dataclass(frozen=True, slots=True)
 class EndAgent:
-    """The agent is done; `reason` is empty if the training command ended by itself."""
+    """End the agent with exit code `code`; `reason` is empty if the training command ended by itself."""
 
     code: int
     reason: str = ""
@@ -46,7 +46,9 @@ def plan_first_launch(s: AgentState) -> LaunchCommand:
 def plan_next_launch(
     s: AgentState, before: LaunchCommand, code: int, terminated: bool, last_line: str = ""
 ) -> LaunchCommand | EndAgent:
-    """The command has ended with exit code `code`, `last_line` on standard error: start it again if that may help."""
+    """Decide whether to start the command again after it ended with exit code `code` and `last_line` on standard
+    error.
+    """
     if s.stop is not None:
         return _end_agent(s, s.stop.code, s.stop.reason)
     if code == 0 or terminated or s.membership.progress.finished:
@@ -77,7 +79,7 @@ def _end_agent(s: AgentState, code: int, reason: str) -> EndAgent:
 
 
 def _why_hopeless(s: AgentState, crash: Crash) -> str:
-    """Why another try cannot help, or is one too many; empty if it may help."""
+    """Return why another try cannot help, or would exceed the limit; empty if it may help."""
     how = describe_crash(crash)
     if crash.code == CANNOT_START:
         return f"the training command cannot be started: {how}"
@@ -92,7 +94,7 @@ def _why_hopeless(s: AgentState, crash: Crash) -> str:
 
 
 def _is_configuration(crash: Crash) -> bool:
-    """By its exit code, or, since torchrun has one of its own, by the error that its last line names."""
+    """Return whether the crash was a configuration error, by its exit code or, behind torchrun, by its last line."""
     named = class_named(crash.last_line.partition(":")[0].rpartition(".")[2])
     raised = "dips.errors." in crash.last_line and named is not None and issubclass(named, ConfigError)
     return crash.code == EXIT_CONFIG or raised
@@ -101,6 +103,6 @@ def _is_configuration(crash: Crash) -> bool:
 def _is_same_crash(s: AgentState) -> bool:
     newest = list(s.crashes)[-SAME_CRASHES:]
     kinds = {(crash.code, _NUMBER.sub("#", crash.last_line)) for crash in newest}
-    # Who was killed, perhaps from outside, says nothing of the next try.
+    # A process that was killed, perhaps from outside, tells nothing about the next try.
     untried = not any(crash.stepped or crash.code > BY_SIGNAL for crash in newest)
     return len(newest) == SAME_CRASHES and len(kinds) == 1 and untried

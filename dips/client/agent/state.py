@@ -1,9 +1,9 @@
-"""Everything that the agent remembers; no decision is made here.
+"""The agent's state; no decision is made here.
 
-Three dataclasses say how the cluster stands with the master (Membership), what its trainer does (TrainerAttempt) and
-how far the present push or pull is (OuterSync). Beside them stand what was earned (Account), the data ranges
-(RangeQueue, RangeRequests), when to push (Pace), where the time goes (Tally) and what the master is being asked
-(OpenQuestion). The functions over it stand in modules by subject; core.py calls them.
+Three dataclasses hold the cluster's standing with the master (Membership), its trainer (TrainerAttempt) and the present
+push or pull (OuterSync). Further ones hold the progress (Account), the data ranges (RangeQueue, RangeRequests), the
+time of the next push (Pace), the use of time (Tally) and the open questions to the master (OpenQuestion). The functions
+over them are in modules by subject; core.py calls them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dips.protocol.effects import Grant, Progress
 from dips.protocol.enums import DivergencePolicy, RemarkSubject
 from dips.transport.backoff import Backoff
 
-RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
-RESTART_WINDOW_S = 86_400.0  # in which restarts are counted: a month on 1,000 devices crashes more than ten times
-PATIENCE_HEARTBEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
+RANGES_AT_ONCE = 2  # ranges leased together: the one needed, and the next, before it is asked for
+RESTART_WINDOW_S = 86_400.0  # restarts are counted within it: a month on 1,000 devices has more than ten crashes
+PATIENCE_HEARTBEATS = 5  # a trainer waits this many heartbeats for an unreachable master, then trains on
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterIdentity:
-    """Who this cluster is, and what it must agree on with the run."""
+    """The names of run and cluster, and the digest of the options that both must agree on."""
 
     run: str
     cluster: str
@@ -43,125 +43,125 @@ class ClusterIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent is started with."""
+    """The settings of an agent."""
 
     identity: ClusterIdentity
     heartbeat_s: float
-    retry_s: float  # the longest pause before a master that did not answer is asked again
+    retry_s: float  # longest pause before an unreachable master is asked again
     overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
-    max_restarts: int = 0  # of the training command, after it crashed, within `restart_window_s`
+    max_restarts: int = 0  # restarts of a crashed training command within `restart_window_s`
     ranges_at_once: int = RANGES_AT_ONCE
     restart_window_s: float = RESTART_WINDOW_S
-    take_over: bool = False  # fence an incarnation of another agent, if one lives
-    on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
-    fragments: int = 1  # in which the ranks stagger what they move beside training
+    take_over: bool = False  # fence a running agent of the same name
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET  # if the model is no longer finite
+    fragments: int = 1  # number of fragments in which the ranks stagger a transfer beside training
 
     @property
     def patience_s(self) -> float:
-        """How long a trainer waits for a master that does not answer, before it trains on."""
+        """The time a trainer waits for an unreachable master before it trains on."""
         return PATIENCE_HEARTBEATS * self.heartbeat_s
 
 
 @dataclass
 class Membership:
-    """This cluster in the run, as its master counts, and what the master last said of the run."""
+    """The cluster's membership in the run, and the run's progress as last reported by the master."""
 
     inc: int = 0  # 0: never joined
-    nonce: str = ""  # of the last Join
-    manifest_digest: str = ""  # of the model that was joined with
-    frozen_digest: str = ""  # of its frozen parameters
-    wants_manifest: bool = False  # the master does: the model is not the run's
+    nonce: str = ""  # nonce of the last Join
+    manifest_digest: str = ""  # digest of the manifest that was joined with
+    frozen_digest: str = ""  # digest of the model's frozen parameters
+    wants_manifest: bool = False  # the master asked for the manifest: the model is not the run's
     term: int = 0
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
-    former: PastIncarnation = NO_INCARNATION  # the incarnation before, until the master reports what it has of it
-    unreachable_since: float | None = None
-    times_taken: int = 0  # Joins in a row that were refused, since another agent bears the name
+    former: PastIncarnation = NO_INCARNATION  # the former incarnation, until the master reports its tokens
+    unreachable_since: float | None = None  # None: the master answers  # None: the master answers
+    times_taken: int = 0  # Joins refused in a row because another agent has the name
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """One end of the training command that was not wanted."""
+    """One unwanted end of the training command."""
 
     at: float
     code: int
-    last_line: str  # of its standard error, cut
-    stepped: bool  # this agent's trainer had taken an inner step
+    last_line: str  # last line of its standard error, truncated
+    stepped: bool  # a trainer of this agent had taken an inner step before
 
 
 @dataclass
 class TrainerAttempt:
-    """The present or last attempt of the training job, and what all attempts under this agent have done."""
+    """The present or last attempt of the training job, and counters over all attempts under this agent."""
 
     attempt: int = 0
     alive: bool = False
-    process: str = ""  # rank 0
-    former_processes: set[str] = field(default_factory=set)  # rank 0 of former attempts
+    process: str = ""  # identifies rank 0's process
+    former_processes: set[str] = field(default_factory=set)  # rank 0's processes of former attempts
     launch: int = 0  # the newest start of the training command that has attached
     push_ranks: int = 1
     pull_ranks: int = 1
-    keys: tuple[str, ...] = ()  # public, of the ranks that move bytes
-    base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
-    must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
-    attached: bool = False  # it was told so
-    starved: bool = False  # it waits for a data range
-    detached: bool = False  # it ended the outer loop itself
+    keys: tuple[str, ...] = ()  # public keys of the ranks that transfer
+    base: VersionId | None = None  # the version being trained on; None: no parameters of the run, or torn ones
+    must_pull: bool = False  # its work, done under a former incarnation, will be overwritten by a pull
+    attached: bool = False  # the trainer got the answer Attached
+    starved: bool = False  # the trainer waits for a data range
+    detached: bool = False  # the trainer closed the outer loop itself
     inner_steps: int = 0  # since the agent's start, as are tokens and loss
     tokens: int = 0
-    loss: float | None = None  # of the last step that gave one
-    loss_not_finite: bool = False  # since the last freeze, and that was recorded
-    marked_at: float = 0.0  # when the timeline last got inner steps
+    loss: float | None = None  # of the last step that reported one; None: none did
+    loss_not_finite: bool = False  # a loss since the last freeze was not finite, which was recorded
+    marked_at: float = 0.0  # when inner steps were last written to the timeline
     steps_before: int = 0  # inner_steps when this attempt began
-    idle_since: float = 0.0  # it could have taken a step since then, and has taken none
+    idle_since: float = 0.0  # since when the trainer could have taken a step and has reported none
     accepted_pushes: int = 0  # since the agent's start
-    resets: int = 0  # of a model that was not finite, since the last push whose model was
+    resets: int = 0  # resets of a model that was not finite, since the last finite push
 
 
 @dataclass
 class OuterSync:
-    """The present push or pull, and what rank 0 is to be answered."""
+    """The present push or pull, and the state of rank 0's question."""
 
     phase: SyncPhase = SyncPhase.UNJOINED
     reason: str = "no trainer has attached yet"
-    seq: int = 0  # of the last push or pull in this incarnation
-    accepted_seq: int = 0  # of the last push in this incarnation that was accepted
-    result: PushResult | None = None  # of the newest push that was settled, for the ranks
+    seq: int = 0  # seq of the last push or pull in this incarnation
+    accepted_seq: int = 0  # seq of the last accepted push in this incarnation
+    result: PushResult | None = None  # result of the newest settled push, for the ranks
     # rank 0's question
-    question: int = 0  # its number
-    waiting: bool = False  # for the verdict
-    verdict: Answer | None = None  # given again when the question is repeated
-    waits_since: float = 0.0  # when it was first asked
+    question: int = 0  # number of the question
+    waiting: bool = False  # rank 0 waits for the verdict
+    verdict: Answer | None = None  # the verdict, given again when the question is repeated; None: none yet
+    waits_since: float = 0.0  # when the question was first asked
     # the transfer
     grant: Grant | None = None
     frozen: bool = False  # the ranks have the order to freeze the model for the present push
     frozen_by: int = 0  # the attempt whose progress the open push carries
-    merge: bool = False  # the present pull keeps what was trained since the push was frozen
-    ordered: PushId | PullId | None = None  # what the ranks were told to move last
-    moved: tuple[int, int] = (0, 0)  # of the present or last transfer: bytes, in all
-    moved_at: float = 0.0  # when that was told
-    moving_s: float = 0.0  # in which it moved
-    bytes_per_s: float = 0.0  # its mean rate
-    moving_at_heartbeat: PushId | PullId | None = None  # what was moving when the last heartbeat left
-    halt: str = ""  # why the ranks should end the present transfer
+    merge: bool = False  # the present pull keeps the training since the push was frozen
+    ordered: PushId | PullId | None = None  # the transfer that the ranks were last ordered to move
+    moved: tuple[int, int] = (0, 0)  # present or last transfer: bytes moved, bytes in all
+    moved_at: float = 0.0  # when `moved` was reported
+    moving_s: float = 0.0  # time in which bytes moved
+    bytes_per_s: float = 0.0  # mean rate over `moving_s`
+    moving_at_heartbeat: PushId | PullId | None = None  # the transfer that was moving at the last heartbeat
+    halt: str = ""  # why the ranks should end the present transfer; "": they should not; "": they should not
     # what comes next
     pull_due: bool = False
     final_pull_tried: bool = False
     pull_failures: int = 0  # in a row
-    backoff_until: float = 0.0  # no push is asked for before
-    place: int = 0  # in the master's queue for a slot, as last told; 0: it does not wait there
+    backoff_until: float = 0.0  # no push is asked for before this time this time
+    place: int = 0  # place in the master's queue for a slot, as last reported; 0: not queued
 
 
 @dataclass
 class RangeRequests:
-    """What the master was asked about data ranges, beside the question that is out."""
+    """The state of requests for data ranges, beside the open question."""
 
-    seq: int = 0  # of the last question in this incarnation
+    seq: int = 0  # seq of the last request in this incarnation
     claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
-    waits: str = ""  # for whom the master has us wait
-    ended_at: float | None = None  # when the data ended before all of it was settled
-    rest_again_at: float = 0.0  # the next try to push the rest
-    by_step: bool = False  # the trainer says with each inner step how far it has trained its ranges
-    recalls: int = 0  # how often ranges were taken back from the present trainer, which lives
+    waits: str = ""  # the master's reason for letting this cluster wait
+    ended_at: float | None = None  # when the data ended with unsettled progress; None: it has not
+    rest_again_at: float = 0.0  # time of the next try to push the remaining progress
+    by_step: bool = False  # the trainer reports its progress in ranges with each inner step
+    recalls: int = 0  # how often ranges were recalled from the running trainer
 
 
 @dataclass
@@ -171,16 +171,16 @@ class OpenQuestion:
     number: int
     event: object
     backoff: Backoff
-    pausing: bool = False  # it could not be reached: the question is repeated after a pause
+    pausing: bool = False  # the master could not be reached: the question is repeated after a pause
 
 
 @dataclass
 class HeartbeatTimer:
-    """One heartbeat is out at a time."""
+    """The time of the next heartbeat; at most one is in flight."""
 
     due_at: float = 0.0
     in_flight: bool = False
-    refused_since: float | None = None  # the first refusal (Denied) since an answer came
+    refused_since: float | None = None  # the first refusal (Denied) since the last answer; None: none
 
     def next_deadline(self) -> float:
         return inf if self.in_flight else self.due_at
@@ -191,7 +191,7 @@ class HeartbeatTimer:
 
 @dataclass
 class AgentState:
-    """One agent from its start to its end; `now` is the time of the event that is being handled."""
+    """The state of one agent over its life; `now` is the time of the event being handled."""
 
     settings: AgentSettings
     pace: Pace
@@ -209,10 +209,10 @@ class AgentState:
     questions_asked: int = 0
     crashes: deque[Crash] = field(default_factory=deque)  # of the training command, within the window
     remarks: dict[RemarkSubject, str] = field(default_factory=dict)  # what a person should know now: remarks.py
-    waits_for: tuple[str, float, bool] = ("", 0.0, False)  # why nothing goes on, since when, whether that was logged
-    leaves_for: str = ""  # why the agent ends, for the master
-    failure: ErrorReply | None = None  # why this agent cannot go on, for the ranks
-    stop: StopTrainer | None = None  # the first reason why it cannot go on
+    waits_for: tuple[str, float, bool] = ("", 0.0, False)  # reason of the present wait, since when, whether logged
+    leaves_for: str = ""  # why the agent ends, as reported to the master
+    failure: ErrorReply | None = None  # why this agent cannot continue, as reported to the ranks; None: it can
+    stop: StopTrainer | None = None  # the first reason to stop; None: there is none
     now: float = 0.0
     out: list[Action] = field(default_factory=list)
 
@@ -222,18 +222,18 @@ class AgentState:
 
     @property
     def joined(self) -> bool:
-        """The cluster has an incarnation at the master, and has not begun to join as another."""
+        """Whether the cluster has an incarnation at the master and is not joining as another."""
         return self.membership.inc > 0 and self.sync.phase is not SyncPhase.JOINING
 
     @property
     def fraction(self) -> float:
-        """Accepted tokens of the run over its target, 0 to 1; 0 if it has none."""
+        """Accepted tokens of the run over its target, 0 to 1; 0 without a target."""
         p = self.membership.progress
         return min(1.0, p.tokens / p.tokens_target) if p.tokens_target else 0.0
 
     @property
     def trains_on(self) -> bool:
-        """Whatever it waits for, the trainer does not stand still: it overlaps, and has parameters to train."""
+        """Whether the trainer trains during every wait: it overlaps and has parameters to train."""
         return self.settings.overlap and self.trainer.base is not None and not self.trainer.must_pull
 
     @property
@@ -245,20 +245,20 @@ class AgentState:
         return PullId(self.cluster, self.membership.inc, self.sync.seq)
 
     def record_mark(self, kind: str, **fields: object) -> None:
-        """Record an event of the timeline."""
+        """Record an event on the timeline."""
         self.out.append(RecordMark(kind, fields))
 
     def fail_training(self, error: DipsError) -> None:
-        """End trainer and agent: going on cannot help."""
+        """End trainer and agent, since continuing cannot help."""
         self.failure = ErrorReply(type(error).__name__, str(error))
         self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}", type(error)))
 
     def end_training(self, stop: StopTrainer) -> None:
-        """The first reason to stop is the agent's exit code."""
+        """Stop the trainer; the first stop decides the agent's exit code."""
         self.stop = self.stop or stop
         self.out.append(stop)
 
     def update_progress(self, progress: Progress) -> None:
-        """Answers overtake each other: progress never goes back."""
+        """Update the run's progress, ignoring older answers that arrive late."""
         if progress.tokens >= self.membership.progress.tokens or progress.finished:
             self.membership.progress = progress

@@ -1,4 +1,4 @@
-"""Where a cluster's time goes, by cause (Figure 17 of Di-PS), and how fast it trains. Knows no clock and no message."""
+"""A cluster's time by cause (Figure 17 of Di-PS) and its training rate. No clock, no messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 from dips.telemetry.histogram import Histogram
 
-# Inner steps, and why there are none: the first is the only one in which accelerators earn anything.
+# Inner steps, and the causes of waiting; only under the first do accelerators train.
 CAUSES = (
     "inner",  # between two calls of the outer loop
     "slot",  # for a slot on all slaves
@@ -20,20 +20,20 @@ CAUSES = (
     "failure",  # for a trainer that died to come back
     "ended",  # after its own goodbye
 )
-WAITS = ("slot", "push", "window", "update", "pull", "data", "join")  # of which each one is of interest
-RATE_S = 60.0  # the rate is a mean over so long
+WAITS = ("slot", "push", "window", "update", "pull", "data", "join")  # causes with a histogram of single waits
+RATE_S = 60.0  # span of the mean token rate
 
 
 class Tally:
-    """Seconds by cause and tokens by time of one agent."""
+    """The seconds by cause and the tokens over time of one agent."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.tokens = 0
-        self.moved = {"push": 0, "pull": 0}  # bytes of transfers that were carried through
+        self.moved = {"push": 0, "pull": 0}  # bytes of completed transfers
         self._cause, self._since = "start", -1.0
-        self._waited = 0.0  # in the present window
-        self._spell = 0.0  # since the cause last changed
+        self._waited = 0.0  # seconds in the present window
+        self._spell = 0.0  # seconds since the cause last changed
         self.waits = {cause: Histogram() for cause in WAITS}
         self._earned: deque[tuple[float, int]] = deque()
 
@@ -42,7 +42,7 @@ class Tally:
         return self._cause
 
     def switch_cause(self, cause: str, now: float) -> None:
-        """From now on time goes to `cause`."""
+        """Count time from `now` on under `cause`."""
         if self._since >= 0:
             passed = now - self._since
             if passed > 0.0:
@@ -58,7 +58,7 @@ class Tally:
         self._cause, self._since = cause, now
 
     def count_update(self, update_s: float) -> None:
-        """So much of the wait that ends now was no window any more, but the update."""
+        """Move `update_s` of the present wait from the window to the update."""
         share = min(max(update_s, 0.0), self._waited)
         self.seconds["window"] -= share
         self.seconds["update"] += share
@@ -67,18 +67,18 @@ class Tally:
         self._waited = 0.0
 
     def record_step(self, tokens: int, now: float) -> None:
-        """One inner step is done."""
+        """Count the tokens of an inner step."""
         self.tokens += tokens
         self._earned.append((now, tokens))
         self._forget_old(now)
 
     def token_rate(self, now: float) -> float:
-        """Tokens in a second over the last RATE_S seconds, pauses included."""
+        """Return the tokens per second over the last RATE_S seconds, pauses included."""
         self._forget_old(now)
         return sum(tokens for _, tokens in self._earned) / RATE_S
 
     def seconds_by_cause(self, now: float) -> dict[str, float]:
-        """Seconds by cause until now."""
+        """Return the seconds by cause until `now`."""
         passed = max(0.0, now - self._since) if self._since >= 0 else 0.0
         return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
 

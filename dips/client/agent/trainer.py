@@ -1,7 +1,7 @@
-"""The training command as a process group that is started, ended, and cleaned up after (docs/rationale.md#27).
+"""The training command as a process group: started, ended, and cleaned up (docs/rationale.md#27).
 
-torchrun puts its workers into sessions of their own, so killing its group hard leaves them behind. The agent is their
-subreaper: they become its children and are found and killed here, so that two launches never overlap.
+torchrun puts its workers into separate sessions, so SIGKILL to its group leaves them running. The agent is their
+subreaper: they become its children and are killed here, so that two launches never overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class TrainerProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], stderr: int | None = None
     ) -> TrainerProcess:
-        """Start `command` with `environment` added to ours, in a process group of its own; `stderr`: a file of ours."""
+        """Start `command` in its own process group, with `environment` added to ours and `stderr`, a file descriptor,
+        as standard error (None: ours).
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command),
             env={**os.environ, **environment},
@@ -42,18 +44,18 @@ class TrainerProcess:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Wait for its end; return its exit code, 128 + the signal's number if a signal killed it."""
+        """Wait for the process to end; return its exit code, 128 + the signal's number if a signal killed it."""
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to its process group; nothing if it has ended."""
+        """Send a signal to the process group; does nothing if the process has ended."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def end_within(self, grace_s: float) -> int:
-        """Ask it to end; kill it after `grace_s`. Return its exit code."""
+        """Send SIGTERM, then SIGKILL after `grace_s`. Return the exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -64,11 +66,11 @@ class TrainerProcess:
 
 
 def list_descendants(root: int) -> list[int]:
-    """Processes below `root`, children first; those that end meanwhile are passed over."""
+    """Return the ids of all processes below `root`, parents first; processes that end meanwhile are omitted."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it ended
+            with suppress(OSError):  # the process has ended
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found, at = [], [root]
@@ -82,7 +84,7 @@ def list_descendants(root: int) -> list[int]:
 def kill_leftovers() -> list[int]:
     """Kill every process below this one and reap those that are our children; return their ids.
 
-    Only right when no child of ours may stay: the agent starts nothing but the trainer.
+    Only valid if no child may survive: the agent starts nothing but the trainer.
     """
     killed: list[int] = []
     while left := [pid for pid in list_descendants(os.getpid()) if pid not in killed]:
@@ -90,7 +92,7 @@ def kill_leftovers() -> list[int]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed += left
-    for pid in killed:  # children of the dead became ours; a grandchild's parent may still be reaping it
+    for pid in killed:  # orphans became our children; a grandchild's parent may still be reaping it
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
     return killed

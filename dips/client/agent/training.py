@@ -1,4 +1,4 @@
-"""What the trainer reports of its inner steps, and what the cluster's time goes to."""
+"""The trainer's reports of inner steps, and the cause under which the cluster's time is counted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dips.client.ipc.messages import LossReported, Remarked, Stepped, TokensCoun
 from dips.protocol.enums import RemarkSubject
 from dips.protocol.heartbeats import REMARK_CHARS
 
-MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
+MARK_EVERY_S = 0.5  # shortest time between two marks of inner steps on the timeline
 
 
 def record_step(s: AgentState, notice: Stepped) -> None:
-    """One inner step is done, or several are."""
+    """Count one or more inner steps that the trainer reports."""
     trainer, steps = s.trainer, max(1, notice.steps)
     trainer.inner_steps += steps
     s.pace.record_step(s.now - max(0.0, notice.ago_s), steps, notice.span_s)
@@ -27,23 +27,23 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     if notice.left is not None:
         use_ranges(s, notice.left, notice.begun)
     _check_loss(s, notice.finite)
-    if trainer.must_pull:  # its pull will overwrite this work
+    if trainer.must_pull:  # the pull will overwrite this work
         lose_work(s)
     if s.now - trainer.marked_at >= MARK_EVERY_S:
         mark_inner_steps(s)
 
 
 def record_tokens(s: AgentState, notice: TokensCounted) -> None:
-    """Tokens of steps that were counted without them: other ranks have counted them, or an accelerator has."""
+    """Add tokens of steps that were counted without them, since other ranks or an accelerator have counted them."""
     s.trainer.tokens += notice.tokens
     s.tally.record_step(notice.tokens, s.now)
     s.account.add_tokens(notice.tokens)
-    if s.trainer.must_pull:  # as of the steps themselves
+    if s.trainer.must_pull:  # as in record_step
         lose_work(s)
 
 
 def record_losses(s: AgentState, notice: LossReported) -> None:
-    """Losses of steps that were counted without one: rank 0 of a pipeline computes none."""
+    """Add losses of steps that were counted without one: rank 0 of a pipeline computes no loss."""
     if notice.losses:
         s.trainer.loss = notice.loss_sum / notice.losses
     s.account.add_losses(notice.loss_sum, notice.losses)
@@ -51,7 +51,7 @@ def record_losses(s: AgentState, notice: LossReported) -> None:
 
 
 def take_remark(s: AgentState, notice: Remarked) -> None:
-    """A rank has something to say to a person."""
+    """Keep a rank's remark for the operator."""
     make_remark(s, RemarkSubject.SCRIPT, notice.text[:REMARK_CHARS])
 
 
@@ -62,14 +62,14 @@ def _check_loss(s: AgentState, finite: bool) -> None:
 
 
 def mark_inner_steps(s: AgentState) -> None:
-    """Write the counters to the timeline."""
+    """Write the counters of inner steps to the timeline."""
     t = s.trainer
     t.marked_at = s.now
     s.record_mark("inner", attempt=t.attempt, inner_steps=t.inner_steps, tokens=t.tokens, loss=t.loss)
 
 
 def name_cause(s: AgentState) -> str:
-    """What the cluster's time goes to now (tally.CAUSES)."""
+    """Return the cause (tally.CAUSES) under which the present time is counted."""
     trainer = s.trainer
     if not trainer.alive:
         return "ended" if trainer.detached else "failure" if trainer.attempt else "start"

@@ -1,4 +1,4 @@
-"""What pushes and pulls have in common: how far the ranks are, and how fast."""
+"""The common part of pushes and pulls: the ranks' progress and rate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dips.ids import PullId, PushId
 
 
 def begin_transfer(s: AgentState) -> None:
-    """The ranks are about to move bytes."""
+    """Reset the counters before the ranks move bytes."""
     s.sync.moved, s.sync.halt = (0, 0), ""
     s.sync.moved_at, s.sync.moving_s = s.now, 0.0
 
 
 def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) -> None:
-    """So much of it has moved, over all ranks; nothing in the last `idle_s`, though they look only now."""
+    """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
     sync = s.sync
     if s.settings.fragments == 1 or nbytes > sync.moved[0]:  # between two fragments the link is idle, not slow
         sync.moving_s += max(0.0, s.now - sync.moved_at - max(0.0, idle_s))
@@ -24,7 +24,7 @@ def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) ->
 
 
 def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
-    """Take note; end a transfer that the master has dropped, or that was another incarnation's."""
+    """Record the progress; halt a transfer that the master has dropped or that belongs to another incarnation."""
     if s.sync.ordered != moving_transfer(s):
         return Halt(f"{s.sync.ordered} is over")
     record_moved(s, message.nbytes, message.total, message.idle_s)
@@ -32,36 +32,36 @@ def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
 
 
 def moving_transfer(s: AgentState) -> PushId | PullId | None:
-    """The push or pull that the ranks are moving now."""
+    """Return the push or pull that the ranks are moving now, or None."""
     if s.sync.phase is SyncPhase.PUSHING:
         return s.push_id
     return s.pull_id if s.sync.phase is SyncPhase.PULLING else None
 
 
 def halt_dropped(s: AgentState, live: tuple[PushId | None, PullId | None]) -> None:
-    """A transfer that moved when the last heartbeat left, and that the master no longer lists, leads nowhere."""
+    """Halt a transfer that was moving at the last heartbeat and that the master no longer lists."""
     moving = moving_transfer(s)
     if moving is not None and moving == s.sync.moving_at_heartbeat and moving not in live:
         s.sync.halt = f"the master has dropped {moving}"
 
 
 def fragment_interval(s: AgentState) -> int:
-    """Inner steps between two fragments; 0: all move at once, or the pace is not known yet.
+    """Return the inner steps between two fragments; 0: all move at once, or the pace is not known yet.
 
-    Those of a push take half of the time between two pushes, those of its pull the other half, so that there are as
-    many rounds as without fragments.
+    The fragments of a push take half of the time between two pushes, those of its pull the other half, so that there
+    are as many rounds as without fragments.
     """
     fragments = s.settings.fragments
     return s.pace.round_steps // (2 * fragments) if fragments > 1 else 0
 
 
 def push_idle_s(s: AgentState) -> float:
-    """How long a push is open without moving, at least: ranks that train on look, freeze and look again.
+    """Return the least time for which a push is open without moving: overlapping ranks ask, freeze and ask again.
 
-    Rather too short than too long: no window waits for a push that is due after its end.
+    Rather too short than too long: no window waits for a push that is due after the window's end.
     """
     if not s.settings.overlap:
         return 0.0
     look, interval = s.pace.steps_until_ask, fragment_interval(s)
-    between = (s.settings.fragments - 1) * (interval - look)  # a look at each counts as moving
+    between = (s.settings.fragments - 1) * (interval - look)  # one question per fragment counts as moving
     return (look + max(look, between)) * s.pace.step_s

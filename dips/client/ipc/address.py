@@ -1,10 +1,10 @@
-"""Where a job's agent is to be found: by a Unix socket on its own host, by TCP and a token from the job's other hosts.
+"""The address of a job's agent: a Unix socket on its own host, TCP with a token from the job's other hosts.
 
-    DIPS_AGENT=unix:/path/agent.sock     what the agent hands to the command that it starts, or
-    DIPS_AGENT=tcp://HOST:PORT           set by whoever starts the ranks of other hosts; the agent reads it, too
+    DIPS_AGENT=unix:/path/agent.sock     set by the agent for the command that it starts, or
+    DIPS_AGENT=tcp://HOST:PORT           set by the launcher of ranks on other hosts; the agent reads it, too
     DIPS_AGENT_TOKEN=…                   the job's token, at least LEAST_TOKEN characters; or the file `token`
 
-Without DIPS_AGENT it is the cluster file's `agent`, else the Unix socket in its directory. Knows no socket.
+Without DIPS_AGENT: the cluster file's `agent`, else the Unix socket in its directory. Opens no socket.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dips.private_files import require_private
 
 AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"
 PID_FILE = "agent.pid"  # in the agent's directory, held while it runs
-MOST_PATH = 107  # bytes of a Unix socket's path, a limit of Linux
+MOST_PATH = 107  # bytes in a Unix socket's path, a limit of Linux
 LEAST_TOKEN = 16  # characters; `openssl rand -hex 32` makes 64
 
 
 @dataclass(frozen=True, slots=True)
 class OnThisHost:
-    """A Unix socket."""
+    """The address of an agent by its Unix socket."""
 
     path: Path
-    named_by: str  # what named it, for error messages
+    named_by: str  # the key or variable that gives it, for error messages
 
     def __str__(self) -> str:
         return f"unix:{self.path}"
@@ -37,7 +37,7 @@ class OnThisHost:
 
 @dataclass(frozen=True, slots=True)
 class OnAnyHost:
-    """A TCP port; a rank that dials it must know the token."""
+    """The address of an agent by its TCP port; a rank that connects must know the token."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ Address = OnThisHost | OnAnyHost
 
 
 def find_address(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> Address:
-    """Where a rank dials its agent; raise ConfigError if what names it cannot be used."""
+    """Return the address on which a rank connects to its agent. Raises ConfigError if the given one cannot be used."""
     remote = over_network(config, environment)
     if remote is not None:
         token = token_of(config, environment)
@@ -71,7 +71,9 @@ def find_address(config: ClusterFile, environment: Mapping[str, str] = os.enviro
 
 
 def over_network(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
-    """Host and port of the agent for ranks of other hosts, and what named them; None for one host."""
+    """Return host and port of the agent for ranks of other hosts, and the key or variable that gives them; None for one
+    host.
+    """
     named = environment.get(AGENT, "")
     if named.startswith("unix:") or not (named or config.agent):
         return None
@@ -85,7 +87,9 @@ def over_network(config: ClusterFile, environment: Mapping[str, str] = os.enviro
 
 
 def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The job's token, if it has one already; raise ConfigError if it is too short or its file cannot be read."""
+    """Return the job's token, None if none is given. Raises ConfigError if it is too short or its file cannot
+    be read.
+    """
     text, named_by = environment.get(TOKEN, ""), TOKEN
     if not text and config.token:
         named_by = f"token: {config.token}"
@@ -102,7 +106,7 @@ def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -
 
 
 def socket_path(config: ClusterFile) -> Path:
-    """The Unix socket of this host; raise ConfigError if the kernel cannot take the path."""
+    """Return the path of the Unix socket. Raises ConfigError if it is too long for the kernel."""
     path = (config.socket or config.directory / "agent.sock").absolute()
     if len(str(path).encode()) > MOST_PATH:
         raise ConfigError(f"socket: {path} is longer than {MOST_PATH} bytes: name a shorter one under the key `socket`")
@@ -110,7 +114,7 @@ def socket_path(config: ClusterFile) -> Path:
 
 
 def _filled_in(config: ClusterFile, environment: Mapping[str, str]) -> str:
-    """`$MASTER_ADDR:29410` takes its host from what torchrun and its launchers set."""
+    """Fill in the host of `$MASTER_ADDR:29410` from the variable, which torchrun and its launchers set."""
     assert config.agent is not None
     host, colon, port = config.agent.rpartition(":")
     if not host.startswith("$"):

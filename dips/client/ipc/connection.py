@@ -9,7 +9,7 @@ from dips.client.ipc import encoding
 from dips.client.ipc.messages import Message
 from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer
 
-ADMIT_S = 10.0  # for a rank to prove that it knows the token
+ADMIT_S = 10.0  # time for a rank to prove that it knows the token
 
 
 class Connection:
@@ -20,7 +20,7 @@ class Connection:
 
     @classmethod
     async def admit_rank(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
-        """Let in who proves the token; raise Denied, TimeoutError, or what a broken connection raises."""
+        """Admit a rank that proves the token. Raises Denied, TimeoutError, or the error of a broken connection."""
         keep_alive(writer.get_extra_info("socket"))
         host = TokenServer(token)
         writer.write(host.greeting)
@@ -32,12 +32,14 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """Its host, for the log."""
+        """The rank's host, for the log."""
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else "this host"
 
     async def read_message(self) -> Message:
-        """The next message; raise IncompleteReadError at the end, RemoteProtocolError on anything that is none."""
+        """Return the next message. Raises IncompleteReadError at the end, RemoteProtocolError for an invalid
+        message.
+        """
         head = await self._reader.readexactly(encoding.LENGTH.size)
         body = await self._reader.readexactly(encoding.body_length(head))
         if self._seal:
@@ -54,7 +56,7 @@ class Connection:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the other host is gone, also when nothing is sent."""
+    """Make the kernel detect within half a minute that the other host is gone, also when nothing is sent."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),  # s

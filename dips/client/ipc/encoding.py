@@ -1,6 +1,6 @@
-"""How messages between agent and rank 0 travel: a 4-byte big-endian length, then a msgpack map.
+"""The encoding of messages between agent and rank 0: a 4-byte big-endian length, then a msgpack map.
 
-The map holds the message's fields, and its class name as `kind`. Knows no socket and no clock.
+The map holds the message's fields, and its class name as `kind`. No socket, no clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dips.client.ipc.messages import Answer, Message, Notice, Question
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.plain import field_types, from_plain
 
-MOST_BYTES = 1 << 20  # of one message; the largest is ManifestSent, if the model is not the run's
+MOST_BYTES = 1 << 20  # in one message; the largest is ManifestSent, sent if the model is not the run's
 LENGTH = struct.Struct(">I")
 
 MESSAGES: dict[str, type[Message]] = {
@@ -25,7 +25,7 @@ FIELDS = {kind: tuple(field.name for field in dataclasses.fields(cls)) for kind,
 
 
 def encode_message(message: Message) -> bytes:
-    """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
+    """Encode a message with its length in front. Raises LocalProtocolError if it is too long."""
     body: bytes = msgpack.packb({"kind": type(message).__name__, **_read_fields(message)}, default=_read_fields)
     if len(body) > MOST_BYTES:
         raise LocalProtocolError(
@@ -35,7 +35,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def body_length(head: bytes) -> int:
-    """Read the length in front of a message; raise RemoteProtocolError if it claims too much."""
+    """Decode the length in front of a message. Raises RemoteProtocolError if it exceeds the limit."""
     length: int = LENGTH.unpack(head)[0]
     if length > MOST_BYTES:
         raise RemoteProtocolError(f"a local message claims {length} bytes, at most {MOST_BYTES} were expected")
@@ -43,7 +43,7 @@ def body_length(head: bytes) -> int:
 
 
 def decode_message(body: bytes) -> Message:
-    """Read a message's body; raise RemoteProtocolError on anything that `encode_message` did not write."""
+    """Decode a message's body. Raises RemoteProtocolError for anything that `encode_message` did not write."""
     try:
         fields = msgpack.unpackb(body)
         kind = fields.pop("kind")
@@ -54,7 +54,9 @@ def decode_message(body: bytes) -> Message:
 
 
 def _read_fields(message: Any) -> dict[str, Any]:
-    """Its fields as they are: one may go out with every inner step, and `asdict` would copy all of it."""
+    """Return the fields without copying: a message may be sent with every inner step, and `asdict` would copy all of
+    it.
+    """
     if not dataclasses.is_dataclass(message):
         raise TypeError(f"expected a message, got {message!r}")
     cls: Any = type(message)

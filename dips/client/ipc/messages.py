@@ -1,7 +1,7 @@
 """The messages between the agent and rank 0 of its training job.
 
-Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the same is asked again. A notice
-has no answer. Messages name their attempt (given in Attached): those of an older one change nothing. See encoding.py.
+Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the question is repeated. A notice
+has no answer. Messages carry their attempt (given in Attached): those of an older one change nothing. See encoding.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dips.protocol.effects import Grant, ManifestWanted
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What became of a push of this cluster."""
+    """The result of a push of this cluster."""
 
     inc: int
     seq: int
@@ -26,29 +26,29 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """An attempt has begun; the first message on a connection."""
+    """Announces that an attempt has begun; the first message on a connection."""
 
-    launch: int  # DIPS_ATTEMPT: which start of the training command by the agent; 0: others started it
-    restart: int  # torchrun's own count of restarts, on rank 0's host
-    process: str  # a name that no other process of the job has or had, nor another OuterLoop of the same
+    launch: int  # DIPS_ATTEMPT: number of the agent's launch of the training command; 0: others started it
+    restart: int  # torchrun's count of restarts on rank 0's host
+    process: str  # unique name of this OuterLoop among all processes that the job has or had
     manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
-    keys: tuple[str, ...] = ()  # public, of each rank that moves bytes: what it shows on the lanes
-    frozen_digest: str = ""  # of a sample of what is not trained; "": there is nothing, or it is not known
+    keys: tuple[str, ...] = ()  # public keys of the ranks that move bytes, for the lanes
+    frozen_digest: str = ""  # digest of a sample of the frozen parameters; "": there are none, or it is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestSent:
-    """The model's manifest itself, after ManifestWanted; answered as Attach is."""
+    """Carries the model's manifest, after ManifestWanted; answered as Attach is."""
 
     process: str  # as in Attach
-    packed: bytes  # packed_manifest.py; empty: it is too large to travel
+    packed: bytes  # see packed_manifest.py; empty: it is too large to be sent
 
 
 @dataclass(frozen=True, slots=True)
 class PushWanted:
-    """The ranks look whether a push is due; `demanded`: the training script asks for one."""
+    """Asks whether a push is due; `demanded`: the training script asks for one."""
 
     attempt: int
     number: int
@@ -58,7 +58,7 @@ class PushWanted:
 
 @dataclass(frozen=True, slots=True)
 class PushMoved:
-    """All ranks received DONE from every slave, or one of them did not."""
+    """Reports the end of a push: all ranks received DONE from every slave (`ok`), or one did not."""
 
     attempt: int
     number: int
@@ -67,12 +67,12 @@ class PushMoved:
     reason: str
     nbytes: int
     at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
-    diverged: bool = False  # the model is not finite on some rank: nothing travelled
+    diverged: bool = False  # the model is not finite on some rank: nothing was sent
 
 
 @dataclass(frozen=True, slots=True)
 class PullWanted:
-    """The head is wanted: a trainer that begins has no parameters of the run."""
+    """Asks for a pull of the head: a trainer that begins has no parameters of the run."""
 
     attempt: int
     number: int
@@ -81,7 +81,7 @@ class PullWanted:
 
 @dataclass(frozen=True, slots=True)
 class PullMoved:
-    """The ranks agreed: installed on all, or on none."""
+    """Reports the end of a pull: installed on all ranks, or on none."""
 
     attempt: int
     number: int
@@ -89,16 +89,16 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
-    torn: bool = False  # some layers are merged and others are not: the model is good for nothing but another pull
+    torn: bool = False  # some layers are merged and others are not: the model is useless until another pull
     at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
-    merged: bool = False  # what was trained since the last push was frozen was kept
+    merged: bool = False  # the training since the last freeze was kept
 
 
 @dataclass(frozen=True, slots=True)
 class RangeWanted:
-    """The next data range is wanted; `count` rises by one with each, by which the ones before are used up.
+    """Asks for the next data range; `count` rises by one with each range, and uses up the former ranges.
 
-    `left`: but for these, of which samples are still to be trained; None: this script does not say.
+    `left`: ranges that are not used up, since they have samples left; None: the script does not report them.
     """
 
     attempt: int
@@ -108,32 +108,32 @@ class RangeWanted:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the agent gives to a checkpoint of its cluster; answers SaveWanted."""
+    """The agent's part of a cluster's checkpoint; answers SaveWanted."""
 
     cluster: str
-    base: str  # v@r that the trainer works on
+    base: str  # v@r that is being trained on
     settled: int  # pushes of this cluster that were accepted or gated, in all its incarnations
-    pending: bool  # a push or pull was out
+    pending: bool  # a push or pull was in flight
     tokens: int  # since the last push was frozen
     inner_steps: int
-    ranges: tuple[int, ...]  # used up since then
+    ranges: tuple[int, ...]  # used up since the last push was frozen
     loss_sum: float
     losses: int
-    ahead: tuple[int, ...]  # leased and not used up, in order; the first may be half trained
-    since_push: int  # inner steps, for the pace
-    begun: tuple[BegunRange, ...] = ()  # those of `ahead` that its parameters were trained on in part
+    ahead: tuple[int, ...]  # leased and not used up, in order; the first may be partly trained
+    since_push: int  # inner steps since the last push, for the pace
+    begun: tuple[BegunRange, ...] = ()  # ranges of `ahead` that are partly trained
 
 
 @dataclass(frozen=True, slots=True)
 class SaveWanted:
-    """The training script saves a checkpoint."""
+    """Asks for the agent's part of a checkpoint that the training script saves."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The training script has loaded a checkpoint."""
+    """Asks to resume from a checkpoint that the training script has loaded."""
 
     attempt: int
     saved: Saved
@@ -141,7 +141,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """The trainer is done with the outer loop."""
+    """Announces that the trainer closes the outer loop."""
 
     attempt: int
 
@@ -151,23 +151,25 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step is done, or several fast ones are (step_batch.py)."""
+    """Reports one inner step, or several fast ones (step_batch.py)."""
 
     attempt: int
-    tokens: int  # of the whole cluster in these steps, as far as rank 0 knows: TokensCounted tells the rest
-    loss: float | None  # mean of those that were given and finite; None: there is none
-    finite: bool = True  # all that were given
-    left: tuple[int, ...] | None = None  # as in RangeWanted, with these steps done
-    begun: BegunRange | None = None  # the first of those, if a part of it is trained
+    tokens: int  # of the whole cluster in these steps, as far as rank 0 knows; TokensCounted reports the rest
+    loss: float | None  # mean of the losses that were passed and finite; None: there is none
+    finite: bool = True  # whether all passed losses were finite
+    left: tuple[int, ...] | None = None  # as in RangeWanted, after these steps
+    begun: BegunRange | None = None  # the first of `left`, if a part of it is trained
     steps: int = 1
-    losses: int = 1  # steps of which `loss` is the mean, if it is one
-    span_s: float = 0.0  # from the end of the first step to that of the last
-    ago_s: float = 0.0  # from the end of the last to the moment when this was sent
+    losses: int = 1  # number of losses in the mean
+    span_s: float = 0.0  # from the end of the first step to the end of the last
+    ago_s: float = 0.0  # from the end of the last step to the sending of this message
 
 
 @dataclass(frozen=True, slots=True)
 class TokensCounted:
-    """Tokens of steps that were reported since the last look, which were not known then: other ranks counted them."""
+    """Reports tokens of steps since the last poll that were unknown when the steps were reported, as other ranks'
+    tokens.
+    """
 
     attempt: int
     tokens: int
@@ -175,17 +177,17 @@ class TokensCounted:
 
 @dataclass(frozen=True, slots=True)
 class LossReported:
-    """Losses since the last look, from another rank: rank 0 of a pipeline computes none."""
+    """Reports losses of another rank since the last poll: rank 0 of a pipeline computes none."""
 
     attempt: int
     loss_sum: float
-    losses: int  # inner steps whose loss was given and finite
+    losses: int  # inner steps whose loss was passed and finite
     finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Remarked:
-    """Something about the script that a person should know, with its remedy."""
+    """Reports a remark on the script for the operator, with its remedy."""
 
     attempt: int
     text: str
@@ -193,12 +195,12 @@ class Remarked:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far rank 0 is with the present transfer; answered Noted, or Halt if it leads nowhere any more."""
+    """Reports rank 0's progress in the present transfer; answered by Noted, or by Halt if the transfer is void."""
 
     attempt: int
     nbytes: int
     total: int
-    idle_s: float = 0.0  # since rank 0 had moved all of its own
+    idle_s: float = 0.0  # seconds since rank 0 has moved all its bytes
 
 
 # ---- answers of the agent --------------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class TransferProgress:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Not yet; `reason` is what is waited for. A trainer that trains meanwhile asks again after `steps`."""
+    """No answer yet; `reason` says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
     steps: int = 1
@@ -220,21 +222,21 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class PushNow:
-    """Freeze, and move your pieces."""
+    """Orders the ranks to freeze the model and move their pieces."""
 
     inc: int
     seq: int
     grant: Grant
-    accepted: int = 0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
+    accepted: int = 0  # seq of this incarnation's last accepted push, which settles the error feedback
     interval: int = 0  # inner steps between two fragments
 
 
 @dataclass(frozen=True, slots=True)
 class PullNow:
-    """Receive `grant.version`, and install it on all ranks or on none.
+    """Orders the ranks to pull `grant.version`, and to install it on all ranks or on none.
 
-    `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed); unless
-    that is not finite on some rank, which PullMoved reports.
+    `merge`: keep the training since the last freeze, θ_local ← θ_version + (θ_local − θ_pushed), unless that is not
+    finite on some rank, which PullMoved reports.
     """
 
     inc: int
@@ -249,7 +251,7 @@ class PullNow:
 
 @dataclass(frozen=True, slots=True)
 class TrainOn:
-    """Take `steps` inner steps, then look again."""
+    """Orders the ranks to take `steps` inner steps and ask again."""
 
     reason: str
     steps: int
@@ -260,7 +262,7 @@ class TrainOn:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The run is finished."""
+    """Says that the run is finished."""
 
     reason: str
     progress: float
@@ -269,9 +271,9 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class RangeGiven:
-    """The next range; the first samples of it were trained already if it is `begun`.
+    """Gives the next range; its first samples were trained already if `begun` is set.
 
-    `recalls`: how often ranges that this trainer had been given were taken back from it, since work was lost.
+    `recalls`: how often ranges were recalled from this trainer because work was lost.
     """
 
     range: int
@@ -282,13 +284,13 @@ class RangeGiven:
 @dataclass(frozen=True, slots=True)
 class RangesEnded:
     reason: str
-    finished: bool  # the run is; otherwise the data is used up
-    unsettled: bool = False  # push what was trained since the last push, then ask again: no inner step follows
+    finished: bool  # whether the run is finished; otherwise the data is used up
+    unsettled: bool = False  # push the progress since the last push, then ask again without an inner step
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The checkpoint is what the run waits for: go on where it stood, and look after `steps`."""
+    """Accepts a checkpoint: continue from it, and ask again after `steps`."""
 
     reason: str
     steps: int
@@ -296,26 +298,26 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """The checkpoint is older than what the run knows of this cluster: pull."""
+    """Refuses a checkpoint that is older than the run's knowledge of this cluster: pull instead."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """The agent took note of it."""
+    """Acknowledges a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """End the transfer: the master has dropped it."""
+    """Orders the ranks to end the transfer: the master has dropped it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Raise this: the class's name in dips.errors, and the message."""
+    """An error to be raised: the name of its class in dips.errors, and the message."""
 
     error: str
     message: str

@@ -1,4 +1,4 @@
-"""Names of processes that hold across hosts, containers and reboots; an agent passes its own on by the environment."""
+"""Process names that are unique across hosts, containers and reboots; an agent passes its own on by the environment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
 
 
 def process_home() -> str:
-    """Where process ids mean what they mean here: this boot of this machine, this namespace of processes."""
+    """Return the scope in which this process's id is valid: this boot of this machine, this PID namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def process_name() -> str:
-    """A name of this process that no other has or had: process ids come again, in containers soon."""
+    """Return a unique name of this process: ids alone are reused, in containers soon."""
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
     return f"{process_home()}/{os.getpid()}/{began}"

@@ -1,13 +1,13 @@
-"""How agent and rank authenticate across hosts: both hold the job's token, which itself never travels.
+"""Authentication of agent and rank across hosts: both hold the job's token, which is never sent.
 
-Each end sends a nonce and proves the token over both nonces; after that every message bears a tag made with a key of
-this connection alone, its direction and its number, so that nothing can be altered, left out, repeated or put in.
-Messages are signed and not secret: progress, addresses and public keys. Pure but for the nonces; knows no socket.
+Each end sends a nonce and proves the token over both nonces; then every message has a tag made with a key of
+this connection alone, its direction and its number, so that messages cannot be altered, dropped, repeated or inserted.
+Messages are signed but not encrypted: progress, addresses and public keys. Pure except for the nonces; no socket.
 
     agent → rank   MAGIC, nonce              GREETING bytes
     rank → agent   nonce, proof              ANSWER bytes
     agent → rank   proof                     PROOF bytes
-    both           message, tag              TAG bytes behind each
+    both           message, tag              TAG bytes after each message
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GREETING, ANSWER = len(MAGIC) + NONCE, NONCE + PROOF
 
 
 class Seal:
-    """Signs what this end sends and checks what it receives."""
+    """Signs the frames that this end sends and checks those that it receives."""
 
     def __init__(self, key: bytes, sends: bytes, receives: bytes) -> None:
         self._key, self._names = key, (sends, receives)
         self._sent = self._received = 0
 
     def tag_frame(self, frame: bytes) -> bytes:
-        """What goes behind the next frame."""
+        """Return the tag to be sent after the next frame."""
         self._sent += 1
         return _compute_mac(self._key, self._names[0], self._sent.to_bytes(8, "big"), frame)
 
@@ -53,7 +53,7 @@ class TokenServer:
         self.greeting = MAGIC + self._nonce
 
     def admit_rank(self, answer: bytes) -> tuple[bytes, Seal]:
-        """Return the last message of the handshake, and the seal; raise Denied if the rank does not know the token."""
+        """Return the last message of the handshake, and the seal. Raises Denied if the rank does not know the token."""
         both = self._nonce + answer[:NONCE]
         if not hmac.compare_digest(answer[NONCE:], _compute_mac(self._token, b"rank", both)):
             raise Denied("whoever dialled the agent does not know the job's token")
@@ -66,7 +66,7 @@ class TokenClient:
     """The rank's side of the handshake."""
 
     def __init__(self, token: bytes, greeting: bytes) -> None:
-        """Raise RemoteProtocolError if it is no agent of this version that greets."""
+        """Answer the agent's greeting. Raises RemoteProtocolError if it is not an agent's greeting of this version."""
         if not greeting.startswith(MAGIC):
             raise RemoteProtocolError(f"expected a greeting that begins with {MAGIC!r}, got {greeting[:16]!r}")
         nonce = secrets.token_bytes(NONCE)
@@ -74,12 +74,12 @@ class TokenClient:
         self.answer = nonce + _compute_mac(token, b"rank", self._both)
 
     def accept_proof(self, proof: bytes) -> Seal:
-        """Return the seal; raise Denied if it is not our agent."""
+        """Return the seal. Raises Denied if the peer is not our agent."""
         if not hmac.compare_digest(proof, _compute_mac(self._token, b"agent", self._both)):
             raise Denied("whoever answers does not know the job's token: it is not this job's agent")
         return Seal(_compute_mac(self._token, b"key", self._both), b"rank", b"agent")
 
 
 def _compute_mac(key: bytes, *parts: bytes) -> bytes:
-    """Parts of fixed lengths but for the last."""
+    """Return the HMAC over parts of fixed lengths, except for the last."""
     return hmac.digest(key, b"\0".join(parts), "sha256")

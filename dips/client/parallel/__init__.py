@@ -1,11 +1,11 @@
-"""How a model lies on the ranks of a cluster, and how it gets from there to the slaves and back.
+"""The layout of a model on the ranks of a cluster, and its transfer to the slaves and back.
 
-    seam.py       what an adapter describes: which rectangles of which full parameter lie in which tensors of this rank
-    tensors.py    the adapter for torch's own layouts; megatron.py the one for Megatron-core
-    layout.py     chooses one, and gathers on all ranks what each of them holds
-    plan.py       from that, the same on all ranks: which rank moves what, and what the ranks exchange
+    seam.py       the adapters' interface: which rectangles of which full parameter are in which tensors of this rank
+    tensors.py    the adapter for torch's own layouts; megatron.py the adapter for Megatron-core
+    layout.py     chooses an adapter, and gathers every rank's layout on all ranks
+    plan.py       computes from the layouts, identically on all ranks, which rank moves what and the ranks' exchanges
     host.py       this rank's host memory; copies to and from the model; lazy.py
-                  for installs beside training, for which read_groups.py finds out which forward reads what
+                  for installs beside training; read_groups.py finds the parameters that each forward reads
 
 The manifest depends on the model alone, so clusters of different layouts train one global model.
 """

@@ -1,6 +1,7 @@
-"""One way in which all ranks of a job hold a parameter, how it is cut into pieces, and what they exchange for each.
+"""An arrangement: one way in which all ranks of a job hold a parameter, its cuts into pieces, and the exchanges for
+each.
 
-Parameters are many and arrangements few, so what is found out here is found out once. Pure.
+A model has many parameters and few arrangements, so each is analysed once. Pure.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from dips.client.parallel.rank_layout import Holding
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.slabs import Slab, cut_slabs
 
-CUT_ITEMS = 1024  # pieces of a range are cut at multiples of it
+CUT_ITEMS = 1024  # pieces of a range are cut at multiples of this many elements
 
-Copy = tuple[int, int]  # rank, block: who holds a rectangle
+Copy = tuple[int, int]  # rank and block that hold a rectangle
 Replicas = tuple[int, ...]  # ranks that hold one rectangle, in order
 
 
 class TransferRanks:
-    """Which ranks move bytes to and from the slaves, and on which hosts all of them are."""
+    """The ranks that move bytes to and from the slaves, and the hosts of all ranks."""
 
     def __init__(self, hosts: Sequence[str], most: int) -> None:
         self._hosts, self._chosen = hosts, choose_transfer_ranks(hosts, most)
 
     def candidates_for(self, holders: Sequence[int]) -> tuple[int, ...]:
-        """The transfer ranks for what these ranks hold: among themselves, else on their hosts, else any; in order."""
+        """Return the transfer ranks for data held by `holders`, in order: those among them, else on their hosts, else
+        all.
+        """
         among = tuple(rank for rank in holders if rank in self._chosen)
         if among:
             return among
@@ -35,13 +38,13 @@ class TransferRanks:
         return nearby or tuple(self._chosen)
 
     def nearest_copy(self, copies: Sequence[Copy], mover: int) -> Copy:
-        """The copy that a transfer rank reads: its own, else one on its host, else any."""
+        """Return the copy that a transfer rank reads: its own, else one on its host, else any."""
         host = self._hosts[mover]
         return min(copies, key=lambda copy: (copy[0] != mover, self._hosts[copy[0]] != host, copy[0]))
 
 
 def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
-    """At most `most` ranks, evenly from each host, in the ranks' order; all of them if they are no more."""
+    """Choose at most `most` ranks, evenly from each host, in rank order; all ranks if there are no more."""
     if len(hosts) <= most:
         return dict.fromkeys(range(len(hosts)))
     by_host: dict[str, list[int]] = {}
@@ -54,26 +57,26 @@ def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
 
 @dataclass(frozen=True, slots=True)
 class PieceExchange:
-    """What this rank exchanges for one piece: (peer, block in the memory of whoever holds it, rectangle)."""
+    """This rank's exchanges for one piece, as (peer, block in the holder's memory, rectangle)."""
 
-    gather: tuple[tuple[int, int, Rect], ...]  # before a push, from these ranks to the piece's
+    gather: tuple[tuple[int, int, Rect], ...]  # before a push, from these ranks to the rank that moves the piece
     spread: tuple[tuple[int, int, Rect], ...]  # after a pull, to these ranks
 
 
 @dataclass(eq=False, slots=True)
 class SlabCut:
-    """A slab that is cut among ranks; equal only to itself."""
+    """A slab that is cut among ranks; compared by identity."""
 
     slab: Slab
     candidates: tuple[int, ...]  # ranks that may move it
-    count: int  # of its pieces at most
-    step: int  # elements of each but the last
+    count: int  # most pieces that it is cut into
+    step: int  # elements of each piece but the last
     concerns_me: bool  # this rank holds some of it, or may move it
     exchanges: dict[tuple[int, int, int], PieceExchange] = field(default_factory=dict)  # by (begin, end, mover)
 
 
 class Arrangement:
-    """How a parameter lies on all ranks, as rank `me` sees it."""
+    """The layout of a parameter on all ranks, as seen by rank `me`."""
 
     def __init__(
         self,
@@ -83,7 +86,11 @@ class Arrangement:
         transfer_ranks: TransferRanks,
         spread_items: int,
     ) -> None:
-        """`name`: of the first parameter of it, for errors; `held`: by rank, in order, of one shape."""
+        """Analyse one layout.
+
+        name  the first parameter that has it, for errors
+        held  (rank, holding) in rank order; all of one shape
+        """
         self._me, self._transfer_ranks, self._spread_items = me, transfer_ranks, spread_items
         self._reads: dict[Rect, list[Copy]] = {}
         for rank, holding in held:
@@ -99,11 +106,11 @@ class Arrangement:
             for rank, block in self._reads[rect]
             if rank == me and len(by_rect[rect]) > 1
         ]
-        """Blocks that this rank reads and others read, too, in an order that is the same on all of these."""
+        """Blocks that this and other ranks read, with those ranks, in an order that is the same on all of them."""
         self.cuts = [self._cut_slab(slab) for slab in cut_slabs(name, sorted(self._reads), prod(held[0][1].shape))]
 
     def _cut_slab(self, slab: Slab) -> SlabCut:
-        """Among as few transfer ranks as `spread_items` asks for."""
+        """Cut a slab into as few pieces as `spread_items` allows, and choose the transfer ranks for them."""
         holders = sorted({rank for rect in slab.rects for rank, _ in self._reads[rect]})
         candidates = self._transfer_ranks.candidates_for(holders)
         length = slab.end - slab.begin
@@ -116,7 +123,7 @@ class Arrangement:
         return SlabCut(slab, candidates, count, step, mine)
 
     def find_exchange(self, cut: SlabCut, begin: int, end: int, mover: int) -> PieceExchange:
-        """What this rank exchanges for the piece [begin, end) of the rank `mover`."""
+        """Return this rank's exchanges for the piece [begin, end) that rank `mover` moves."""
         found = cut.exchanges.get((begin, end, mover))
         if found is None:
             found = cut.exchanges[begin, end, mover] = self._list_exchange(cut.slab, begin, end, mover)

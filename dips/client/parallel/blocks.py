@@ -1,4 +1,4 @@
-"""Tensors a block at a time: what is computed on the way needs room for one block only, and finds it in the cache."""
+"""Processing of tensors block by block: temporaries need memory for one block only, and stay in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def split_together(items: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.T
 
 
 def split_rows(items: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """As `split_together`, with cuts that depend on the shape alone: two ranks make the same."""
+    """Cut tensors as `split_together`, at places that depend on the shape alone, so that two ranks make the
+    same cuts.
+    """
     if not tensors[0].numel():
         return
     rows = max(1, items // tensors[0].shape[-1])
@@ -29,5 +31,5 @@ def split_rows(items: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tenso
 
 
 def shaped_like(scratch: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """The beginning of a flat tensor, in the shape of a block."""
+    """Return the beginning of a flat tensor as a view of the block's shape."""
     return scratch[: block.numel()].view(block.shape)

@@ -1,4 +1,4 @@
-"""Checksums of parameters by the bits of their fp32 values, in one pass and a block at a time."""
+"""Checksums of parameters over the bits of their fp32 values, in one pass, block by block."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dips.client.parallel.blocks import split_together
 from dips.client.parallel.devices import Device
 
 WRAP = 1 << 64
-COPIES = 4  # blocks of a part at once, one for room: its bits in fp32, and twice as much where torch sums them as int64
+COPIES = 4  # temporaries of a block's size at once: its bits in fp32, twice as much for int64 sums, one spare
 
 
 def sum_bits(parts: Iterable[tuple[int, torch.Tensor]], device: Device) -> int:
-    """Sum the fp32 bits of tensors, each times its weight, modulo 2^64 and as a signed number; adds up over ranks.
+    """Sum the fp32 bits of tensors, each times its weight, modulo 2^64 as a signed number; sums over ranks can be
+    added.
 
-    Takes no more room on the device than one of its blocks, and waits for it once.
+    Takes no more memory on the device than one of its blocks, and waits for the device once.
     """
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for weight, part in parts:
@@ -31,5 +32,5 @@ def sum_bits(parts: Iterable[tuple[int, torch.Tensor]], device: Device) -> int:
 
 
 def wrap_sum(total: int) -> int:
-    """As an int64 would hold it."""
+    """Wrap an integer to the value that an int64 would hold."""
     return (total + WRAP // 2) % WRAP - WRAP // 2

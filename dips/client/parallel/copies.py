@@ -1,4 +1,4 @@
-"""Copies between host memory and the framework's tensors, block by block, with room for one block on the device."""
+"""Copies between host memory and the framework's tensors, block by block, using one block of memory on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.client.parallel.shard_copies import ShardCopy
 
 
 def read_tensor(device: Device, view: torch.Tensor, host: torch.Tensor) -> None:
-    """Copy a tensor into host memory; enqueues only, where the device is asynchronous."""
+    """Copy a tensor into host memory; on an asynchronous device the copy is only enqueued."""
     if not device.accelerated or view.dtype is torch.float32:
         host.copy_(view, non_blocking=True)
         return
@@ -24,11 +24,11 @@ def read_tensor(device: Device, view: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def write_pulled(device: Device, copy: ShardCopy) -> None:
-    """Write what was pulled; enqueues only, where the device is asynchronous."""
+    """Write pulled values into the tensor; on an asynchronous device the copy is only enqueued."""
     if not device.accelerated or copy.view.dtype is torch.float32:
         copy.view.copy_(copy.host, non_blocking=True)
         return
-    for view, host in split_together(device.block_items, copy.view, copy.host):  # cast there: here it would block
+    for view, host in split_together(device.block_items, copy.view, copy.host):  # a cast on the host would block
         block = shaped_like(device.scratch, view)
         block.copy_(host, non_blocking=True)
         view.copy_(block)
@@ -37,7 +37,7 @@ def write_pulled(device: Device, copy: ShardCopy) -> None:
 def write_merged(
     device: Device, copy: ShardCopy, difference: torch.Tensor, remainder: torch.Tensor | None, check: FiniteCheck
 ) -> None:
-    """Add a difference to what the tensor holds, in fp32; what is rounded away then goes to `remainder`."""
+    """Add a difference to the tensor in fp32, and store the rounding error in `remainder`."""
     parts = (copy.view, difference) if remainder is None else (copy.view, difference, remainder)
     in_place = copy.view.dtype is torch.float32 and not device.accelerated
     for view, added, *rest in split_together(device.block_items, *parts):

@@ -1,12 +1,12 @@
-"""Where a model lies, and how bytes get there: host memory for copies, a stream of their own, events between streams.
+"""The device of a model and copies to and from it: host memory, a copy stream, events between streams.
 
-Every call to an accelerator that Di-PS makes stands in this file, and docs/guides/accelerators.md lists them. All but
-one are torch's generic ones (`torch.accelerator`, `torch.Stream`, `torch.Event`, `torch.get_device_module`), which
-CUDA, ROCm, XPU and, with torch_npu, Ascend implement. The exception pins host memory of our own: torch's allocator of
-pinned memory rounds up to a power of two, so where the driver can register pages they are registered.
+Every call to an accelerator that Di-PS makes is in this file, and docs/guides/accelerators.md lists them. All but
+one are torch's generic calls (`torch.accelerator`, `torch.Stream`, `torch.Event`, `torch.get_device_module`), which
+CUDA, ROCm, XPU and, with torch_npu, Ascend implement. The exception pins our own host memory: torch's allocator of
+pinned memory rounds up to a power of two, so pages are registered with the driver where it can do that.
 
-`Device` is the host itself: a copy is over when its call returns, so streams and events have nothing to do. What calls
-it is the same for both.
+`Device` is the host itself: a copy is complete when its call returns, so its streams and events do nothing. Callers
+treat both alike.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 FLOAT_BYTES = 4
-HOST_BLOCK_ITEMS = 1 << 17  # 512 KiB: a block that was written is still in the L2 cache when it is looked at
-DEVICE_BLOCK_ITEMS = 1 << 22  # 16 MiB: a copy of it takes a thousand times what its launch does
+HOST_BLOCK_ITEMS = 1 << 17  # 512 KiB: a block that was written is still in the L2 cache when it is read
+DEVICE_BLOCK_ITEMS = 1 << 22  # 16 MiB: copying it takes a thousand times as long as launching the copy
 
 
 class Device:
-    """The host: nothing is asynchronous."""
+    """The host as a device: no operation is asynchronous."""
 
-    accelerated = False  # copies can be enqueued and proceed while the host goes on
+    accelerated = False  # whether copies can be enqueued and proceed while the host continues
     block_items = HOST_BLOCK_ITEMS
 
     def __init__(self, where: torch.device | None = None) -> None:
@@ -37,45 +37,49 @@ class Device:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """f32[block_items] on the device, for one block at a time; allocated at its first use."""
+        """f32[block_items] on the device, scratch memory for one block at a time; allocated at its first use."""
         if self._scratch is None:
             self._scratch = torch.empty(self.block_items, dtype=torch.float32, device=self.where)
         return self._scratch
 
     def allocate_host(self, numel: int) -> torch.Tensor:
-        """f32[numel] of host memory, no more; if copies to and from a device go through it, pinned."""
+        """Allocate f32[numel] of host memory, exactly this size, pinned if copies to and from a device go
+        through it.
+        """
         return torch.from_numpy(map_pages(numel))
 
     def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
-        """Pin memory that something else has allocated, for as long as `array` lives; False if that is not possible."""
+        """Pin memory allocated elsewhere for as long as `array` lives; return False if that is not possible."""
         return True
 
     @contextmanager
     def ordered_copies(self) -> Iterator[None]:
-        """Run the copies of this block on the copy stream, after what training has enqueued so far.
+        """Run the copies of this block on the copy stream, after all work that training has enqueued so far.
 
-        `synchronize` waits for them; what training enqueues after the block runs after them.
+        `synchronize` waits for them; work that training enqueues after the block runs after them.
         """
         yield
 
     @contextmanager
     def background_copies(self) -> Iterator[None]:
-        """As `ordered_copies`, but later work of the training waits for the copies only if `wait_for_event` says so."""
+        """Run copies as `ordered_copies`, except that later work of the training waits for them only after
+        `wait_for_event`.
+        """
         yield
 
     def record_event(self) -> torch.Event | None:
-        """Record an event behind the copies that `background_copies` has enqueued so far; None: they are over."""
+        """Record an event behind the copies that `background_copies` has enqueued so far; None if they are complete."""
         return None
 
     def wait_for_event(self, event: torch.Event, *, all_streams: bool) -> None:
-        """Run what training enqueues from now on after `event`: on the current stream, or on all streams."""
+        """Make later work of the training run after `event`: on the current stream, or on all streams."""
 
     def synchronize(self) -> None:
-        """Return when every copy has arrived."""
+        """Wait until every copy is complete."""
 
 
 class Accelerator(Device):
-    """One accelerator of this process."""
+    """The accelerator of this process."""
 
     accelerated = True
     block_items = DEVICE_BLOCK_ITEMS
@@ -91,12 +95,12 @@ class Accelerator(Device):
         return torch.empty(numel, dtype=torch.float32, pin_memory=True)
 
     def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
-        if self.where.type != "cuda" or array.size == 0:  # the name of ROCm's devices, too; no other has such a call
+        if self.where.type != "cuda" or array.size == 0:  # ROCm's devices have this type, too; others have no such call
             return array.size == 0
         driver: Any = torch.cuda.cudart()
         if not register_pages(driver, array, lambda: torch.zeros(1, device=self.where)):
             return False
-        # The array's memory must outlive the registration: the finalizer holds its owner, and runs before that goes.
+        # The array's memory must outlive the registration: the finalizer holds its owner, and runs before it is freed.
         weakref.finalize(array, _unregister, driver, array.ctypes.data, array.base).atexit = False
         return True
 
@@ -125,7 +129,7 @@ class Accelerator(Device):
 
     def wait_for_event(self, event: torch.Event, *, all_streams: bool) -> None:
         if all_streams:
-            event.synchronize()  # blocks the host, so whatever it enqueues later, on any stream, is later
+            event.synchronize()  # blocks the host, so all that it enqueues later, on any stream, runs later
         else:
             event.wait(torch.accelerator.current_stream(self.where))
 
@@ -134,16 +138,16 @@ class Accelerator(Device):
 
 
 def find_device(views: Sequence[torch.Tensor]) -> Device:
-    """The device of the tensors that will be read and written; an adapter refuses a model that has several."""
+    """Return the device of the tensors to be read and written; adapters refuse a model with several devices."""
     found = next((view.device for view in views if view.device.type not in ("cpu", "meta")), None)
     return Device() if found is None else Accelerator(found)
 
 
 def register_pages(driver: Any, array: np.ndarray[Any, Any], launch: Callable[[], object]) -> bool:
-    """Have the driver pin an array's pages; False if it refuses.
+    """Pin an array's pages with the driver; return False if it refuses.
 
-    launch  launches a kernel. A refusal stays behind as the runtime's last error, which the next launch of anybody
-            would raise as its own: this one raises it here, and by that clears it
+    launch  launches a kernel. A refusal stays behind as the runtime's last error, and the next launch anywhere in the
+            process would raise it: this launch raises it here and thereby clears it
     """
     if int(driver.cudaHostRegister(array.ctypes.data, array.nbytes, 0)) == 0:
         return True
@@ -153,11 +157,11 @@ def register_pages(driver: Any, array: np.ndarray[Any, Any], launch: Callable[[]
 
 
 def map_pages(numel: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """f32[numel] in pages of its own: exactly so many, physical memory only for those that are touched.
+    """Map f32[numel] in its own pages, exactly this many; physical memory is used only for pages that are touched.
 
-    A process that is forked from this one has none of them, as a DataLoader's worker is: it would hold a copy of each
-    that is written since, and where the pages are pinned the fork copies all at once, or this process gets the copies
-    while the device goes on with the former ones.
+    A process forked from this one, such as a DataLoader's worker, does not get the pages. Otherwise it would hold a
+    copy of each page written since; and with pinned pages the fork copies all at once, or this process gets the copies
+    while the device continues with the former pages.
     """
     pages = mmap.mmap(-1, max(FLOAT_BYTES, FLOAT_BYTES * numel), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
@@ -165,34 +169,34 @@ def map_pages(numel: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 class DeferredScalar:
-    """A number that an accelerator will have computed: read without waiting for what is enqueued before it."""
+    """A number that an accelerator is computing, readable without waiting for other work enqueued before it."""
 
     def __init__(self, scalar: torch.Tensor) -> None:
-        """`scalar`: of one element, on an accelerator; it may be overwritten afterwards."""
+        """Start copying `scalar`, of one element on an accelerator, to the host; it may be overwritten afterwards."""
         self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        exact = scalar.detach().reshape(()).float()  # on the device: a copy that converts would block
+        exact = scalar.detach().reshape(()).float()  # converted on the device: a converting copy would block
         self._host.copy_(exact, non_blocking=True)
         self._arrived = torch.Event(device=scalar.device)
         self._arrived.record(torch.accelerator.current_stream(scalar.device))
 
     @property
     def ready(self) -> bool:
-        """Whether `read` would return at once."""
+        """Whether `read` would return without waiting."""
         return bool(self._arrived.query())
 
     def read(self) -> float:
-        """The number; waits for it."""
+        """Wait for the number and return it."""
         self._arrived.synchronize()
         return float(self._host)
 
 
 def is_captured(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether what is done with them now is recorded in a CUDA graph, to be done by its replays."""
+    """Return whether operations on these tensors are being recorded into a CUDA graph instead of executed."""
     return next((t.device.type for t in tensors), "cpu") == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_deferred(value: Any) -> bool:
-    """Whether reading a number waits for an accelerator: a plain tensor there."""
+    """Return whether reading a number must wait for an accelerator: it is a plain tensor there."""
     return type(value) is torch.Tensor and value.device.type != "cpu" and value.numel() == 1
 
 

@@ -1,8 +1,8 @@
-"""What the ranks of a cluster exchange among themselves, in blocks of bounded size.
+"""Exchange of tensors among the ranks of a cluster, in blocks of bounded size.
 
-The parts for one peer are one stream of fp32 elements, in an order that both ends know; it is cut at places that
-depend on shapes alone. Blocks go through memory of the device that the ranks' process group can send from: the
-accelerator's where it has a group of its own, else the host's.
+The parts for one peer form one stream of fp32 elements, in an order known at both ends; it is cut at places that depend
+on shapes alone. Blocks go through memory of the device from which the ranks' process group can send: the accelerator's
+if its backend supports it, else the host's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dips.client.parallel.devices import Device
 from dips.client.parallel.plan import Redistribution
 
 TRANSIT_ITEMS = 1 << 23  # 32 MiB for all peers and one direction
-LEAST_BLOCK_ITEMS = 1 << 14  # 64 KiB to one of them, in a job of any size
+LEAST_BLOCK_ITEMS = 1 << 14  # 64 KiB per peer, in a job of any size
 
 
 class RankExchange(Protocol):
-    """Moves tensors between ranks; JobCollectives does."""
+    """Collectives that move tensors between ranks, as JobCollectives does."""
 
     rank: int
     world_size: int
@@ -38,10 +38,10 @@ class RankExchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SentPart:
-    """A part that is sent: of the model or of host memory, [rows, cols]."""
+    """A part of the model or of host memory that is sent, [rows, cols]."""
 
     view: torch.Tensor
-    addend: torch.Tensor | None = None  # of the host: what 16 bits rounded away
+    addend: torch.Tensor | None = None  # on the host: the rounding error of 16 bits, to be added; None: none
 
 
 Batch = list[tuple[torch.Tensor, ...]]
@@ -58,14 +58,14 @@ class PartExchange:
         transit_items: int = TRANSIT_ITEMS,
         least_block_items: int = LEAST_BLOCK_ITEMS,
     ) -> None:
-        """`wanted`: this rank has something to exchange. Collective."""
+        """Choose the memory for blocks; `wanted`: this rank has something to exchange. Collective."""
         self._ranks, self._device = ranks, device
         self._block_items = max(least_block_items, transit_items // ranks.world_size)
         self._on_device = ranks.can_exchange(device.where, wanted)
-        self._transit: dict[tuple[str, int], torch.Tensor] = {}  # by direction and peer
+        self._transit: dict[tuple[str, int], torch.Tensor] = {}  # block buffers by direction and peer
 
     def most_numel(self, exchanges: Iterable[Redistribution]) -> int:
-        """Elements of 4 B in host memory that these may take, in all."""
+        """Return how many elements of 4 B in host memory these exchanges may take in all."""
         largest: dict[tuple[str, int], int] = {}
         for moves in exchanges:
             for direction, parts in (("out", moves.sends), ("in", moves.receives)):
@@ -77,7 +77,7 @@ class PartExchange:
     def move_parts(
         self, sends: Mapping[int, Sequence[SentPart]], receives: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Send parts to peers and fill the parts that arrive from them, on the copy stream; over when it returns."""
+        """Send parts to peers and fill the parts received from them, on the copy stream; complete on return."""
         outgoing = {
             peer: self._batches([(p.view,) if p.addend is None else (p.view, p.addend) for p in parts])
             for peer, parts in sends.items()
@@ -114,13 +114,13 @@ class PartExchange:
             part.copy_(view, non_blocking=True)
             for addend in addends:
                 if not self._on_device:
-                    self._device.synchronize()  # the copy may still be on its way
+                    self._device.synchronize()  # the copy may not be complete
                 part.add_(addend.to(part.device))
             at += view.numel()
         return packed
 
     def _room(self, direction: str, peer: int, numel: int) -> torch.Tensor:
-        """Memory for a batch, reused from one to the next."""
+        """Return memory for a batch, reused for the following batches."""
         have = self._transit.get((direction, peer))
         if have is None or have.numel() < numel:
             where = self._device.where

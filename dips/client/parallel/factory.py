@@ -1,4 +1,4 @@
-"""Finds what MODULE:FUNCTION names, and makes a model by `--factory`."""
+"""Lookup of functions given as MODULE:FUNCTION, and creation of a model by `--factory`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dips.errors import ConfigError
 
 
 def make_module(spec: str, *, seed: int = 0, device: str = "cpu") -> torch.nn.Module:
-    """Call MODULE:FUNCTION under a seed; raise ConfigError unless it returns a torch.nn.Module.
+    """Call MODULE:FUNCTION under a seed and return its model. Raises ConfigError unless it is a torch.nn.Module.
 
-    device  where its parameters lie; "meta": nowhere, for their names and shapes alone
+    device  of its parameters; "meta": names and shapes only, without memory
     """
     function = find_function(spec, "--factory")
     torch.manual_seed(seed)
@@ -27,11 +27,11 @@ def make_module(spec: str, *, seed: int = 0, device: str = "cpu") -> torch.nn.Mo
 
 
 def find_function(spec: str, option: str) -> Callable[..., Any]:
-    """The function that an option's MODULE:FUNCTION names; raise ConfigError if there is none."""
+    """Return the function that an option gives as MODULE:FUNCTION. Raises ConfigError if there is none."""
     module_name, colon, function_name = spec.partition(":")
     if not colon:
         raise ConfigError(f"{option}: expected MODULE:FUNCTION, got {spec!r}")
-    sys.path.insert(0, "")  # a module beside the run file or the cluster file is the usual case
+    sys.path.insert(0, "")  # the module usually is beside the run file or the cluster file
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:

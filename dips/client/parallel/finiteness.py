@@ -1,7 +1,7 @@
-"""Whether tensors are finite, in one pass over each, a block at a time; waits once for an accelerator.
+"""Checks that tensors are finite, in one pass over each, block by block; waits once for an accelerator.
 
-On the host a sum of squares is faster than the extremes, and as good: finite unless something is not, or is so large
-that its square overflows. Then the tensor is looked at again, by its extremes.
+On the host a sum of squares is faster than the extremes and equally safe: it is finite unless an element is not, or is
+so large that its square overflows. In that case the block is checked again, by its extremes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dips.client.parallel.devices import Device
 
 
 class FiniteCheck:
-    """Looks at blocks of tensors."""
+    """Accumulates whether blocks of tensors are finite."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._suspect = device, False
-        self._total: torch.Tensor | None = None  # of what lies on an accelerator: 0, or NaN
+        self._total: torch.Tensor | None = None  # over blocks on an accelerator: 0 if finite, else NaN
 
     def add_block(self, block: torch.Tensor) -> None:
-        """Look at a block, of at most the device's size; enqueues only, where the device is asynchronous."""
+        """Check a block of at most the device's block size; on an asynchronous device the check is only enqueued."""
         if block.device.type != "cpu":
             zero = _probe_extremes(block)
             self._total = zero if self._total is None else self._total + zero
@@ -31,26 +31,28 @@ class FiniteCheck:
             self._suspect |= not bool(_probe_extremes(block) == 0)
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        """Look at all of a tensor."""
+        """Check a whole tensor."""
         for (block,) in split_together(self._device.block_items, tensor):
             self.add_block(block)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it is; waits for the device."""
+        """Whether everything checked is finite; waits for the device."""
         return not self._suspect and (self._total is None or bool(self._total == 0))
 
 
 def find_not_finite(named: Sequence[tuple[str, torch.Tensor]], device: Device) -> str:
-    """The first name whose tensor holds a NaN or an infinity; "" if none does."""
+    """Return the first name whose tensor holds a NaN or an infinity; "" if none does."""
     checks = [FiniteCheck(device) for _ in named]
-    for check, (_, tensor) in zip(checks, named, strict=True):  # all are enqueued before the first is waited for
+    for check, (_, tensor) in zip(checks, named, strict=True):  # enqueue all before waiting for the first
         check.add_tensor(tensor)
     return next((name for (name, _), check in zip(named, checks, strict=True) if not check.is_finite), "")
 
 
 def sum_squares(block: torch.Tensor) -> float:
-    """Of a block on the host; infinite or NaN if that is not finite."""
+    """Return the sum of squares of a block on the host, or its norm if it is not contiguous fp32; infinite or NaN if
+    not finite.
+    """
     if block.dtype is torch.float32 and block.is_contiguous():
         flat = block.view(-1)
         return float(torch.dot(flat, flat))
@@ -58,6 +60,8 @@ def sum_squares(block: torch.Tensor) -> float:
 
 
 def _probe_extremes(block: torch.Tensor) -> torch.Tensor:
-    """0 or NaN, of no dims: the extremes hold an infinity, and are NaN if anything is."""
+    """Return a scalar tensor that is 0 if the block is finite, else NaN: an infinity is an extreme, and a NaN spreads
+    to both.
+    """
     low, high = torch.aminmax(block)
     return low.float() * 0 + high.float() * 0

@@ -1,12 +1,12 @@
-"""This rank's host memory of θ: what is frozen for a push, what a pull brings, and the copies to and from the model.
+"""This rank's host memory of θ, frozen for a push or filled by a pull, and the copies to and from the model.
 
-    push    gather_pieces     the model's blocks → pieces, some of them from or to other ranks; then the pieces travel
+    push    gather_pieces     the model's blocks → pieces, some of them from or to other ranks; then the pieces are sent
     pull    (bytes arrive in the pieces)
             scatter_pieces    pieces → this rank's whole shard, in host memory
             install_shard     shard → the model, on this rank alone
 
 The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard
-(memory_map.py); a layer is rearranged at a time. On an accelerator the copies go through pinned memory on a stream of
+(memory_map.py); one layer is rearranged at a time. On an accelerator the copies go through pinned memory on a stream of
 their own; beside the model at most one block is needed there. Where training should not wait
 for it, `install_shard` only begins, and the next forward does the rest (lazy.py).
 
@@ -38,20 +38,20 @@ from dips.client.parallel.shard_buffer import ShardBuffer
 from dips.client.parallel.shard_copies import ShardBlocks, ShardCopy, part_of
 from dips.transport.shares import Piece
 
-Layers = Sequence[int] | None  # of the manifest, by number; None: all
+Layers = Sequence[int] | None  # numbers of layers in the manifest; None: all
 
 
 class HostMemory:
-    """What this rank holds of θ, beside the model."""
+    """This rank's part of θ in host memory, beside the model."""
 
     PINNED = True  # copies to and from a device go through memory that is locked
     torn = False  # an install failed between two tensors
-    on_installed: Callable[[Collection[str]], None] | None = None  # told what of `pending` has been installed since
+    on_installed: Callable[[Collection[str]], None] | None = None  # called with the names of `pending` just installed
 
     def __init__(
         self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
     ) -> None:
-        """`held` is what `adapter` described when the plan was made."""
+        """Allocate the memory for a plan; `held` is the adapter's description from which the plan was made."""
         self._adapter, self._plan = adapter, plan
         self._model_memory, self._remainders = ModelMemory(adapter, held), Remainders()
         self._device = find_device([b.view for h in held for b in (*h.reads, *h.writes)])
@@ -68,25 +68,27 @@ class HostMemory:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank pulls and pushes; valid from `gather_pieces` on, or from a pull to `scatter_pieces`."""
+        """The pieces that this rank pulls and pushes; valid after `gather_pieces`, or from a pull to
+        `scatter_pieces`.
+        """
         return self._buffer.pieces
 
     @property
     def layers(self) -> range:
-        """Of the manifest."""
+        """The numbers of the manifest's layers."""
         return range(len(self._held))
 
     def layer_numel(self, layer: int) -> int:
-        """Elements of a layer of the full model."""
+        """Return the elements of a layer of the full model."""
         return self._plan.manifest.layers[layer].numel
 
     @property
     def allocated_numel(self) -> int:
-        """Elements of 4 B that are allocated for pieces and shard."""
+        """The elements of 4 B that are allocated for pieces and shard."""
         return self._buffer.allocated_numel
 
     def sum_host_bytes(self, keeps: bool) -> HostSum:
-        """All that this rank needs beside the model; `keeps`: merges will follow."""
+        """Return the bytes that this rank needs beside the model; `keeps`: merges will follow."""
         copies = self._copies_of_layers(None)
         return HostSum(
             shard=BYTES * self.allocated_numel,
@@ -96,10 +98,11 @@ class HostMemory:
         )
 
     def find_replaced_parameter(self) -> str:
-        """The first parameter that is another than was laid out, or lies here in other parts; "" if there is none.
+        """Return the first parameter that was replaced by another object, or whose parts here have changed; "" if there
+        is none.
 
-        Parameters whose memory was moved, and masters that an optimizer has made since, are found anew by this: it
-        comes before whatever reads or writes the model.
+        Parameters whose memory has moved, and masters that an optimizer has made since, are looked up again. Call it
+        before any method that reads or writes the model.
         """
         replaced, moved = self._model_memory.compare_memory()
         if not moved:
@@ -115,7 +118,7 @@ class HostMemory:
         return [[by_name.get(p.name) for p in layer.parameters] for layer in self._plan.manifest.layers]
 
     def _bind_copies(self) -> None:
-        """Find what an install copies to; the model's tensors are where `_held` says."""
+        """Build the copies of an install from `_held`."""
         self._blocks = ShardBlocks(self._held, self._buffer)
         self._params = self._blocks.parameter_copies()
         self._masters = [list(self._blocks.master_copies(layer)) for layer in self.layers]
@@ -123,19 +126,20 @@ class HostMemory:
 
     @torch.no_grad()
     def find_not_finite(self, layers: Layers = None) -> str:
-        """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
+        """Return the first parameter of which this rank trains or pushes a NaN or an infinity; "" if there is none."""
         held = [h for layer in self._chosen(layers) for h in self._held[layer] if h is not None]
         views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
         return find_not_finite(views, self._device)
 
     @property
     def remainders(self) -> Remainders:
-        """What the last install rounded away."""
+        """The rounding errors of the last install."""
         return self._remainders
 
     @torch.no_grad()
     def sum_bits(self) -> int:
-        """This rank's share of the checksum of θ: of what it would push or hand over, each element on one rank.
+        """Return this rank's share of the checksum of θ, over the elements that it would push or hand over, each on one
+        rank.
 
         The sum over the ranks is the same in every layout.
         """
@@ -149,34 +153,34 @@ class HostMemory:
 
     @property
     def has_replicas(self) -> bool:
-        """Some ranks hold the same part of a parameter; the same on all ranks."""
+        """Whether some ranks hold the same part of a parameter; the same on all ranks."""
         return self._plan.has_replicas
 
     def replicated_views(self) -> dict[Replicas, list[tuple[str, torch.Tensor]]]:
-        """By ranks that hold the same: names and memory of what each would push, in one order on all of them."""
+        """Return the names and memory of equal parts by the ranks that hold them, in the same order on all of these."""
         return {ranks: [self._read_block(*at) for at in blocks] for ranks, blocks in self._plan.replicated.items()}
 
     def sum_bits_of(self, views: Sequence[torch.Tensor]) -> int:
-        """A checksum of these, in their order."""
+        """Return a checksum of these tensors that depends on their order."""
         return sum_bits(enumerate(views, 1), self._device)
 
     @property
     def pending(self) -> Collection[str]:
-        """Parameters that an install which goes on beside training has not come to yet (lazy.py)."""
+        """The parameters that an install beside training has not written yet (lazy.py)."""
         return ()
 
     def named_views(self, layers: Layers = None) -> list[tuple[str, torch.Tensor]]:
-        """The model's own memory that installs write."""
+        """Return the model's own memory that installs write, with parameter names."""
         return [(copy.name, copy.view) for layer in self._chosen(layers) for copy in self._params[layer]]
 
     def find_pieces(self, layers: Layers) -> list[int]:
-        """The numbers of the pieces of these layers."""
+        """Return the numbers of the pieces of these layers."""
         chosen = set(self._chosen(layers))
         return [number for number, piece in enumerate(self._buffer.pieces) if piece.layer in chosen]
 
     @property
     def merge_alpha(self) -> float:
-        """How far a merge follows what was pulled: 1 is all the way."""
+        """The weight of the pulled difference in a merge; 1: all of it."""
         return self._kept.alpha
 
     @merge_alpha.setter
@@ -190,7 +194,7 @@ class HostMemory:
 
     @torch.no_grad()
     def gather_pieces(self, layers: Layers = None) -> None:
-        """Freeze what this rank moves: afterwards the pieces hold it and the model may change."""
+        """Freeze this rank's pieces: afterwards the model may change. Collective."""
         chosen = self._chosen(layers)
         with self._device.ordered_copies():
             for layer in chosen:
@@ -209,13 +213,13 @@ class HostMemory:
 
     @torch.no_grad()
     def keep_pushed_shard(self, layers: Layers = None) -> None:
-        """Keep this rank's whole shard as it is now, for a `merge_shard`; allocated once, in host memory."""
+        """Keep a copy of this rank's whole shard for `merge_shard`, in host memory that is allocated once."""
         self._kept.keep_copies(self._copies_of_layers(layers), self._copies_of_layers(None))
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
     def subtract_in_place(self, layers: Layers = None) -> None:
-        """Begin the merge of what all ranks have pulled, as far as it needs no other rank and not the model.
+        """Begin the merge of pulled values, as far as it needs neither another rank nor the model.
 
         Reads and writes host memory only, so a thread may do it beside training.
         """
@@ -225,11 +229,11 @@ class HostMemory:
 
     @torch.no_grad()
     def scatter_pieces(self, layers: Layers = None) -> None:
-        """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
-        with self._device.ordered_copies():  # the stream for whose end the exchange waits
+        """Turn the pulled pieces into this rank's whole shard; the pieces are invalid afterwards. Collective."""
+        with self._device.ordered_copies():  # on the stream that the exchange synchronizes with
             for layer in self._chosen(layers):
                 moves = self._spread[layer]
-                # A copy where the shard takes the piece's own memory.
+                # A clone if the shard uses the piece's own memory.
                 sends = {
                     peer: [SentPart(self._read_piece(layer, rect)) for rect in rects]
                     for peer, rects in moves.sends.items()
@@ -242,11 +246,11 @@ class HostMemory:
                     {peer: [self._shard_tensor(layer, r) for r in rects] for peer, rects in moves.receives.items()},
                 )
         if self._buffer.shards.group_of:
-            self._ranks.all_min([0])  # what another rank receives into memory that is shared is there, too
+            self._ranks.all_min([0])  # barrier: other ranks have received their parts into shared memory, too
 
     @torch.no_grad()
     def install_shard(self, layers: Layers = None) -> None:
-        """Copy the shard into the model's own memory, and into the optimizer's masters."""
+        """Copy the shard into the model's own memory and into the optimizer's masters."""
         chosen = self._chosen(layers)
         self._adapter.reshard()
         self._write_pulled(chain(*(self._params[layer] for layer in chosen)))
@@ -256,10 +260,10 @@ class HostMemory:
 
     @torch.no_grad()
     def merge_shard(self, layers: Layers = None) -> bool:
-        """Add to the model what the shard differs in from what was kept: θ_local ← θ_local + (θ_shard − θ_kept).
+        """Add the difference between the shard and the kept copy to the model: θ_local ← θ_local + (θ_shard − θ_kept).
 
-        Returns False if nothing was kept, or if something here is not finite now: then the shard, which is as it was,
-        must be installed on all ranks.
+        Returns False if there is no kept copy, or if a tensor here is not finite now: then the shard, which is
+        unchanged, must be installed on all ranks.
         """
         chosen = self._chosen(layers)
         copies = self._copies_of_layers(chosen)
@@ -272,7 +276,7 @@ class HostMemory:
             for copy in copies:
                 self._merge_copy(copy, check)
             self._device.synchronize()
-        if not any(self._masters):  # known masters were merged, exactly; others are made from the parameters
+        if not any(self._masters):  # known masters were merged exactly; others are made from the parameters
             self._adapter.reload_masters()
         self._kept.drop_copies(copies)
         return check.is_finite
@@ -282,10 +286,10 @@ class HostMemory:
         write_merged(self._device, copy, self._kept.difference(copy), remainder, check)
 
     def finish_install(self) -> None:
-        """Copy into the model what an install that goes on beside training has left (lazy.py)."""
+        """Write the parameters that an install beside training has left (lazy.py)."""
 
     def on_inner_step(self) -> None:
-        """An inner step was taken."""
+        """Finish an install beside training after an inner step (lazy.py)."""
 
     def _write_pulled(self, copies: Iterable[ShardCopy]) -> None:
         with self._device.ordered_copies():
@@ -294,7 +298,7 @@ class HostMemory:
             self._device.synchronize()
 
     def _copies_of_layers(self, layers: Layers) -> list[ShardCopy]:
-        """All copies of some layers, or of all of them: masters first."""
+        """Return the copies of some layers, or of all: masters first."""
         chosen = self._chosen(layers)
         return [*chain(*(self._masters[layer] for layer in chosen)), *chain(*(self._params[layer] for layer in chosen))]
 
@@ -320,11 +324,11 @@ class HostMemory:
         return piece.data_ptr() == shard.data_ptr() and piece.is_contiguous() and shard.is_contiguous()
 
     def _arrives_in_place(self, layer: int) -> bool:
-        """What this rank pulls of a layer is all of its shard, and lies where the shard does."""
+        """Return whether this rank pulls all of its shard of a layer, into the shard's own memory."""
         return self._complete[layer] and all(self._is_in_place(layer, *pair) for pair in self._spread[layer].local)
 
     def _read_piece(self, layer: int, part: LocalRect) -> torch.Tensor:
-        """What was pulled; a copy of it if the shard takes its memory."""
+        """Return a pulled part, cloned if the shard uses its memory."""
         piece = self._buffer.piece_part(part)
         return piece if self._buffer.is_in_block(part.index) else piece.clone()
 
@@ -332,7 +336,7 @@ class HostMemory:
         return self._remainders.part_for(layer, rect, self._blocks)
 
     def _add_remainders(self, layer: int) -> None:
-        """To what was read from the model: what the last install had to round away (remainders.py)."""
+        """Add the rounding errors of the last install to the pieces read from the model (remainders.py)."""
         if not self._remainders.any:
             return
         for source, target in self._plan.gather[layer].local:
@@ -342,6 +346,6 @@ class HostMemory:
 
 
 class UntouchedMemory(HostMemory):
-    """That of a script that trains alone: nothing is moved, so its pages are never touched and take no memory."""
+    """Host memory of a script that trains alone: no bytes move, so its pages are never touched and use no memory."""
 
     PINNED = False

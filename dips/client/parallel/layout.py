@@ -1,4 +1,4 @@
-"""From a model to a plan: chooses the adapter by what the model is, and gathers on all ranks what each of them holds.
+"""From a model to a plan: chooses the adapter for the model, and gathers the layouts of all ranks on each.
 
 Collective. A rank whose model is not supported reports it to all, so all raise the same error and none waits.
 """
@@ -29,7 +29,7 @@ from dips.protocol.rank_keys import TRANSFER_RANKS
 
 SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
 
-# What no adapter supports, by the module and name of a class in the model, and what to do instead.
+# Classes that no adapter supports, by module and name, and the advice for each.
 FOREIGN = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
     ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own; use fully_shard (FSDP2)",
@@ -39,7 +39,7 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A model as this rank holds it, and the rank's part in moving it."""
+    """A model as this rank holds it, and this rank's part in its transfer."""
 
     adapter: Adapter
     held: list[HeldParameter]
@@ -54,12 +54,11 @@ def lay_out(
     spread_items: int = SPREAD_ITEMS,
     grouping: Grouping = PLAIN_GROUPING,
 ) -> ModelLayout:
-    """Lay out the model of a job; every rank calls this with its own part.
+    """Lay out the model of a job. Collective: every rank calls this with its own part.
 
-    grouping  of its parameters, and of the buffers that are shared, too
-
-    Errors  ConfigError, the same on every rank: no adapter supports the model, or not one of its parameters, the ranks
-            hold different models
+    grouping  of its parameters, and of the shared buffers
+    Errors    ConfigError, the same on every rank: no adapter supports the model or a parameter of it, or the ranks hold
+              different models
     """
     adapter, held, problem = _describe_model(model, optimizer, grouping.share_buffers)
     claims = ((h.name, Holding(h.shape, _rects_of(h.reads), _rects_of(h.writes))) for h in held)
@@ -77,7 +76,7 @@ def lay_out(
 def choose_adapter(
     model: nn.Module | Sequence[nn.Module], optimizer: Any = None, share_buffers: Collection[str] = ()
 ) -> Adapter:
-    """Return the adapter for this model; raise ConfigError naming what was seen and what is supported."""
+    """Return the adapter for this model. Raises ConfigError naming what was found and what is supported."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         seen = ", ".join(type(part).__name__ for part in parts) or "an empty list"
@@ -103,10 +102,10 @@ def choose_adapter(
 
 
 def full_parameters(model: nn.Module, share_buffers: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the full trainable parameters of a model that lies on this process alone, with the buffers that are
-    shared, and the names of the frozen.
+    """Return the full trainable parameters of a model that is whole on this process, with the shared buffers, and the
+    names of its frozen parameters.
 
-    Raise ConfigError if some of it lies elsewhere.
+    Raises ConfigError if a part of it is elsewhere.
     """
     adapter = choose_adapter(model, share_buffers=share_buffers)
     found = {}

@@ -1,17 +1,17 @@
-"""An install that training does not wait for: `install: lazy` (EDiT §3.1).
+"""An install during which training continues: `install: lazy` (EDiT §3.1).
 
-When all ranks have agreed that a version lies whole in host memory, training goes on at once. On an accelerator the
+When all ranks have agreed that a version is complete in host memory, training continues at once. On an accelerator the
 copies of all layers are enqueued right away on a stream of their own, one read group (read_groups.py) after the other
-in the order of the forward, and the pre-forward hook of a group's modules waits for the group's own: while layer l
-computes, l+1 arrives. On the CPU the hook copies: another thread would compete with the forward for cores and memory
+in the order of the forward, and the pre-forward hook of a group's modules waits for the group's copies: while layer l
+computes, l+1 arrives. On the CPU the hook itself copies: a thread would compete with the forward for cores and memory
 bandwidth. A merge computes what `HostMemory.merge_shard` does, in the same places.
 
 Hooks are registered only while something is pending. They run before those of `fully_shard`, so what FSDP gathers is
-the new shard. What no forward reads is installed before an optimizer steps, before a state_dict is made or loaded,
+the new shard. Other parameters are installed before an optimizer steps, before a state_dict is made or loaded,
 before the next transfer, and at the end of the next inner step.
 
-What must stay true: nothing is computed with the old version once the new one was agreed on. A parameter that was read
-although no module of its group was called is detected by its gradient, and refused before the optimizer steps.
+Must stay true: nothing is computed with the old version once the new one was agreed on. A parameter that was read
+although no module of its group was called is detected by its gradient; this is an error before the optimizer steps.
 
 Single-threaded: everything runs on the training's own thread.
 """
@@ -45,15 +45,15 @@ class LazyMemory(HostMemory):
     def __init__(
         self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
     ) -> None:
-        """Raise ConfigError if a forward would not read what is written just before it."""
+        """Find the read groups. Raises ConfigError if a forward would not read the values written just before it."""
         read_groups = adapter.read_groups()
         super().__init__(adapter, held, plan, exchange)
         self._groups = read_groups
         self._group_by_state = {group.state: group for group in read_groups if group.state is not None}
         self._parameters = {name: p for group in read_groups for name, p in group.reads.items()}
-        self._pending: dict[str, torch.Event | None] = {}  # to be installed; the event of its copies if enqueued
+        self._pending: dict[str, torch.Event | None] = {}  # not yet installed; event of enqueued copies, or None
         self._write_copy: Callable[[ShardCopy], None] = self._write_pulled_copy
-        self._forward_seen = False  # of any group, since the install began
+        self._forward_seen = False  # a module of some group was called since the install began
         self._handles: list[RemovableHandle] = []
 
     def _bind_copies(self) -> None:
@@ -65,18 +65,18 @@ class LazyMemory(HostMemory):
 
     @property
     def pending(self) -> Collection[str]:
-        """What no forward has come to."""
+        """The parameters that no forward has read yet."""
         return self._pending
 
     def gather_pieces(self, layers: Layers = None) -> None:
-        """Freeze the version that was installed last, all of it, and what was trained on it."""
+        """Freeze the last installed version, completely installed, with the training on it."""
         self.finish_install()
         super().gather_pieces(layers)
 
     def install_shard(self, layers: Layers = None) -> None:
         """Begin to copy the shard into the model: the next read of a parameter sees the new value.
 
-        A merge that was begun and does not count, since another rank's is not finite, is replaced.
+        Replaces a merge that was begun and is invalid because another rank's values are not finite.
         """
         self._forget_pending()
         copies = self._copies_of_layers(layers)
@@ -85,8 +85,10 @@ class LazyMemory(HostMemory):
 
     @torch.no_grad()
     def merge_shard(self, layers: Layers = None) -> bool:
-        """Begin to add to the model what the shard differs in from what was kept; False, and nothing is begun, if what
-        is added or added to is not finite."""
+        """Begin to add the difference between the shard and the kept copy to the model.
+
+        Returns False, and begins nothing, if a summand is not finite.
+        """
         copies = self._copies_of_layers(layers)
         if not self._kept.holds(copies):
             return False
@@ -98,7 +100,7 @@ class LazyMemory(HostMemory):
         return True
 
     def finish_install(self) -> None:
-        """Install what is pending, remove the hooks; the host memory is free again."""
+        """Install all pending parameters and remove the hooks; the host memory is free again."""
         if not self._handles:
             return
         self._check_not_torn()
@@ -107,9 +109,9 @@ class LazyMemory(HostMemory):
         self._remove_hooks()
 
     def on_inner_step(self) -> None:
-        """An inner step was taken: install what its forward did not read.
+        """Install the parameters that the inner step's forward did not read.
 
-        Raise LocalProtocolError if it called no module: it was taken on parameters that the version replaces.
+        Raises LocalProtocolError if the step called no module: it was taken on parameters that the version replaces.
         """
         if not self._handles:
             return
@@ -147,7 +149,7 @@ class LazyMemory(HostMemory):
                 self._pending |= dict.fromkeys(reads, self._device.record_event())
 
     def _before_forward(self, group: ReadGroup) -> None:
-        """A module of this group is about to be called."""
+        """Install the parameters of a group, and of those gathered with it, before a module of the group is called."""
         self._forward_seen = True
         for read in groups_gathered_with(group, self._group_by_state):
             names = [name for name in read.reads if name in self._pending]
@@ -158,7 +160,7 @@ class LazyMemory(HostMemory):
 
     @torch.no_grad()
     def _install_parameters(self, names: list[str], *, all_streams: bool = True) -> None:
-        """Install these parameters; for those whose copies are enqueued, have training wait for the copies."""
+        """Install these parameters; if their copies are enqueued, make training wait for the copies."""
         self._write_parameters([name for name in names if self._pending[name] is None])
         for event in {id(event): event for name in names if (event := self._pending[name]) is not None}.values():
             self._device.wait_for_event(event, all_streams=all_streams)
@@ -168,7 +170,7 @@ class LazyMemory(HostMemory):
             self.on_installed(names)
 
     def _write_parameters(self, names: list[str]) -> None:
-        self.torn = True  # until the last of them is written
+        self.torn = True  # until the last parameter is written
         for name in names:
             for copy in self._copies_of.get(name, ()):
                 self._write_copy(copy)
@@ -194,7 +196,7 @@ class LazyMemory(HostMemory):
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def _register_hooks(self) -> None:
-        """Run before anything reads or replaces parameters.
+        """Register hooks that run before parameters are read or replaced.
 
         The hooks are plain functions, which a deep copy of the model shares: calls of the copy's modules are ignored.
         """
@@ -205,7 +207,7 @@ class LazyMemory(HostMemory):
         def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ours = {id(p) for p in self._parameters.values()}
             if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                # with a closure the forward is still to come
+                # with a closure the forward comes later
                 self.finish_install() if any(map(callable, (*args, *kwargs.values()))) else self.on_inner_step()
 
         def before_forward(group: ReadGroup, module: nn.Module) -> Callable[..., None]:
@@ -227,7 +229,7 @@ class LazyMemory(HostMemory):
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether a backward has written its gradient."""
+    """Return whether a backward has written a gradient that is not zero."""
     gradient = parameter.grad
     if is_dtensor(gradient):
         gradient = gradient.to_local()

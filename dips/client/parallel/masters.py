@@ -1,12 +1,12 @@
-"""fp32 masters that an optimizer keeps beside parameters of fewer bits, in the places where frameworks put them.
+"""fp32 masters that an optimizer keeps for parameters of fewer bits, in the places where frameworks keep them.
 
     state[p]["master_param"] and the like      Transformer Engine's and other FusedAdam, torch-style foreach optimizers
     param_groups_master                        apex's FusedAdam(master_weights=True)
     param_d2h_map                              torchao's CPUOffloadOptimizer
     param_groups of fp32 copies                loops that keep them by hand, in the order of the model's parameters
 
-They are looked up anew whenever the model is read or written: most are made at the first step. For any other optimizer
-the script gives a function instead, which is called after every install and makes masters from parameters.
+They are looked up again whenever the model is read or written: most are made at the first step. For any other optimizer
+the script passes a function instead, which is called after every install and makes masters from parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OptimizerMasters:
     """The masters of one optimizer for the parameters of one model."""
 
     def __init__(self, given: Any) -> None:
-        """`given`: an optimizer, whatever wraps it, a function to be called after installs, or None."""
+        """Accept an optimizer, a wrapper of one, a function to be called after installs, or None."""
         self._sync: Callable[[], Any] | None = given if callable(given) and not hasattr(given, "step") else None
         self._optimizers = () if self._sync is not None else tuple(unwrap_optimizers(given))
         if given is not None and self._sync is None and not self._optimizers:
@@ -38,21 +38,21 @@ class OptimizerMasters:
 
     @property
     def has_function(self) -> bool:
-        """Masters are made by the script's function, and nobody here knows them."""
+        """Whether the script's function makes the masters, which are unknown here."""
         return self._sync is not None
 
     @property
     def has_optimizer(self) -> bool:
-        """Masters may be found in an optimizer that was given."""
+        """Whether an optimizer was given, in which masters may be found."""
         return bool(self._optimizers)
 
     @property
     def known(self) -> bool:
-        """Pulls reach the masters: an optimizer or a function was given."""
+        """Whether pulls reach the masters: an optimizer or a function was given."""
         return self._sync is not None or bool(self._optimizers)
 
     def find_masters(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """The master of each of these parameters that has one."""
+        """Return the masters of those parameters that have one."""
         found: dict[nn.Parameter, torch.Tensor] = {}
         wanted = {id(p): p for p in parameters if p.dtype is not torch.float32 or self._by_map(p) is not None}
         for optimizer in self._optimizers:
@@ -67,7 +67,7 @@ class OptimizerMasters:
         return found
 
     def call_sync(self) -> None:
-        """Parameters were written."""
+        """Call the script's function after parameters were written."""
         if self._sync is not None:
             self._sync()
 
@@ -76,7 +76,7 @@ class OptimizerMasters:
         return next((found[parameter] for found in maps if parameter in found), None)
 
     def _by_order(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """An optimizer that steps none of the model's own parameters steps copies of them, in their order."""
+        """Match the parameters with the tensors of an optimizer that steps copies of them, in their order."""
         stepped = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         ours = {id(p) for p in parameters}
         if any(id(p) in ours for p in stepped):
@@ -94,15 +94,15 @@ class OptimizerMasters:
 
 
 def unwrap_optimizers(given: Any) -> Iterator[Optimizer]:
-    """The torch optimizers in one of accelerate, Megatron-core, DeepSpeed or apex: those that step.
+    """Yield the torch optimizers that step inside a wrapper of accelerate, Megatron-core, DeepSpeed or apex.
 
-    accelerate's wrapper is an Optimizer itself by inheritance, and torch's hooks are called with what it wraps.
+    accelerate's wrapper inherits from Optimizer, and torch's hooks are called with the wrapped optimizer.
     """
     for one in getattr(given, "chained_optimizers", None) or [given]:
         seen = set[int]()
         while (inner := getattr(one, "optimizer", None)) is not None and id(one) not in seen:
             if isinstance(one, Optimizer) and not isinstance(inner, Optimizer):
-                break  # the attribute means something else there
+                break  # the attribute means something else in this class
             seen.add(id(one))
             one = inner
         if isinstance(one, Optimizer):

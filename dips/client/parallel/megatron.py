@@ -1,14 +1,14 @@
 """Megatron-core: tensor, pipeline (virtual stages too) and expert parallel, tied embeddings, distributed optimizer.
 
-Names are those of the model on one rank: the number of a layer counts over all stages, whichever rank and chunk has it,
-that of an expert over all ranks of its group (megatron_names.py), and a tied output layer has the name of the
+Names are those of the model on one rank: the number of a layer counts over all stages, on any rank and chunk,
+the number of an expert over all ranks of its group (megatron_names.py), and a tied output layer has the name of the
 embedding, so it is pushed once and both copies are written. Experts are cut by their own tensor parallelism.
 
 A push takes the fp32 masters of Megatron's optimizers: with the distributed optimizer each data-parallel rank holds a
 part of them, so each pushes its own. A pull writes the parameters (`copy_`, never rebound: they are views of
 Megatron's buffers), calls `optimizer.reload_model_params()`, which makes masters from parameters of bf16, and then
-writes the masters themselves, exactly: without it the next step would undo the pull. An optimizer without masters
-(fp32) is handled alike; the distributed one is read by its own parts, so parameters that are still to be gathered
+writes the masters themselves exactly; otherwise the next step would undo the pull. An optimizer without masters
+(fp32) is handled in the same way; the distributed one is read by its own parts, so parameters not yet gathered
 (overlap_param_gather) are never read.
 
 Vocabularies must be padded alike in all clusters: `make_vocab_size_divisible_by` times TP depends on the layout.
@@ -33,18 +33,18 @@ from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check
 from dips.client.parallel.shared_buffers import check_parameter, choose_buffers
 from dips.errors import ConfigError
 
-CUT_BY_TP = re.compile(r"\.linear_fc[12]\.weight$")  # of every expert that has tensor parallelism
+CUT_BY_TP = re.compile(r"\.linear_fc[12]\.weight$")  # split in every expert that is tensor-parallel
 GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")  # two matrices in one parameter, each split over TP
 
 
 class MegatronAdapter(Adapter):
-    """The model chunks of one rank."""
+    """The adapter for the model chunks of one rank."""
 
     kind = "Megatron-core"
     staged = True
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any = None, share_buffers: Collection[str] = ()) -> None:
-        """`chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
+        """Unwrap `chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
         self._chunks = [_unwrap_module(chunk) for chunk in chunks]
         self._optimizer, self._share_buffers = optimizer, share_buffers
         self._ranges = dict(_optimizer_ranges(optimizer))
@@ -107,7 +107,7 @@ class MegatronAdapter(Adapter):
         return HeldParameter(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
 
     def _master_blocks(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
-        """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
+        """Return the optimizer's masters of this parameter on this rank; None if it steps the parameter itself."""
         master = getattr(parameter, "main_param", None)
         if self._optimizer is None:
             if hasattr(parameter, "main_param"):
@@ -129,14 +129,14 @@ class MegatronAdapter(Adapter):
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel, Float16Module and the like."""
+    """Return the model inside DistributedDataParallel, Float16Module and similar wrappers."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
 
 
 def _partition_parameter(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[int, ...], list[Rect]]:
-    """Full shape of a parameter, and where this rank's part of it lies."""
+    """Return the full shape of a parameter and the rectangles of this rank's part of it."""
     shape = tuple(parameter.shape)
     size, rank = _tensor_parallel(name)
     cut = bool(getattr(parameter, "tensor_model_parallel", False))
@@ -164,7 +164,7 @@ def _partition_parameter(name: str, parameter: nn.Parameter, gated: bool) -> tup
 
 
 def _tensor_parallel(name: str) -> tuple[int, int]:
-    """Over how many ranks a parameter may be cut, and which of them this one is."""
+    """Return the number of ranks over which a parameter may be split, and this rank's index among them."""
     if is_expert(name):
         return (
             parallel_state.get_expert_tensor_parallel_world_size(),
@@ -174,7 +174,7 @@ def _tensor_parallel(name: str) -> tuple[int, int]:
 
 
 def _optimizer_ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
-    """Of each parameter, which elements of its own memory the distributed optimizer holds on this rank."""
+    """Yield each parameter with the range of its local elements that the distributed optimizer holds on this rank."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if type(getattr(one, "optimizer", None)).__name__ == "HybridDeviceOptimizer":
             raise ConfigError("Megatron's CPU-offloading optimizer is not supported")

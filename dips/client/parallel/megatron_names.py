@@ -1,11 +1,11 @@
-"""Names of Megatron-core's parameters and buffers: those of the whole model on one rank, whatever this rank holds.
+"""Global names of Megatron-core's parameters and buffers: those of the whole model on one rank.
 
     decoder.layers.0 on the second of two stages of two layers      decoder.layers.2
     experts.local_experts.0 on the second of four expert ranks      experts.local_experts.N/4
     experts.linear_fc1.weight0 (Transformer Engine's grouped GEMM)  experts.local_experts.0.linear_fc1.weight
     output_layer.weight, tied                                       embedding.word_embeddings.weight
 
-So clusters with other numbers of stages and expert ranks, and either kind of experts, train one model.
+So clusters with different numbers of stages and expert ranks, and either kind of experts, train one model.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dips.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED = "output_layer.weight"
-EXPERTS = ".experts."  # those that are routed to; shared ones are held like any other layer
+EXPERTS = ".experts."  # routed experts; shared experts are held like any other layer
 SEQUENTIAL = re.compile(r"local_experts\.(\d+)\.(.+)")
-GROUPED = re.compile(r"(linear_fc[12])\.(weight|bias)(\d+)")  # Transformer Engine: one parameter each
+GROUPED = re.compile(r"(linear_fc[12])\.(weight|bias)(\d+)")  # Transformer Engine: one parameter per expert
 LEGACY = re.compile(r"weight[12]")  # the legacy GroupedMLP: all experts of a rank in one parameter
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to an expert that tokens are routed to."""
+    """Return whether a parameter belongs to a routed expert."""
     return EXPERTS in name
 
 
 class GlobalNames:
-    """The names of one model chunk."""
+    """The global names of one model chunk."""
 
     def __init__(self, chunk: nn.Module) -> None:
-        self._layers: dict[str, str] = {}  # by path in the chunk
-        self._first_experts: dict[str, int] = {}  # of the modules of experts, by their path
+        self._layers: dict[str, str] = {}  # global paths of layers by their path in the chunk
+        self._first_experts: dict[str, int] = {}  # number of the first expert here, by the path of its module
         for path, module in chunk.named_modules():
             if re.search(r"(^|\.)layers\.\d+$", path) and hasattr(module, "layer_number"):
                 self._layers[path] = f"{path.rpartition('.')[0]}.{module.layer_number - 1}"
@@ -45,7 +45,7 @@ class GlobalNames:
         self._tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
 
     def name_of(self, path: str) -> str:
-        """The name of what lies at a path of the chunk."""
+        """Return the global name for a path in the chunk."""
         if self._tied and path == TIED:
             return EMBEDDING
         path = self._number_expert(path)

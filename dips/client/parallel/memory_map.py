@@ -1,8 +1,8 @@
-"""Where the blocks and pieces of a rank lie in its host buffer: offsets in elements, computed once. Pure: no torch.
+"""Offsets of a rank's blocks and pieces in its host buffer, in elements, computed once. Pure: no torch.
 
-A piece that one block holds as one run shares that block's memory, so nothing is copied between the two. A parameter
-for which that is impossible (shards along an inner dim) has one stretch of memory that is read either as its pieces or
-as its blocks, never as both at once.
+A piece that is one run of a block shares the block's memory, so no copy is needed between the two. A parameter for
+which that is impossible (shards along an inner dim) has memory that holds either its pieces or its blocks, never both
+at once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dips.wire.chunks import Range
 
 @dataclass(slots=True)
 class MemoryMap:
-    """Offsets of everything in the buffer, and the buffer's size."""
+    """The offsets of all blocks and pieces in the buffer, and its size."""
 
-    piece_at: dict[int, int] = field(default_factory=dict)  # by number of the piece in the plan
-    block_at: dict[tuple[int, int, int], int] = field(default_factory=dict)  # by layer, parameter, block
+    piece_at: dict[int, int] = field(default_factory=dict)  # offset by number of the piece in the plan
+    block_at: dict[tuple[int, int, int], int] = field(default_factory=dict)  # offset by layer, parameter, block
     in_block: set[int] = field(default_factory=set)  # pieces that share the memory of the one block that holds them
     size: int = 0
 
 
-# Of one layer: for each parameter the rectangles of its blocks that are written.
+# One layer: for each parameter the rectangles of its written blocks.
 LayerBlocks = Sequence[Sequence[Rect]]
 
 
 def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range]) -> MemoryMap:
-    """Lay out a buffer for all layers, one behind the other."""
+    """Lay out a buffer for all layers, one after the other."""
     found = MemoryMap()
     by_layer: list[dict[int, Range]] = [{} for _ in layers]
     for n, piece in enumerate(pieces):
@@ -40,7 +40,7 @@ def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range]) -> Memory
 
 
 def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mapping[int, Range], begin: int) -> int:
-    """Place one layer from `begin` on; return where it ends."""
+    """Place one layer from offset `begin` on; return its end."""
     shared = {piece.param for piece in pieces.values() if find_block(blocks[piece.param], piece) is None}
     numbered = [((layer, k, b), rect.numel) for k, rects in enumerate(blocks) for b, rect in enumerate(rects)]
     at = begin
@@ -63,7 +63,7 @@ def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mappin
 
 
 def find_block(blocks: Sequence[Rect], piece: Range) -> tuple[int, int] | None:
-    """The block that holds the piece as one run, and the piece's offset in it; None if no block does."""
+    """Return the block that holds the piece as one run, and the piece's offset in it; None if no block does."""
     for index, rect in enumerate(blocks):
         if rect.is_run and rect.first <= piece.offset and piece.offset + piece.length <= rect.end:
             return index, piece.offset - rect.first

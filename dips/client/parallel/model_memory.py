@@ -1,8 +1,8 @@
-"""Where the model's tensors lie: noticed when the framework or the script moves them after they were laid out.
+"""Detection of tensors that the framework or the script has moved or replaced after the model was laid out.
 
-A parameter that is the same object with another memory (`to()`, `bfloat16()`, masters that an optimizer made at its
-first step) is described anew. Another object under its name (`fully_shard`, load_state_dict(assign=True), a swapped
-module) is refused: nobody knows here which of the two is trained.
+A parameter that is the same object with other memory (`to()`, `bfloat16()`, masters that an optimizer made at its first
+step) is described again. Another object under its name (`fully_shard`, load_state_dict(assign=True), a swapped module)
+is an error, since it is unknown which of the two is trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.errors import ConfigError
 
 
 class ModelMemory:
-    """What an adapter described, and where that lay."""
+    """The adapter's description of a model, and the addresses of its tensors at that time."""
 
     def __init__(self, adapter: Adapter, held: Sequence[HeldParameter]) -> None:
         self._adapter, self._held = adapter, list(held)
@@ -29,11 +29,10 @@ class ModelMemory:
 
     @torch.no_grad()
     def compare_memory(self) -> tuple[str, bool]:
-        """The first parameter that is another object by now, or "", and whether some tensor lies elsewhere, or an
-        optimizer has other masters.
+        """Return the first parameter that is another object now, or "", and whether tensors or masters have moved.
 
-        One walk over the model: mixtures of experts have tens of thousands of parameters, and it is made several times
-        in a round.
+        Walks over the model once: mixtures of experts have tens of thousands of parameters, and this is called several
+        times per round.
         """
         tensors = list(self._adapter.local_tensors())
         present = {(name, id(owner)) for name, owner, _ in tensors}
@@ -41,7 +40,7 @@ class ModelMemory:
         return gone, not gone and self._list_places(tensors) != self._lies_at
 
     def describe_again(self) -> tuple[list[HeldParameter], str]:
-        """What the adapter describes now, and the first parameter of which other parts lie here, or ""."""
+        """Return the adapter's present description, and the first parameter whose parts here have changed, or ""."""
         try:
             described = merge_tied(self._adapter.held_parameters())
         except ConfigError as error:
@@ -63,7 +62,7 @@ class ModelMemory:
 
 
 def merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
-    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
+    """Merge the two copies of a tied parameter in two chunks: the first is read and both are written."""
     found: dict[str, HeldParameter] = {}
     for h in held:
         first = found.get(h.name)
@@ -76,5 +75,5 @@ def merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
 
 
 def _extent(held: HeldParameter) -> object:
-    """Which parts of the full parameter lie here."""
+    """Return a value that identifies the parts of the full parameter that are here."""
     return held.shape, *([astuple(block.rect) for block in blocks] for blocks in (held.reads, held.writes))

@@ -1,9 +1,9 @@
-"""Host memory that several processes of one host map: a file without a name, found through the one that made it.
+"""Host memory mapped by several processes of one host: a file without a name, opened through its creator's /proc.
 
-The first rank of a group makes it and tells the others its process and descriptor; they open it in /proc and compare a
-random token at its end, so neither another process of that number nor another host of that name is mistaken for it.
-The kernel frees it with the last of them. Where one of a group cannot open it (containers of their own), each of the
-group has memory for itself.
+The first rank of a group creates it and sends its process id and descriptor; the others open it in /proc and compare a
+random token at its end, so that neither another process with that id nor another host of that name is mistaken for it.
+The kernel frees it with the last process. If one rank of a group cannot open it (separate containers), each rank of the
+group uses its own memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "dips-shard"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What all ranks have agreed on, and this rank's mapping; `pages` None: it shares nothing."""
+    """The agreement of all ranks on shared memory, and this rank's mapping; `pages` None: this rank shares none."""
 
     shards: SharedShards
     pages: mmap.mmap | None
@@ -37,10 +37,10 @@ def share_memory(
     private: Collection[Place],
     count_bytes: Callable[[Collection[Place]], int],
 ) -> NodeMemory:
-    """Map one memory in each group of several ranks; collective.
+    """Map one memory in each group of several ranks. Collective.
 
     private      parameters that this rank cannot have in shared memory
-    count_bytes  what the group's shard takes without those of all its ranks
+    count_bytes  returns the size of the group's shard without all its ranks' private parameters
     """
     if all(len(group) == 1 for group in groups):
         return NodeMemory(SharedShards(), None)
@@ -53,14 +53,14 @@ def share_memory(
     pages = made[0] if made is not None else _open_pages(offers[mine[0]], nbytes)
     mapped = [bool(answer) for answer in ranks.all_gather(b"\1" if pages is not None else b"")]
     if made is not None:
-        os.close(made[2])  # every rank that can has mapped it
+        os.close(made[2])  # every rank that can open it has mapped it
     shared = {group: places for group, places in excluded.items() if all(mapped[rank] for rank in group)}
     group_of = {rank: group for group in shared for rank in group}
     return NodeMemory(SharedShards(group_of, shared), pages if ranks.rank in group_of else None)
 
 
 def _make_pages(nbytes: int) -> tuple[mmap.mmap, int, int, bytes]:
-    """The mapping, this process, the descriptor and the token."""
+    """Create shared memory; return the mapping, this process's id, the descriptor and the token."""
     descriptor, token = os.memfd_create(NAME), secrets.token_bytes(TOKEN_BYTES)
     os.ftruncate(descriptor, nbytes + TOKEN_BYTES)
     os.pwrite(descriptor, token, nbytes)
@@ -68,7 +68,7 @@ def _make_pages(nbytes: int) -> tuple[mmap.mmap, int, int, bytes]:
 
 
 def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
-    """The memory that was offered; None if it cannot be opened here, or is another."""
+    """Map the offered memory; None if it cannot be opened here, or the token differs."""
     if not offer or not nbytes:
         return None
     pid, number, token = msgpack.unpackb(offer)

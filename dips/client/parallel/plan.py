@@ -1,19 +1,19 @@
-"""Which rank moves what: computed from what every rank holds, identically on all ranks, without communication.
+"""The transfer plan: which rank moves which pieces, computed from all layouts, identically on all ranks.
 
-The full parameters are cut into *pieces*, contiguous ranges that one rank each moves to and from the slaves:
+The full parameters are cut into *pieces*, contiguous ranges that are each moved to and from the slaves by one rank:
 
-* a run of elements that one rank holds is its piece: nothing travels inside the cluster;
-* what several ranks replicate is cut among them, so that it travels once per cluster and every link carries a share;
-* what no rank holds as one run (shards along an inner dim) is cut among the ranks that hold it together: before a push
-  they exchange what the pieces need, after a pull what the shards need, one layer at a time.
+* a run of elements that one rank holds is its piece: nothing is sent inside the cluster;
+* a run that several ranks replicate is cut among them, so that it is sent once per cluster and links share the load;
+* a range that no rank holds as one run (shards along an inner dim) is cut among its holders: before a push
+  they exchange elements into pieces, after a pull back into shards, one layer at a time.
 
 If the job has more ranks than may move bytes (`max_transfer_ranks`), the others exchange their ranges with a transfer
 rank on their host in the same way.
 
-A rank looks at each arrangement once (arrangement.py), then at each parameter, and there only at what it holds itself
-or what decides who moves that.
+A rank analyses each arrangement once (arrangement.py), then each parameter, and there only the parts that it holds
+itself or that decide which rank moves them.
 
-What must stay true: over all ranks the pieces cover every parameter exactly once, and both ends of an exchange list
+Must stay true: over all ranks the pieces cover every parameter exactly once, and both ends of an exchange list
 its rectangles in the same order. Pure: no torch, no clock, no socket.
 """
 
@@ -32,7 +32,7 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.wire.chunks import Range
 
-SPREAD_ITEMS = 1 << 20  # elements of a replicated range that one rank moves rather than cutting it: 4 MiB, few chunks
+SPREAD_ITEMS = 1 << 20  # elements up to which a replicated range is moved by one rank: 4 MiB, few chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class LocalRect:
     """A rectangle in this rank's memory: in one of its blocks, or in one of its pieces."""
 
     param: int  # index in the layer
-    index: int  # of the block among the parameter's reads or writes, or of the piece among the plan's
+    index: int  # of the block in the parameter's reads or writes, or of the piece in the plan
     rect: Rect
 
 
 @dataclass(slots=True)
 class Redistribution:
-    """What this rank sends to and receives from each peer in one layer, in an order that both ends know."""
+    """The parts that this rank sends to and receives from each peer in one layer, in an order known at both ends."""
 
     sends: dict[int, list[LocalRect]] = field(default_factory=dict)
     receives: dict[int, list[LocalRect]] = field(default_factory=dict)
-    local: list[tuple[LocalRect, LocalRect]] = field(default_factory=list)  # from, to: both on this rank
+    local: list[tuple[LocalRect, LocalRect]] = field(default_factory=list)  # source, target: both on this rank
 
     def add_exchange(self, me: int, source: int, here: LocalRect, target: int, there: LocalRect) -> None:
-        """A rectangle goes from `here` on `source` to `there` on `target`; `me` is one of the two."""
+        """Add a rectangle that goes from `here` on `source` to `there` on `target`; `me` is one of the two ranks."""
         if source == target:
             self.local.append((here, there))
         elif source == me:
@@ -64,16 +64,16 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """This rank's part."""
+    """This rank's part of the transfer plan."""
 
     manifest: Manifest
-    pieces: tuple[Range, ...]  # what it moves to and from the slaves
+    pieces: tuple[Range, ...]  # moved by this rank to and from the slaves
     gather: tuple[Redistribution, ...]  # by layer, before a push: from blocks that are read to pieces
     spread: tuple[Redistribution, ...]  # by layer, after a pull: from pieces to blocks that are written
-    replicas: tuple[tuple[int, ...], ...] = ()  # of each rank: those on its host that write the same, itself included
-    has_replicas: bool = False  # on some rank: a part of a parameter that another rank reads, too
-    # Of this rank: (layer, parameter, block), by the ranks that read the same. Without buffers, which ranks may have
-    # each for itself between two forwards.
+    replicas: tuple[tuple[int, ...], ...] = ()  # for each rank: ranks on its host that write the same, itself included
+    has_replicas: bool = False  # some part of a parameter is read on two ranks
+    # This rank's (layer, parameter, block) by the ranks that read the same. Without buffers, whose values may differ
+    # between ranks between two forwards.
     replicated: Mapping[Replicas, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
 
@@ -87,7 +87,7 @@ def make_plan(
     """Plan for rank `me` of the job.
 
     Errors  ConfigError, the same on every rank: ranks disagree on a parameter, an element is held by no rank or twice
-    Cost    about 20 µs for each parameter that this rank holds; the other ranks count by their ways to hold one
+    Cost    about 20 µs per parameter that this rank holds; other ranks count only by their distinct holdings
     """
     ways = ParameterWays(ranks)
     if not ways.by_name:
@@ -103,7 +103,7 @@ def make_plan(
 
 
 class _Planner:
-    """Gives each piece to a transfer rank, in the order of the manifest."""
+    """Assigns each piece to a transfer rank, in the order of the manifest."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Planner:
     ) -> None:
         self._me, self._manifest, self._arrangements = me, manifest, arrangements
         self._share_buffers = share_buffers
-        self._load = [0] * ranks  # elements, by rank; of those only that decide who moves what this rank holds
+        self._load = [0] * ranks  # elements assigned to each rank; only of slabs that influence this rank's pieces
         self._pieces: list[Range] = []
         self._gather = [Redistribution() for _ in manifest.layers]
         self._spread = [Redistribution() for _ in manifest.layers]
@@ -142,9 +142,9 @@ class _Planner:
         )  # fmt: skip
 
     def _deal_cut(self, cut: SlabCut) -> Iterator[tuple[int, int, int]]:
-        """Deal a slab's pieces to its candidates, those with the least load first."""
+        """Assign a slab's pieces to its candidates, those with the least load first."""
         slab, load = cut.slab, self._load
-        if len(cut.candidates) == 1:  # the usual case: a shard that one rank holds
+        if len(cut.candidates) == 1:  # the usual case: one rank holds the shard
             load[cut.candidates[0]] += slab.end - slab.begin
             yield slab.begin, slab.end, cut.candidates[0]
             return
@@ -155,7 +155,7 @@ class _Planner:
             yield begin, end, mover
 
     def _add_piece(self, piece: Range, mover: int, exchange: PieceExchange) -> None:
-        """Give a piece to the rank `mover`, and list what this rank exchanges for it before a push and after a pull."""
+        """Assign a piece to rank `mover`, and list this rank's exchanges for it before a push and after a pull."""
         me, param, number = self._me, piece.param, len(self._pieces)
         for source, block, part in exchange.gather:
             held, moved = LocalRect(param, block, part), LocalRect(param, number, part)
@@ -168,9 +168,10 @@ class _Planner:
 
 
 def _find_cuts(arrangements: Iterable[Arrangement]) -> dict[Arrangement, list[SlabCut]]:
-    """Of each arrangement the cuts that a rank must deal: those that concern it, and all that their loads depend on.
+    """Return for each arrangement the cuts that this rank must assign: those that concern it, and all that their loads
+    depend on.
 
-    Who moves a slab is decided by the loads of its candidates, these by other slabs of theirs, and so on.
+    The loads of a slab's candidates decide which of them moves it; these depend on other slabs of theirs, and so on.
     """
     distinct = list(dict.fromkeys(arrangements))
     shared = {cut.candidates: cut.concerns_me for one in distinct for cut in one.cuts if len(cut.candidates) > 1}

@@ -1,9 +1,9 @@
-"""What one rank tells the others about its part of the model, and how all come to know it from all.
+"""The description of one rank's part of the model, and its exchange among all ranks.
 
-A model has tens of thousands of parameters and holds them in a few ways: all experts of one shape lie alike. So a rank
-lists its ways once, and for each name the number of its way. Names travel only where ranks hold other parameters than
-their neighbours, and then once for all ranks that hold the same: what a rank receives grows with the model and the
-number of ranks, not with their product.
+A model has tens of thousands of parameters held in a few ways: all experts of one shape are laid out alike. So a rank
+lists its distinct holdings once, and for each name the number of its holding. Names are sent only if ranks hold
+different parameters, and then once for all ranks with the same list: the bytes that a rank receives grow with the model
+and the number of ranks, not with their product.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import xxhash
 
 from dips.client.parallel.rect import Rect
 
-FAST = 1  # zlib's level: columns and names repeat themselves
+FAST = 1  # zlib's level: columns and names are repetitive
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one rank holds a parameter, whatever its name."""
+    """The layout of a parameter on one rank, independent of its name."""
 
     shape: tuple[int, ...]
     reads: tuple[Rect, ...]
@@ -32,17 +32,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Everything that one rank tells the others about its part of the model."""
+    """The description of one rank's part of the model that is sent to all ranks."""
 
     names: tuple[str, ...]
-    holdings: tuple[Holding, ...]  # the ways in which it holds parameters
-    column: tuple[int, ...]  # for each name: which of them
+    holdings: tuple[Holding, ...]  # its distinct holdings
+    column: tuple[int, ...]  # for each name its index in `holdings`
     host: str
-    staged: bool = False  # it may hold other parameters than its neighbours
+    staged: bool = False  # it may hold other parameters than other ranks
 
     @classmethod
     def from_claims(cls, claims: Iterable[tuple[str, Holding]], host: str, staged: bool = False) -> RankLayout:
-        """From each parameter's name and how it is held."""
+        """Build a layout from each parameter's name and holding."""
         numbers: dict[Holding, int] = {}
         names, column = [], []
         for name, holding in claims:
@@ -52,12 +52,12 @@ class RankLayout:
 
     @property
     def claims(self) -> Iterator[tuple[str, Holding]]:
-        """Each parameter's name, and how it is held."""
+        """Each parameter's name and holding."""
         return zip(self.names, map(self.holdings.__getitem__, self.column), strict=True)
 
 
 class GatherMessages(Protocol):
-    """The collective that is needed here; JobCollectives has it."""
+    """The collective that this module needs; JobCollectives has it."""
 
     rank: int
 
@@ -65,9 +65,9 @@ class GatherMessages(Protocol):
 
 
 def gather_layouts(own: RankLayout, problem: str, collectives: GatherMessages) -> tuple[list[RankLayout], list[str]]:
-    """Tell all ranks this one's layout; return every rank's, and every rank's problem ("": none).
+    """Send this rank's layout to all ranks; return every rank's layout and problem ("": none). Collective.
 
-    With a problem anywhere the layouts are of no use.
+    If any rank reports a problem, the returned layouts are empty.
     """
     names = msgpack.packb(own.names)
     digest = xxhash.xxh3_128_digest(names)
@@ -76,7 +76,7 @@ def gather_layouts(own: RankLayout, problem: str, collectives: GatherMessages) -
     if any(problems):
         return [], problems
     lists = {digest: own.names}
-    first = {one["names"]: rank for rank, one in reversed(list(enumerate(told)))}  # who tells the others each list
+    first = {one["names"]: rank for rank, one in reversed(list(enumerate(told)))}  # the rank that sends each list
     if len(first) > 1:
         spoken = collectives.all_gather(_pack(own.names) if first[digest] == collectives.rank else b"")
         lists |= {d: tuple(_unpack(spoken[rank])) for d, rank in first.items() if d != digest}
@@ -96,7 +96,7 @@ def _describe_layout(own: RankLayout, problem: str, digest: bytes) -> dict[str, 
 def _read_layout(
     told: Mapping[str, Any], lists: Mapping[bytes, tuple[str, ...]], columns: dict[bytes, tuple[int, ...]]
 ) -> RankLayout:
-    """Equal lists and columns become one object."""
+    """Decode a layout; equal lists and columns share one object."""
     column = columns.get(told["column"])
     if column is None:
         column = columns[told["column"]] = tuple(msgpack.unpackb(told["column"]))

@@ -1,12 +1,12 @@
-"""Which modules' forwards read which parameters: what `install: lazy` must have installed before each of them.
+"""Read groups: which modules' forwards read which parameters, so that `install: lazy` installs these before.
 
-A *read group* is what is read together: a module that `fully_shard` wraps (with others, if it wraps several as one),
+A *read group* is read together: a module that `fully_shard` wraps (with others, if it wraps several as one),
 which gathers all its parameters in its own pre-forward; otherwise an entry of a ModuleList, Sequential or ModuleDict,
-the outermost one, with all that it holds; and the model itself, with all the rest. A parameter is installed before the
+the outermost one, with everything inside it; and the model itself, with the rest. A parameter is installed before the
 first call of any module of its group, so a module may read any parameter of its own group, whether or not the module
-that holds it is called. A parameter that is in two groups is installed before either.
+that holds it is called. A parameter in two groups is installed before either.
 
-Looks at modules only: no copy, no stream, no rank.
+Inspects modules only: no copies, streams or ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ INSTEAD = "use install: whole"
 class ReadGroup:
     """Modules that read their parameters together."""
 
-    modules: list[nn.Module] = field(default_factory=list)  # the first call of any of them reads
+    modules: list[nn.Module] = field(default_factory=list)  # the first call of any of them reads the parameters
     reads: dict[str, nn.Parameter] = field(default_factory=dict)
-    state: Any = None  # of fully_shard, if it wraps these modules
+    state: Any = None  # fully_shard's state; None: it does not wrap these modules
 
 
 def find_read_groups(model: nn.Module, names: Mapping[nn.Parameter, str]) -> list[ReadGroup]:
-    """Find the groups that hold any of the parameters in `names`, in the order in which modules were registered.
+    """Return the groups that hold any of the parameters in `names`, in the order in which modules were registered.
 
-    Raise ConfigError if a module reads its parameters where no hook can run before it.
+    Raises ConfigError if a module reads its parameters where no hook can run before it.
     """
     found: dict[Any, ReadGroup] = {}
     for module, key in _walk_modules(model, model, listed=False):
@@ -51,7 +51,8 @@ def find_read_groups(model: nn.Module, names: Mapping[nn.Parameter, str]) -> lis
 
 
 def groups_gathered_with(group: ReadGroup, among: Mapping[Any, ReadGroup]) -> Iterator[ReadGroup]:
-    """Yield the groups whose shards are gathered when this one's forward begins: itself, and those that it prefetches.
+    """Yield the groups whose shards are gathered when this group's forward begins: itself, and those that it
+    prefetches.
 
     among  groups by their state
     """
@@ -62,7 +63,7 @@ def groups_gathered_with(group: ReadGroup, among: Mapping[Any, ReadGroup]) -> It
 
 
 def check_sharded(group: ReadGroup) -> None:
-    """Raise LocalProtocolError if the group's shards are gathered already: what is installed now would not be read."""
+    """Raise LocalProtocolError if the group's shards are already gathered: values installed now would not be read."""
     if group.state is None:
         return
     for sharded in _fsdp_param_groups(group.state):
@@ -96,21 +97,23 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _fsdp_state(module: Any) -> Any:
-    """The state that fully_shard keeps of a module; shared by modules that it wraps as one."""
+    """Return the state that fully_shard keeps for a module; modules that it wraps as one share it."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _is_known_state(state: Any) -> bool:
-    """Whether this torch has what is read here of a wrapped module's state; none of it is public."""
+    """Return whether this version of torch has the private attributes of a wrapped module's state that are read
+    here.
+    """
     return hasattr(state, "_states_to_forward_prefetch") and all(
         hasattr(group, "_all_gather_result") and hasattr(group, "is_sharded") for group in _fsdp_param_groups(state)
     )
 
 
 def _fsdp_param_groups(state: Any) -> list[Any]:
-    """Parameters that are gathered together: older torch has one group of them in a state, or none."""
+    """Return the groups of parameters that are gathered together; in older torch a state has one group or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in (getattr(state, "_fsdp_param_group", None),) if group is not None]

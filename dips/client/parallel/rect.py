@@ -1,7 +1,7 @@
-"""Where a piece of a parameter lies in the full one: rectangles of its flattened elements.
+"""Rectangles of a full parameter's flattened elements: the place of a piece in the parameter.
 
-A full parameter is one row of elements in memory order. What a rank holds of it is a few rectangles: `rows` runs of
-`cols` elements, `width` apart. A shard along the first dim is one run; one along another dim has as many runs as rows.
+A full parameter is one row of elements in memory order. A rank's part of it is a few rectangles: `rows` runs of `cols`
+elements, `width` apart. A shard along the first dim is one run; a shard along another dim has as many runs as rows.
 Pure: no torch.
 """
 
@@ -24,12 +24,12 @@ class Rect:
 
     @classmethod
     def make_canonical(cls, first: int, rows: int, cols: int, width: int) -> Rect:
-        """Spell a rectangle the one way there is: what is one run has one row."""
+        """Return the canonical form of a rectangle: one that is a single run has one row."""
         return cls.flat_run(first, rows * cols) if rows == 1 or cols == width else cls(first, rows, cols, width)
 
     @classmethod
     def flat_run(cls, first: int, length: int) -> Rect:
-        """`length` elements in a row."""
+        """Return a rectangle of `length` consecutive elements."""
         return cls(first, 1, length, length)
 
     @property
@@ -46,7 +46,7 @@ class Rect:
         return self.rows == 1
 
     def cut_between(self, begin: int, end: int) -> list[Rect]:
-        """What of this lies in elements [begin, end) of the parameter: at most three rectangles, in order."""
+        """Return the intersection with elements [begin, end) of the parameter: at most three rectangles, in order."""
         begin, end = max(begin, self.first), min(end, self.end)
         if begin >= end:
             return []
@@ -67,7 +67,7 @@ class Rect:
         return [Rect.make_canonical(self.first + row * self.width + left, rows, right - left, self.width)]
 
     def overlaps_with(self, other: Rect) -> bool:
-        """Whether the two share an element. Rectangles of several rows must have one width."""
+        """Return whether the two share an element. Rectangles of several rows must have the same width."""
         if other.is_run:
             return bool(self.cut_between(other.first, other.end))
         if self.is_run:
@@ -77,15 +77,16 @@ class Rect:
         return a < b + other.rows and b < a + self.rows and x < y + other.cols and y < x + self.cols
 
     def place_of(self, part: Rect) -> tuple[int, int]:
-        """Row and column of a part's first element in this rectangle."""
+        """Return row and column of a part's first element in this rectangle."""
         return divmod(part.first - self.first, self.width)
 
 
 def box_rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rect]:
-    """The box of `sizes` at `starts` of a tensor of `shape`, in the order of the box's own memory.
+    """Return the rectangles of the box of `sizes` at `starts` in a tensor of `shape`, in the order of the box's own
+    memory.
 
-    One rectangle for a tensor cut along one dim, or along two of which the outer is the first; one for each index of
-    the dims before those otherwise.
+    One rectangle for a tensor cut along one dim, or along two of which the outer is the first; otherwise one for each
+    index of the dims before those.
     """
     if 0 in sizes:
         return []
@@ -106,9 +107,9 @@ def box_rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int])
 
 
 def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int, Rect]]:
-    """Cut elements [begin, end) of a memory in which `parts` lie one behind the other; yield (index of part, piece).
+    """Cut elements [begin, end) of memory that holds `parts` one after the other; yield (index of part, piece).
 
-    What a distributed optimizer holds of a shard is a run of the shard's memory, not of the full parameter's.
+    A distributed optimizer's part of a shard is a run of the shard's memory, not of the full parameter.
     """
     at = 0
     for index, part in enumerate(parts):

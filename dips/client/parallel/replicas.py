@@ -1,7 +1,7 @@
-"""Ranks of one host that write the same parts of the model: DDP's, Megatron's data-parallel ones, HSDP's replicas.
+"""Ranks of one host that write the same parts of the model: replicas of DDP, HSDP and Megatron's data parallelism.
 
-They need one copy of the shard in host memory together: each pulls its pieces into it, and all install from it. What
-arrives from ranks of other groups is received by the first of them only. Pure.
+They share one copy of the shard in host memory: each pulls its pieces into it, and all install from it. Parts from
+ranks of other groups are received by the group's first rank only. Pure.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from dips.client.parallel.plan import Redistribution
 from dips.client.parallel.rank_layout import Holding, RankLayout
 
-Group = tuple[int, ...]  # ranks, in order
+Group = tuple[int, ...]  # ranks in order
 Place = tuple[int, int]  # layer, parameter
 
 
 def find_replicas(ranks: Sequence[RankLayout]) -> tuple[Group, ...]:
-    """The group of each rank, often of itself alone; the same on all ranks."""
+    """Return the group of each rank, often only the rank itself; the same on all ranks."""
     ways: dict[object, int] = {}
     columns: dict[object, tuple[int, ...]] = {}
     found: dict[object, list[int]] = {}
@@ -34,23 +34,25 @@ def find_replicas(ranks: Sequence[RankLayout]) -> tuple[Group, ...]:
 class SharedShards:
     """Which ranks share which parts of their shards; the same on all ranks."""
 
-    group_of: Mapping[int, Group] = field(default_factory=dict)  # of ranks that share
-    private: Mapping[Group, Collection[Place]] = field(default_factory=dict)  # parameters that each has for itself
+    group_of: Mapping[int, Group] = field(default_factory=dict)  # only for ranks that share
+    private: Mapping[Group, Collection[Place]] = field(default_factory=dict)  # parameters not shared in the group
 
     def shares(self, rank: int, place: Place) -> bool:
-        """Whether a rank's memory of this parameter is that of its group."""
+        """Return whether a rank's memory of this parameter is shared in its group."""
         group = self.group_of.get(rank)
         return group is not None and place not in self.private[group]
 
     def is_sent(self, mover: int, target: int, place: Place) -> bool:
-        """Whether what `mover` has pulled for `target` travels: not if it lies there, nor twice to one memory."""
+        """Return whether a part that `mover` has pulled is sent to `target`: not within a group, and once per shared
+        memory.
+        """
         if not self.shares(target, place):
             return True
         group = self.group_of[target]
         return mover not in group and target == group[0]
 
     def is_complete(self, me: int, layer: int, moves: Redistribution) -> bool:
-        """Whether all that this rank needs of a layer lies in its memory once all ranks have pulled."""
+        """Return whether this rank's whole part of a layer is in its memory once all ranks have pulled."""
         return all(
             self.shares(me, (layer, rect.param)) and peer in self.group_of[me]
             for peer, rects in moves.receives.items()
@@ -58,7 +60,7 @@ class SharedShards:
         )
 
     def filter_spread(self, me: int, layer: int, moves: Redistribution) -> Redistribution:
-        """What of a layer's exchange after a pull is left to do."""
+        """Return the exchanges after a pull that remain with shared memory."""
         sends = {
             peer: [rect for rect in rects if self.is_sent(me, peer, (layer, rect.param))]
             for peer, rects in moves.sends.items()

@@ -1,8 +1,8 @@
 """The interface between Di-PS and a framework that lays a model over ranks: how an adapter describes each parameter.
 
 An adapter looks at the model on its own rank only, communicates with no other, and describes which rectangles of which
-full parameter lie in which of its tensors. All that follows is common to all layouts: which rank moves what, what
-travels inside the cluster, what is written when (plan.py, host.py).
+full parameter are in which of its tensors. The rest is common to all layouts: which rank moves which pieces, which
+parts are exchanged inside the cluster, what is written when (plan.py, host.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.client.parallel.read_groups import INSTEAD, ReadGroup
 from dips.client.parallel.rect import Rect
 from dips.errors import ConfigError
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # types that fp32 represents exactly
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,72 +27,72 @@ class TensorBlock:
     """A rectangle of a full parameter, and this rank's memory of it."""
 
     rect: Rect
-    view: torch.Tensor  # [rect.rows, rect.cols]; shares memory with what the framework holds; any float type of FLOATS
+    view: torch.Tensor  # [rect.rows, rect.cols]; shares memory with the framework's tensor; any type of FLOATS
 
 
 @dataclass(frozen=True, eq=False)
 class HeldParameter:
     """One parameter as this rank holds it."""
 
-    name: str  # in the full model, whatever the layout
+    name: str  # in the full model, independent of the layout
     shape: tuple[int, ...]  # of the full parameter
-    reads: tuple[TensorBlock, ...]  # what a push takes: fp32 masters where the framework has them
-    writes: tuple[TensorBlock, ...]  # what a pull fills: what the model computes with
-    masters: tuple[TensorBlock, ...] = ()  # written after `reload_masters`, exactly; each lies within `writes`
+    reads: tuple[TensorBlock, ...]  # read by a push: fp32 masters where the framework has them
+    writes: tuple[TensorBlock, ...]  # written by a pull: the parameters that the model computes with
+    masters: tuple[TensorBlock, ...] = ()  # written exactly, after `reload_masters`; each is a part of `writes`
 
 
 class Adapter(ABC):
-    """How one framework lays a model over ranks."""
+    """The layout of a model over ranks in one framework."""
 
-    kind: ClassVar[str]  # for messages
-    staged: bool = False  # ranks hold different parameters: pipeline stages
+    kind: ClassVar[str]  # name for messages
+    staged: bool = False  # ranks hold different parameters, as pipeline stages do
 
     @abstractmethod
     def held_parameters(self) -> list[HeldParameter]:
-        """Describe every trainable parameter that lies on this rank; frozen ones take no part.
+        """Describe every trainable parameter that is on this rank; frozen ones take no part.
 
-        Raise ConfigError naming the parameter and what would be supported.
+        Raises ConfigError naming the parameter and what would be supported.
         """
 
     @abstractmethod
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name every parameter that lies on this rank, frozen ones too, with its object and this rank's memory now."""
+        """Yield name, object and present local memory of every parameter on this rank, frozen ones too."""
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Likewise the optimizer's masters that are known now, by the names of their parameters."""
+        """Yield name, object and present local memory of the optimizer's known masters, by parameter name."""
         yield from ()
 
     def read_groups(self) -> list[ReadGroup]:
-        """Which modules read which of these parameters, in the order of the forward as far as that is known.
+        """Return which modules read which of these parameters, in the order of the forward as far as it is known.
 
-        Raise ConfigError if that cannot be known, or if what is written just before a forward would not be read in it.
+        Raises ConfigError if that is unknown, or if a forward would not read values written just before it.
         """
         raise ConfigError(f"install: lazy is not supported for a {self.kind} model: {INSTEAD}")
 
     def reshard(self) -> None:
-        """Have the framework drop gathered parameters: the next forward gathers the shards as they are by then."""
+        """Make the framework drop gathered parameters: the next forward gathers the shards as they are then."""
 
     @property
     def loses_bits(self) -> str:
-        """The first parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""
+        """The first 16-bit parameter whose optimizer is unknown; "" if there is none."""
         return ""
 
     @property
     def remakes_masters(self) -> bool:
-        """`reload_masters` makes masters of all parameters, also of those that were not written."""
+        """Whether `reload_masters` remakes the masters of all parameters, also of those that were not written."""
         return False
 
     @property
     def hides_masters(self) -> bool:
-        """The optimizer's masters are made by a function of the script: what they hold is not known here."""
+        """Whether a function of the script makes the masters, so that their values are unknown here."""
         return False
 
     def reload_masters(self) -> None:
-        """Have the framework make its masters from the parameters, which were written."""
+        """Make the framework derive its masters from the written parameters."""
 
 
 def pair_blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:
-    """Pair rectangles with the contiguous memory in which they lie one behind the other."""
+    """Pair rectangles with views of the contiguous memory that holds them one after the other."""
     if not memory.is_contiguous():
         raise ConfigError(
             f"{name}: its memory of shape {tuple(memory.shape)} is not contiguous: call .contiguous() on it"
@@ -109,20 +109,20 @@ NO_MEMORY = "has no memory yet: give the model its parameters (to_empty, init) b
 
 
 def check_made(name: str, parameter: torch.Tensor) -> None:
-    """Refuse a parameter whose shape is still to come."""
+    """Raise ConfigError for a parameter whose shape is not known yet."""
     if is_lazy(parameter):
         raise ConfigError(f"{name}: {NO_MEMORY}")
 
 
 def check_in_memory(held: Iterable[HeldParameter]) -> None:
-    """Refuse a model on torch's meta device: it can be described, and not be trained."""
+    """Raise ConfigError for a model on torch's meta device, which can be described but not trained."""
     for parameter in held:
         if any(block.view.is_meta for block in parameter.writes):
             raise ConfigError(f"{parameter.name}: {NO_MEMORY}")
 
 
 def check_plain(name: str, memory: torch.Tensor) -> None:
-    """Refuse memory that cannot be copied like a plain tensor's."""
+    """Raise ConfigError for memory that cannot be copied like a plain tensor."""
     if type(memory) is not torch.Tensor:
         raise ConfigError(
             f"{name}: a parameter held as {type(memory).__name__} cannot be copied exactly: keep it as a plain "
@@ -131,7 +131,7 @@ def check_plain(name: str, memory: torch.Tensor) -> None:
 
 
 def check_devices(held: Iterable[HeldParameter]) -> None:
-    """Refuse a model that one process has spread over several devices."""
+    """Raise ConfigError for a model that one process has spread over several devices."""
     first: dict[torch.device, str] = {}
     for h in held:
         for block in h.writes:
@@ -145,7 +145,7 @@ def check_devices(held: Iterable[HeldParameter]) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse what fp32 does not hold exactly."""
+    """Raise ConfigError for a type that fp32 does not represent exactly."""
     if dtype not in FLOATS:
         few = ", ".join(str(f) for f in FLOATS)
         raise ConfigError(f"{name}: expected a parameter of one of {few}, got {dtype}")

@@ -1,6 +1,6 @@
-"""The host memory of a rank's shard and pieces, and where everything lies in it (memory_map.py).
+"""The host memory of a rank's shard and pieces, and the places in it (memory_map.py).
 
-Two buffers: what this rank has for itself, and what the ranks of its host that hold the same have together.
+Two buffers: one for this rank alone, and one shared by the ranks of its host that hold the same parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dips.wire.chunks import Range
 
 
 class ShardBuffer:
-    """4 B for each parameter of the shard."""
+    """The host buffers of a rank: 4 B for each parameter of the shard."""
 
     def __init__(
         self,
@@ -33,7 +33,11 @@ class ShardBuffer:
         *,
         pinned: bool,
     ) -> None:
-        """Collective. `groups`: of each rank; `pinned`: lock the memory, for fast copies to and from the device."""
+        """Allocate the buffers. Collective.
+
+        groups  the replica group of each rank
+        pinned  lock the memory, for fast copies to and from the device
+        """
         alone = [(rank,) for rank in range(ranks.world_size)]
         node = share_memory(
             ranks,
@@ -65,20 +69,20 @@ class ShardBuffer:
 
     @property
     def allocated_numel(self) -> int:
-        """Elements of 4 B that are allocated; of what is shared, this rank's part."""
+        """The elements of 4 B that are allocated; of shared memory only this rank's share."""
         return self._own_numel + -(-self._shared_numel // self._sharers)
 
     def block_memory(self, key: tuple[int, int, int], numel: int) -> torch.Tensor:
-        """A block, flat."""
+        """Return the memory of a block, flat."""
         buffer, at = self._block_at[key]
         return buffer[at : at + numel]
 
     def is_in_block(self, piece: int) -> bool:
-        """Whether a piece lies within a block of the shard, or shares memory with blocks without being part of one."""
+        """Return whether a piece is part of a block of the shard, rather than sharing memory with blocks in turn."""
         return piece in self._in_block
 
     def piece_part(self, part: LocalRect) -> torch.Tensor:
-        """A rectangle of a piece, [rows, cols]."""
+        """Return a rectangle of a piece, [rows, cols]."""
         piece, memory, rect = self.pieces[part.index], self._memory[part.index], part.rect
         at = memory.storage_offset() + rect.first - piece.offset
         return memory.as_strided((rect.rows, rect.cols), (rect.width, 1), at)
@@ -92,7 +96,7 @@ class ShardBuffer:
         pinned: bool,
         buffer: torch.Tensor | None = None,
     ) -> int:
-        """Lay out some of the parameters in a buffer, which is allocated if it is not given; return its size."""
+        """Lay out the parameters selected by `belongs` in a buffer, allocated if None; return its size."""
         some = [[rects if belongs((l, k)) else [] for k, rects in enumerate(blocks)] for l, blocks in enumerate(layers)]
         numbers = [number for number, piece in enumerate(pieces) if belongs((piece.layer, piece.param))]
         places = map_memory(some, [pieces[number] for number in numbers])
@@ -110,7 +114,9 @@ def _all_places(layers: Sequence[LayerBlocks]) -> list[Place]:
 
 
 def _private_places(layers: Sequence[LayerBlocks], pieces: Sequence[Range]) -> set[Place]:
-    """Parameters of which some piece is no part of a block here: its pieces and its blocks take turns in one memory."""
+    """Return the parameters with a piece that is no part of a block here: pieces and blocks use the same memory in
+    turn.
+    """
     return {(p.layer, p.param) for p in pieces if find_block(layers[p.layer][p.param], p) is None}
 
 

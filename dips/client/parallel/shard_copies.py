@@ -1,4 +1,4 @@
-"""What an install copies: for each block of the shard in host memory, the framework's tensor that it goes to."""
+"""The copies of an install: from each block of the shard in host memory to the framework's tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import HeldParameter, TensorBlock
 from dips.client.parallel.shard_buffer import ShardBuffer
 
-LayerHeld = Sequence[HeldParameter | None]  # of one layer, by the manifest's order; None: nothing of it is here
+LayerHeld = Sequence[HeldParameter | None]  # parameters of one layer in the manifest's order; None: not on this rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,21 +19,21 @@ class ShardCopy:
     """One copy from host memory to a tensor of the framework."""
 
     name: str  # of the parameter
-    view: torch.Tensor  # the framework's
+    view: torch.Tensor  # the framework's tensor
     host: torch.Tensor
-    rounds: bool = False  # the tensor has fewer bits than what is pulled, and is what is pushed
-    key: tuple[int, int, int] = (-1, -1, -1)  # layer, parameter, block; of a parameter's own memory
+    rounds: bool = False  # the tensor has fewer bits than the pulled values and is itself pushed
+    key: tuple[int, int, int] = (-1, -1, -1)  # layer, parameter, block; unset for masters
 
 
 @dataclass(frozen=True)
 class ShardBlocks:
-    """The blocks of a rank's shard, and where each lies in host memory."""
+    """The blocks of a rank's shard and their host memory."""
 
     held: Sequence[LayerHeld]
     buffer: ShardBuffer
 
     def host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
-        """A block that is written, and its host memory of the same shape."""
+        """Return a written block and its host memory, of the same shape."""
         held = self.held[layer][param]
         assert held is not None
         block = held.writes[index]
@@ -41,7 +41,7 @@ class ShardBlocks:
         return block, memory.view(block.rect.rows, block.rect.cols)
 
     def parameter_copies(self) -> list[list[ShardCopy]]:
-        """To the parameters of each layer, in a fixed order."""
+        """Return the copies to the parameters of each layer, in a fixed order."""
         found: list[list[ShardCopy]] = [[] for _ in self.held]
         for l, k, b in self.buffer.blocks:
             held = self.held[l][k]
@@ -51,7 +51,7 @@ class ShardBlocks:
         return found
 
     def master_copies(self, layer: int) -> Iterator[ShardCopy]:
-        """To the optimizer's masters of one layer."""
+        """Yield the copies to the optimizer's masters of one layer."""
         for k, held in enumerate(self.held[layer]):
             for master in held.masters if held else ():
                 yield from self._copies_of_master(layer, k, master)
@@ -68,11 +68,11 @@ class ShardBlocks:
 
 
 def part_of(view: torch.Tensor, rect: Rect, part: Rect) -> torch.Tensor:
-    """The part of a rectangle's memory, [part.rows, part.cols]."""
+    """Return the part of a rectangle's memory, [part.rows, part.cols]."""
     row, col = rect.place_of(part)
     return view[row : row + part.rows, col : col + part.cols]
 
 
 def _rounds(held: HeldParameter, block: TensorBlock) -> bool:
-    """The block has fewer bits than what is pulled, and what is pushed is the block itself."""
+    """Return whether the block has fewer bits than the pulled values and is itself pushed."""
     return block.view.dtype is not torch.float32 and any(block is read for read in held.reads)

@@ -1,8 +1,8 @@
-"""Buffers that the clusters share beside the parameters: what `shared.share_buffers` names, held like a parameter.
+"""Buffers that the clusters share beside the parameters, named by `shared.share_buffers` and held like parameters.
 
-For state that no gradient moves and that the model computes with: the bias by which a router balances its experts
-(`*expert_bias*`), running means. It should be equal on all ranks that hold it; where it is not, some rank's value
-counts for each part of it. The outer step averages it by tokens (outer/averaged_layers.py).
+Meant for state that no gradient changes and that the model computes with: the bias by which a router balances its
+experts (`*expert_bias*`), running means. It should be equal on all ranks that hold it; otherwise one rank's value is
+used for each part. The outer step averages it by tokens (outer/averaged_layers.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.protocol.manifest import Manifest, unmatched_patterns
 def choose_buffers(
     named: Iterable[tuple[str, torch.Tensor]], patterns: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those buffers that a pattern names; raise ConfigError for one that cannot be averaged."""
+    """Yield the buffers that a pattern names. Raises ConfigError for a buffer that cannot be averaged."""
     for name, buffer in named if patterns else ():
         if is_shared_buffer(name, patterns):
             if not buffer.dtype.is_floating_point:
@@ -31,7 +31,9 @@ def choose_buffers(
 
 
 def check_parameter(name: str, patterns: Collection[str]) -> None:
-    """Refuse a trainable parameter that a pattern names: it would lose its learning rate and momentum."""
+    """Raise ConfigError for a trainable parameter that a pattern names: it would lose its learning rate and
+    momentum.
+    """
     if is_shared_buffer(name, patterns):
         raise ConfigError(
             f"share_buffers: {name} is a trainable parameter, which is shared anyway: expected patterns that name "
@@ -40,7 +42,7 @@ def check_parameter(name: str, patterns: Collection[str]) -> None:
 
 
 def check_found(manifest: Manifest, patterns: Collection[str]) -> None:
-    """Refuse a pattern that names no buffer of the whole model."""
+    """Raise ConfigError for a pattern that names no buffer of the whole model."""
     for pattern in unmatched_patterns(manifest, patterns):
         raise ConfigError(
             f"share_buffers: no buffer's name matches {pattern!r}; `model.named_buffers()` lists them, and the names "

@@ -1,4 +1,6 @@
-"""Slabs of a parameter: contiguous ranges that do not overlap, and which rectangles of them the ranks hold. Pure."""
+"""Slabs of a parameter: contiguous ranges that do not overlap, with the rectangles that the ranks hold of each.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class Slab:
 
 
 def cut_slabs(name: str, found: Iterable[Rect], numel: int) -> Iterator[Slab]:
-    """Group sorted rectangles whose ranges overlap; raise ConfigError unless they cover the parameter exactly once."""
+    """Group sorted rectangles whose ranges overlap. Raises ConfigError unless they cover the parameter exactly once."""
     at, slab = 0, None
     for rect in found:
         if slab is not None and rect.first < slab.end:

@@ -1,12 +1,12 @@
-"""Models of torch's own: plain, DDP, FSDP2 and HSDP (`fully_shard`), tensor parallel, and any mix of them by DTensor.
+"""The adapter for torch's layouts: plain, DDP, FSDP2 and HSDP (`fully_shard`), tensor parallel, and mixes by DTensor.
 
-A DTensor knows where its local tensor lies, on a mesh of any dims, in uneven shards too; any other parameter lies
-whole on this rank. On TP × FSDP the parameters without a TP plan live on the dp sub-mesh: every TP
+A DTensor has the place of its local tensor, on a mesh of any dims, in uneven shards too; any other parameter is
+whole on this rank. On TP × FSDP the parameters without a TP plan are on the dp sub-mesh: every TP
 rank holds a replica of their shards.
 
-A push takes the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. Of parameters
-that are bf16 or fp16 it takes the optimizer's fp32 masters where the script has given it (masters.py); where there are
-none, what a pull rounds away is kept for the next push (remainders.py).
+A push reads the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. If they are
+bf16 or fp16, it reads the fp32 masters of the optimizer that the script has passed (masters.py); where there are
+none, the rounding error of a pull is kept for the next push (remainders.py).
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ from dips.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# By mesh, placements and shape: the local shape and its rectangles. torch takes 20 µs to compute them.
+# (mesh, placements, shape) → local shape and its rectangles; cached, since torch takes 20 µs to compute them.
 Places = dict[tuple[Any, ...], tuple[tuple[int, ...], list[Rect]]]
 
 # Names that wrappers insert into a parameter's path.
-NAMES = 1 << 17  # kept: those of a model of many experts are asked for several times in a round
+NAMES = 1 << 17  # names cached: those of a model with many experts are needed several times per round
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class TorchAdapter(Adapter):
-    """Parameters that are tensors or DTensors."""
+    """The adapter for parameters that are tensors or DTensors."""
 
     kind = "plain, DDP, FSDP2, HSDP or tensor-parallel"
 
     def __init__(
         self, parts: Sequence[nn.Module], staged: bool, optimizer: Any = None, share_buffers: Collection[str] = ()
     ) -> None:
-        """
+        """Unwrap the model's parts.
+
         staged         the ranks hold different parts, under the names of the whole model (torch's pipelining)
-        optimizer      it may keep fp32 masters; or a function that makes them from the parameters
+        optimizer      may keep fp32 masters; or a function that makes them from the parameters; None: unknown
         share_buffers  patterns of the names of buffers that are held like parameters
         """
         self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
         self._optimizer, self._share_buffers = OptimizerMasters(optimizer), share_buffers
 
     def held_parameters(self) -> list[HeldParameter]:
-        self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
+        self.reshard()  # otherwise parameters of a module that was only evaluated are still gathered
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         places: Places = {}
@@ -95,12 +96,14 @@ class TorchAdapter(Adapter):
 
     @property
     def loses_bits(self) -> str:
-        """The first trainable parameter of 16 bits whose optimizer nothing is known of; "" if there is none."""
+        """The first trainable 16-bit parameter whose optimizer is unknown; "" if there is none."""
         coarse = (name for name, p in self._trainable_parameters() if p.dtype is not torch.float32)
         return "" if self._optimizer.known else next(coarse, "")
 
     def reshard(self) -> None:
-        """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
+        """Reshard FSDP2's modules: after a forward without a backward the root keeps gathered parameters and would
+        reuse them.
+        """
         for part in self._parts:
             for module in part.modules():
                 if is_fsdp(module):
@@ -136,12 +139,12 @@ class TorchAdapter(Adapter):
 
 @lru_cache(NAMES)
 def plain_name(path: str) -> str:
-    """A parameter's name in the model itself."""
+    """Return a parameter's name in the model without wrappers."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    """The model in torch.compile and DistributedDataParallel, whichever is around the other."""
+    """Return the model inside torch.compile and DistributedDataParallel, in either order."""
     while True:
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else _compiled_module(module)
         if inner is None:
@@ -177,7 +180,7 @@ def _describe_parameter(
 
 
 def _local_shard(name: str, parameter: DTensor, places: Places) -> tuple[list[Rect], torch.Tensor]:
-    """This rank's rectangles, and its memory of them; `places` are those that were computed before."""
+    """Return this rank's rectangles of a DTensor and their memory; `places` caches computed rectangles."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:

@@ -1,7 +1,7 @@
-"""Which of torch's types a thing has, without importing what defines them.
+"""Tests for torch's types without importing the modules that define them.
 
-`torch.distributed.tensor` and `torch.distributed.fsdp` cost seconds at a rank's start, and a plain model needs neither:
-as long as nothing else has imported them, nothing is of their types.
+`torch.distributed.tensor` and `torch.distributed.fsdp` add seconds to a rank's start, and a plain model needs neither:
+as long as no other code has imported them, no object is of their types.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is distributed: it knows where its local part lies."""
+    """Return whether a tensor is a DTensor."""
     return _is_instance(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def is_fsdp(module: object) -> bool:
-    """Whether `fully_shard` wraps a module."""
+    """Return whether `fully_shard` wraps a module."""
     return _is_instance(module, "torch.distributed.fsdp", "FSDPModule")
 
 

@@ -1,8 +1,8 @@
-"""Buffers of a model that no cluster shares, though they may train: running means, moving averages, routers' biases.
+"""Remarks on buffers that may train but are not shared: running means, moving averages, routers' biases.
 
-Of buffers a run shares what `shared.share_buffers` names. The others stay each cluster's own and are in no export, so
-a model with BatchNorm that is loaded from one has the running means that it was made with. Nothing fails by it.
-Integers (num_batches_tracked) have no mean and cannot be shared; buffers that are not persistent are made anew.
+A run shares the buffers that `shared.share_buffers` names. All others stay in each cluster and are in no export, so a
+model with BatchNorm that is loaded from an export has its initial running means, without any error. Integers
+(num_batches_tracked) have no mean and cannot be shared; buffers that are not persistent are made again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 from dips.client.parallel.tensors import plain_name
 from dips.protocol.grouping import is_shared_buffer
 
-MOST_NAMES = 5  # in a message
+MOST_NAMES = 5  # names that a message lists
 
 
 class BufferWatch:
-    """Finds the buffers that train though they are not shared: those that the first steps have changed. One rank's."""
+    """Finds buffers on one rank that train though they are not shared: the first steps change them."""
 
     def __init__(self, parts: Sequence[nn.Module], patterns: Collection[str]) -> None:
         self._parts, self._patterns = parts, patterns
         self._sums: dict[str, float] | None = self._present_sums()
 
     def describe_changed(self) -> str:
-        """What to say of them, the first time it is called; "" if there are none."""
+        """Return a remark on the changed buffers at the first call; "" if there are none, and at later calls."""
         if self._sums is None:
             return ""
         before, self._sums = self._sums, None
@@ -50,7 +50,7 @@ class BufferWatch:
 
 
 def find_unshared(parts: Sequence[nn.Module], patterns: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent buffers of float types that no pattern names, by their names in the model."""
+    """Yield the persistent buffers of float types that no pattern names, with their names in the model."""
     for part in parts:
         for path, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -61,7 +61,7 @@ def find_unshared(parts: Sequence[nn.Module], patterns: Collection[str]) -> Iter
 
 
 def advise_run(model: nn.Module, patterns: Collection[str]) -> str:
-    """What to say where a run is made of this model; "" if it has no such buffers."""
+    """Return advice on buffers for a new run of this model; "" if it has no such buffers."""
     names = [name for name, _ in find_unshared([model], patterns)]
     if not names:
         return ""
@@ -72,7 +72,7 @@ def advise_run(model: nn.Module, patterns: Collection[str]) -> str:
 
 
 def warn_of_missing(model: nn.Module, names: Collection[str], file: str) -> None:
-    """A file was loaded that lacks buffers of the model."""
+    """Warn of the model's buffers that a loaded file lacks."""
     missing = [name for name, _ in find_unshared([model], ()) if name not in names]
     if missing:
         warnings.warn(
@@ -84,7 +84,7 @@ def warn_of_missing(model: nn.Module, names: Collection[str], file: str) -> None
 
 
 def _line(names: Sequence[str], patterns: Collection[str]) -> str:
-    """The line of the file, with a pattern for each kind of buffer."""
+    """Return the line for the run file, with a pattern for each kind of buffer."""
     kinds = dict.fromkeys(f"*{name.rpartition('.')[2]}" for name in names)
     return f"share_buffers: {json.dumps([*patterns, *kinds])}"
 

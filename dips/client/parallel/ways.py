@@ -1,6 +1,6 @@
-"""The ways in which the ranks of a job together hold its parameters, and whether they hold the same model. Pure.
+"""The ways in which the ranks of a job together hold its parameters, and the check that they hold the same model. Pure.
 
-Ranks that list the same names, and the same holding for each, are looked at once.
+Ranks with the same names, and the same holding for each, are analysed once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from dips.client.parallel.rank_layout import Holding, RankLayout
 from dips.errors import ConfigError
 
-SHOWN = 5  # differences in one message
+SHOWN = 5  # differences that a message lists
 
-Way = tuple[tuple[int, tuple[int, ...]], ...]  # (group, number of the holding in each of its columns), by group
+Way = tuple[tuple[int, tuple[int, ...]], ...]  # for each group: (group, number of the holding in each column)
 
 
 @dataclass(slots=True)
 class RankGroup:
-    """Ranks that hold the same parameters, by the column in which they list how."""
+    """Ranks that hold the same parameters, by their columns of holdings."""
 
     names: tuple[str, ...]
     columns: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
 class ParameterWays:
-    """For each parameter of the job the way in which all ranks hold it, in the order in which the ranks list them."""
+    """The way in which all ranks hold each parameter, in the order in which the ranks list them."""
 
     def __init__(self, ranks: Sequence[RankLayout]) -> None:
-        """Raise ConfigError, the same on every rank, if they hold different models."""
+        """Group the ranks. Raises ConfigError, the same on every rank, if they hold different models."""
         self._ranks = ranks
         groups: dict[tuple[str, ...], RankGroup] = {}
         for number, rank in enumerate(ranks):
@@ -52,7 +52,7 @@ class ParameterWays:
         return sorted(held, key=lambda one: one[0])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """A parameter's full shape, on which all agree."""
+        """Return a parameter's full shape, on which all ranks agree."""
         return self.holders[self.by_name[name]][0][1].shape
 
     def _check_agreement(self) -> None:
@@ -75,7 +75,7 @@ class ParameterWays:
             raise ConfigError(f"the ranks hold different models: {'; '.join([*lines[:SHOWN], *more])}")
 
     def _list_other_shapes(self) -> Iterator[str]:
-        """Every rank's shapes that are not those of the first rank that has the parameter."""
+        """Yield a line for each shape that differs from that of the first rank with the parameter."""
         unlike = {way for way, held in self.holders.items() if len({h.shape for _, h in held}) > 1}
         if not unlike:
             return

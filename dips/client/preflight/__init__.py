@@ -1,4 +1,4 @@
-"""`dips-client check`: everything that can be known before a training job is started.
+"""`dips-client check`: checks everything that can be known before a training job is started.
 
-probe measures the way to a lane, agreement compares what must be equal, checks makes the rows, app asks and prints.
+probe measures the connection to a lane, agreement builds our manifest, checks makes the rows, app runs and prints them.
 """

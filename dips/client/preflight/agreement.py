@@ -1,4 +1,4 @@
-"""Our model, to be compared with the run's: from a safetensors file or from the function that makes it."""
+"""The manifest of our model, to be compared with the run's: from a safetensors file or from a factory function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dips.protocol.manifest import Manifest
 
 
 def manifest_of_file(path: Path, grouping: Grouping) -> Manifest:
-    """Read names and shapes of a safetensors file; its bytes are not read."""
+    """Return the manifest of a safetensors file; reads names and shapes only."""
     try:
         with safe_open(path, framework="np") as file:
             shapes = ((n, tuple(file.get_slice(n).get_shape())) for n in file.offset_keys())
@@ -22,7 +22,9 @@ def manifest_of_file(path: Path, grouping: Grouping) -> Manifest:
 
 
 def manifest_of_factory(spec: str, grouping: Grouping) -> Manifest:
-    """Call MODULE:FUNCTION without memory for its parameters (torch's meta device) and lay its model out."""
+    """Return the manifest of the model that MODULE:FUNCTION makes, without memory for its parameters (torch's meta
+    device).
+    """
     from dips.client.parallel import full_parameters
     from dips.client.parallel.factory import make_module
 

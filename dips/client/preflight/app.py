@@ -1,4 +1,4 @@
-"""`dips-client check`: asks, and prints what was found."""
+"""The command `dips-client check`: queries the peers and prints the findings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from dips.wire.messages import to_proto, unwrap_oneof
 
-MASTER_S = 10.0  # for the master to describe the run
+MASTER_S = 10.0  # timeout of the master's answers
 MIB = 1 << 20
 
 command_line = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -40,20 +40,25 @@ command_line = typer.Typer(add_completion=False, rich_markup_mode=None, context_
 def check(
     config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
     factory: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Compare the model that it makes with the run's.")
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Compare the model that this function makes with the run's."),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Compare a safetensors file's names and shapes.")] = None,
-    most_mib: Annotated[int, typer.Option(min=0, help="Bytes of each measured transfer, in MiB; 0: none.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Longest measured transfer.")] = 2.0,
+    model: Annotated[
+        Path | None, typer.Option(help="Compare this safetensors file's names and shapes with the run's.")
+    ] = None,
+    most_mib: Annotated[
+        int, typer.Option(min=0, help="Transfer at most this many MiB to measure a rate; 0: do not measure.")
+    ] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="End a measured transfer after this many seconds.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Look at everything that a cluster needs, before its accelerators are held.
+    """Check everything that a cluster needs, before its accelerators are held.
 
-    The file, names, the master, shared options, every lane of every slave, the rate to each slave in both directions,
-    and the model against the run's. Nothing is joined and nothing changes; a measured transfer moves at most --most-mib
-    each way, on one lane of one slave after another.
+    Checks the cluster file, names, the master, shared options, every lane of every slave, the rate to each slave in
+    both directions, and the model against the run's. Does not join the run or change anything; a measured transfer
+    moves at most --most-mib each way, on one lane of one slave after another.
 
-    Exit codes: 0 all is well; 69 a peer does not answer; 78 something is configured wrongly.
+    Exit codes: 0 all checks passed; 69 a peer does not answer; 78 something is configured wrongly.
 
     \b
     Example:
@@ -80,7 +85,7 @@ def check(
 def make_rows(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
 ) -> list[CheckRow]:
-    """Make all rows; what depends on the master is left out if it does not answer."""
+    """Make all rows; those that depend on the master are omitted if it does not answer."""
     row, tls = check_certificates(config)
     rows = [*checks.check_host(config), row]
     if row.verdict == checks.FAIL:
@@ -96,7 +101,7 @@ def make_rows(
 
 
 async def describe_run(master: Endpoint) -> dict[str, Any]:
-    """Ask the master to describe the run; raise UnavailableMaster if it does not answer in time."""
+    """Ask the master to describe the run. Raises UnavailableMaster if it does not answer in time."""
     channel = control.open_channel(master)
     try:
         reply = await control.call_method(
@@ -114,7 +119,7 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
 
 
 async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
-    """Have the slaves admit a new key; raise UnavailableMaster if they do not hear of it in time."""
+    """Have the slaves admit a new key and return it. Raises UnavailableMaster if that takes too long."""
     keys, why = new_keys(), "it does not answer"
     channel, asked = control.open_channel(master), to_proto(ProbeAsked(0, cluster, keys.public))
     method = ClusterServiceStub(channel).AdmitProbe

@@ -1,4 +1,4 @@
-"""The preflight's row about certificates: whose it is, until when, or what is wrong with its files."""
+"""The preflight's row on certificates: their identity and expiry, or the problem with their files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.transport.tls import TlsSource
 
-SOON_DAYS = 14  # as `dips certs show` has it
+SOON_DAYS = 14  # before expiry, as in `dips certs show`
 
 
 def check_certificates(config: ClusterFile) -> tuple[CheckRow, TlsSource | None]:
-    """The row, and what the master is asked with; None if it is asked in plain text, or cannot be asked."""
+    """Return the row, and the certificates for asking the master; None: plain text, or the files cannot be used."""
     files = config.tls_files
     if files is None:
         return CheckRow("certificates", NOTE, "none: plain text on loopback"), None

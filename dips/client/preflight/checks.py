@@ -1,4 +1,4 @@
-"""The rows of a preflight: what was looked at, whether it is well, what was seen and what to do. Knows no terminal."""
+"""The rows of a preflight: subject, verdict, finding and advice of each check. Does not print."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dips.protocol.manifest import Manifest
 from dips.transport.curve import KeyPair
 
 OK, FAIL, NOTE = "ok", "FAIL", "note"
-AT_ONCE = 16  # slaves whose lanes are probed at the same time; rates are measured one after another
+AT_ONCE = 16  # slaves probed at the same time; rates are measured one after another
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line; `code` is the exit code that a failure asks for."""
+    """The result of one check; `code` is the exit code of a failure."""
 
     what: str
     verdict: str
@@ -38,12 +38,12 @@ def failed_row(what: str, error: DipsError, todo: str) -> CheckRow:
 
 
 def exit_code(rows: Iterable[CheckRow]) -> int:
-    """78 if something is configured wrongly, else 69 if a peer does not answer, else 0."""
+    """Return 78 if something is configured wrongly, else 69 if a peer does not answer, else 0."""
     return max((row.code for row in rows if row.verdict == FAIL), default=0)
 
 
 def check_host(config: ClusterFile) -> list[CheckRow]:
-    """What can be seen on this machine alone."""
+    """Check the directory and the agent's address on this machine."""
     rows = [CheckRow("cluster file", OK, f"cluster {config.cluster} of run {config.shared.run}")]
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def check_host(config: ClusterFile) -> list[CheckRow]:
 
 
 def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
-    """Where ranks of other hosts will find the agent, if there are any."""
+    """Check the address on which ranks of other hosts will find the agent; no row if there are none."""
     try:
         remote = over_network(config)
         if remote is None:
@@ -90,7 +90,7 @@ def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
 
 
 def check_run(config: ClusterFile, described: Mapping[str, Any]) -> list[CheckRow]:
-    """Name, options and place in the run, against what the master describes."""
+    """Compare name, options and standing of the cluster with the run that the master describes."""
     rows = [
         CheckRow(
             "master", OK, f"{config.master}: run {described['run']}, term {described['term']}, head {described['head']}"
@@ -122,7 +122,7 @@ def _check_name(name: str, clusters: Mapping[str, Any]) -> CheckRow:
 
 
 def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any]) -> CheckRow:
-    """The model against the run's manifest."""
+    """Compare the model with the run's manifest."""
     runs = Manifest.from_json(described["manifest"])
     size = f"{sum(len(l.parameters) for l in runs.layers)} parameters, {runs.numel / 1e6:.2f} M elements"
     if ours is None:
@@ -141,7 +141,7 @@ def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any
 def check_lanes(described: Mapping[str, Any], keys: KeyPair | None, most_bytes: int, seconds: float) -> list[CheckRow]:
     """Probe every lane of every slave, and measure the rate to each slave on its first lane.
 
-    keys  what encrypted lanes are shown
+    keys  the key pair for encrypted lanes; None: plain lanes
     """
     slaves: Mapping[str, Any] = described["slaves"]
     with ThreadPoolExecutor(AT_ONCE) as threads:

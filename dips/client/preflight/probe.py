@@ -1,8 +1,7 @@
-"""Measures the way to one lane of a slave by PROBEs: round trip, and rate in both directions, within bounds.
+"""Measurement of one lane of a slave by PROBEs: round trip, and rate in both directions, within bounds.
 
-Encrypted lanes answer a key that the master has told them of.
-
-One DEALER, made for it and thrown away. It moves at most `most_bytes` and takes at most `seconds` in each direction.
+Encrypted lanes answer a key that the master has announced to them. Each measurement uses one temporary DEALER socket,
+moves at most `most_bytes` and takes at most `seconds` in each direction.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from dips.transport.lane import HANDSHAKE_MS
 from dips.wire import streams
 from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, make_message, run_id, unpack_header
 
-ANSWER_S = 5.0  # for one probe to be answered
-ROUND_TRIPS = 5  # the shortest counts
-IN_FLIGHT = 16  # probes of a measured transfer not yet answered: 16 MiB, enough for 1 Gbit/s at 130 ms
+ANSWER_S = 5.0  # timeout of one probe's answer
+ROUND_TRIPS = 5  # probes of which the shortest counts
+IN_FLIGHT = 16  # unanswered probes of a measured transfer: 16 MiB, enough for 1 Gbit/s at 130 ms
 PADDING = MESSAGE_LIMIT - 64  # room for what msgpack adds
-STREAM = 0x50524F42  # of all probes: no transfer's number is looked up for it
+STREAM = 0x50524F42  # stream number of all probes; no transfer is looked up for it
 
 
-Keys = tuple[KeyPair, str]  # ours, and the lane's public one
+Keys = tuple[KeyPair, str]  # our key pair and the lane's public key
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The way to one lane; bytes in a second."""
+    """The measured round trip to one lane, and the rates in bytes per second."""
 
     round_trip_s: float
     up: float
@@ -38,7 +37,7 @@ class ProbeResult:
 
 
 class Prober:
-    """A connection to one lane."""
+    """A connection to one lane for probes."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, run: str, keys: Keys | None) -> None:
         self._address, self._run = address, run_id(run)
@@ -53,7 +52,9 @@ class Prober:
         self._socket.connect(f"tcp://{address}")
 
     def round_trip(self) -> float:
-        """Seconds for the shortest of some probes and their answers; raise UnavailableSlave if one is not answered."""
+        """Return the shortest round trip of several probes in seconds. Raises UnavailableSlave if one is not
+        answered.
+        """
         times = []
         for _ in range(ROUND_TRIPS):
             begun = time.monotonic()
@@ -63,7 +64,7 @@ class Prober:
         return min(times)
 
     def measure_rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
-        """Bytes in a second when each probe carries `padding` there and asks for `answer` back."""
+        """Return the bytes per second when each probe carries `padding` bytes and asks for `answer` bytes back."""
         each = max(answer, padding)
         begun, flying, moved, asked = time.monotonic(), 0, 0, 0
         while True:
@@ -102,7 +103,7 @@ class Prober:
 
 
 def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, seconds: float) -> ProbeResult:
-    """Measure the way to `address`; `keys` None: it is plain. Raise UnavailableSlave saying what did not happen."""
+    """Measure the lane at `address`; `keys` None: it is plain. Raises UnavailableSlave with the step that failed."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run, keys)
         try:
@@ -114,7 +115,7 @@ def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, sec
 
 
 def measure_round_trip(address: str, run: str, keys: Keys | None) -> float:
-    """Round trip to a lane without a measured transfer; raise as `measure_lane` does."""
+    """Return the round trip to a lane without measuring rates; raises as `measure_lane` does."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run, keys)
         try:

@@ -1,1 +1,1 @@
-"""The library inside every training rank: it freezes, pushes, pulls and installs this rank's shard."""
+"""The library inside every training rank: freezes, pushes, pulls and installs this rank's shard."""

@@ -2,8 +2,8 @@
 (docs/rationale.md#25).
 
 `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
-Inner steps may be held back for a moment (step_batch.py); no other message overtakes them. A thread of rank 0 sends
-what a script that pauses leaves behind.
+Inner steps may be held back briefly (step_batch.py); no other message overtakes them. If a script pauses, a thread of
+rank 0 sends the steps that are held.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ class AgentClient:
         self._collectives, self._agent, self._poll_s = collectives, agent, poll_s
         self._connection: AgentConnection | None = None
         self._step_batch = StepBatch()
-        self._sending = threading.Lock()  # of the batch and of what is written: no message in the middle of another
+        self._sending = threading.Lock()  # guards the batch and the socket, so that messages are not interleaved
         self._holding, self._closed = threading.Event(), threading.Event()
         self._flusher: threading.Thread | None = None
 
     def ask_until_answered(self, question: Question) -> Answer:
-        """Ask again as long as the agent answers AskAgain."""
+        """Repeat the question until the agent's answer is not AskAgain; return it on all ranks. Collective."""
         while isinstance(answer := self.ask_agent(question), AskAgain):
             pass
         return answer
 
     def ask_agent(self, question: Question) -> Answer:
-        """Return the agent's answer to rank 0's question on all ranks; raise the same error on all if it is one."""
+        """Return the agent's answer to rank 0's question on all ranks; an error is raised on all ranks alike.
+        Collective.
+        """
         message = encoding.encode_message(self._ask_agent(question)) if self._collectives.rank == 0 else None
         answer = cast(Answer, encoding.decode_message(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
@@ -57,12 +59,14 @@ class AgentClient:
         return answer
 
     def notify_agent(self, notice: Notice) -> None:
-        """Send a message that has no answer; does nothing on other ranks than 0."""
+        """Send a message that has no answer; does nothing on ranks other than 0."""
         if self._connection:
             self._send_message(self._connection, notice)
 
     def report_step(self, step: Stepped, ended_s: float) -> None:
-        """Send an inner step, with others or alone; `ended_s` by the monotonic clock. Nothing on other ranks than 0."""
+        """Send an inner step, batched or alone; `ended_s` is on the monotonic clock. Does nothing on ranks other than
+        0.
+        """
         if not self._connection:
             return
         with self._sending:
@@ -76,20 +80,21 @@ class AgentClient:
             self._start_flusher(self._connection)
 
     def report_progress(self, attempt: int, moved: int, total: int, idle_s: float) -> str:
-        """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0.
+        """Report a transfer's progress to the agent; return why to end it, or "" to continue. Returns "" on ranks other
+        than 0.
 
-        idle_s  since this rank had moved all of its own
+        idle_s  seconds since this rank has moved all its bytes
         """
         if not self._connection:
             return ""
         try:
             answer = self._exchange(self._connection, TransferProgress(attempt, moved, total, idle_s))
-        except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
+        except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all ranks
             return str(error)
         return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
 
     def disconnect(self) -> None:
-        """Close the connection without a message: the agent ends what is open."""
+        """Close the connection without a message: the agent then ends the attempt."""
         self._closed.set()
         self._holding.set()
         if self._connection:
@@ -125,14 +130,14 @@ class AgentClient:
             self._flusher.start()
 
     def _flush_steps(self, connection: AgentConnection) -> None:
-        """Send what no further step sends, LATEST_S after it was due; the thread of rank 0."""
+        """Send held steps that no further step sends, LATEST_S after they were due; runs in a thread of rank 0."""
         while self._holding.wait() and not self._closed.wait(LATEST_S):
             with self._sending:
                 now = time.monotonic()
                 try:
                     if self._step_batch.due_s() <= now:
                         self._send_steps(connection)
-                except DipsError:  # the agent is gone: the script's next message raises it where it can be handled
+                except DipsError:  # the agent is gone: the script's next message raises this where it can be handled
                     return
                 if self._step_batch.due_s() == inf:  # nothing is held
                     self._holding.clear()

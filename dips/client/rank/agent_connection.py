@@ -1,7 +1,6 @@
 """A rank's connection to its agent: a blocking socket, one question at a time; authenticated between hosts.
 
-An agent that is gone ends the training (the connection is closed): no other process may act for this cluster. Knows no
-torch.
+When the agent is gone (the connection is closed) training ends: no other process may act for this cluster. No torch.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from dips.client.ipc.connection import keep_alive
 from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient
 from dips.errors import Denied, DipsError, RemoteProtocolError, Unavailable
 
-GRACE_S = 30.0  # an agent that does not answer within poll_s and this time is hung
-CONNECT_S = 10.0  # to another host, handshake included
+GRACE_S = 30.0  # an agent that does not answer within poll_s plus this time is hung
+CONNECT_S = 10.0  # timeout for connecting, handshake included
 RETRY_S = 0.5
 
 
 class AgentConnection:
-    """An open connection."""
+    """An open connection to the agent."""
 
     def __init__(self, address: Address, poll_s: float) -> None:
-        """Raise Unavailable if no agent answers, Denied if it is not this job's agent."""
+        """Connect. Raises Unavailable if no agent answers, Denied if it is not this job's agent."""
         self._address = address
         self._seal: Seal | None = None
         try:
@@ -52,7 +51,7 @@ class AgentConnection:
 
     @classmethod
     def connect_within(cls, address: Address, poll_s: float, within_s: float) -> AgentConnection:
-        """As the constructor, but retry for `within_s`: an agent may start later than its ranks."""
+        """Connect as the constructor, but retry for `within_s`: an agent may start later than its ranks."""
         until = time.monotonic() + within_s
         while True:
             try:
@@ -63,8 +62,9 @@ class AgentConnection:
                 time.sleep(RETRY_S)
 
     def receive_answer(self, question: str) -> messages.Answer:
-        """Wait for the answer, maybe AskAgain, to the question sent, named for errors. Raise Unavailable if the agent
-        is gone."""
+        """Wait for the answer, which may be AskAgain; `question` is named in errors. Raises Unavailable if the agent is
+        gone.
+        """
         try:
             head = self._receive_bytes(encoding.LENGTH.size)
             body = self._receive_bytes(encoding.body_length(head))
@@ -78,7 +78,7 @@ class AgentConnection:
         return answer
 
     def send_message(self, message: messages.Question | messages.Notice) -> None:
-        """Send a message without waiting for an answer; raise Unavailable if the agent is gone."""
+        """Send a message without waiting for an answer. Raises Unavailable if the agent is gone."""
         frame = encoding.encode_message(message)
         try:
             self._socket.sendall(frame + self._seal.tag_frame(frame) if self._seal else frame)
@@ -86,15 +86,15 @@ class AgentConnection:
             raise Unavailable(f"the agent at {self._address} is gone: {error}") from error
 
     def wait_until_closed(self) -> None:
-        """Return when the agent has closed the connection, or its host is gone; for one that carries no messages."""
+        """Block until the agent has closed the connection or its host is gone; for connections without messages."""
         try:
             self._socket.settimeout(None)
             self._socket.recv(1)
-        except OSError:  # reset, closed by this side, or the keep-alive gave up: gone in each case
+        except OSError:  # reset, closed by this side, or the keep-alive failed: closed in each case
             pass
 
     def close(self) -> None:
-        """Close it, and unblock a thread in `wait_until_closed`."""
+        """Close the connection, and unblock a thread in `wait_until_closed`."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the agent has closed it already

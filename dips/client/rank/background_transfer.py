@@ -1,8 +1,8 @@
 """A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
 (docs/rationale.md#7).
 
-The caller either waits until it is over (`wait`) or trains on and polls it now and then (`poll`). The first rank that
-fails ends the transfer on all ranks.
+The caller either waits for its end (`wait`) or trains on and polls it regularly (`poll`). The first rank that fails
+ends the transfer on all ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def do_nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What all ranks agreed on: every one of them moved all of its bytes, or the transfer failed."""
+    """The result agreed on by all ranks: every rank moved all its bytes, or the transfer failed."""
 
     ok: bool
-    reason: str  # this rank's
+    reason: str  # of the failure on this rank
     nbytes: int  # over all ranks
-    torn: bool = False  # a pull that failed after its first fragment was merged
-    diverged: bool = False  # a push that was not begun: the model is not finite on some rank
+    torn: bool = False  # the pull failed after its first fragment was merged
+    diverged: bool = False  # the push was not begun: the model is not finite on some rank
 
 
 class BackgroundTransfer(ABC):
@@ -37,19 +37,19 @@ class BackgroundTransfer(ABC):
 
     @abstractmethod
     def wait(self, poll_s: float) -> TransferResult:
-        """Block until it is over; the ranks meet in a collective at least every `poll_s`. Collective."""
+        """Block until the transfer is over; the ranks meet in a collective at least every `poll_s`. Collective."""
 
     @abstractmethod
     def poll(self) -> TransferResult | None:
-        """Return its result, or None while it moves; does not block on the transfer. Collective."""
+        """Return the result, or None while the transfer moves; does not block on it. Collective."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """End it on this rank, whatever the others do."""
+        """End the transfer on this rank, independently of the others."""
 
     @property
     def steps_until_due(self) -> int | None:
-        """Inner steps after which a poll has something to do; None: no certain step."""
+        """Inner steps after which a poll has something to do; None: at no particular step."""
         return None
 
 
@@ -70,7 +70,7 @@ class EndedTransfer(BackgroundTransfer):
 
 
 class ThreadedTransfer(BackgroundTransfer):
-    """A transfer that moves in a thread of its own."""
+    """A transfer that moves in its own thread."""
 
     def __init__(
         self,
@@ -81,10 +81,11 @@ class ThreadedTransfer(BackgroundTransfer):
         report_progress: Callable[[], str],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """`report_progress` returns why to give up, or "".
+        """Follow a thread that has begun to move.
 
-        total   bytes over all ranks; asked when it is over
-        finish  what is left to do, in a thread, when all ranks have moved all of theirs; on all ranks or on none
+        total            returns the bytes over all ranks; called when the transfer is over
+        report_progress  returns why to give up, or ""
+        finish           remaining work, done in a thread once all ranks have moved all bytes; on all ranks or on none
         """
         self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
         self._report_progress, self._finish = report_progress, finish
@@ -101,12 +102,12 @@ class ThreadedTransfer(BackgroundTransfer):
         self._thread.cancel()
 
     def _agree_on_result(self, wait_s: float) -> TransferResult | None:
-        """Find out with the other ranks whether the transfer is over."""
+        """Agree with the other ranks whether the transfer is over; return its result, or None."""
         thread = self._thread
         thread.join(wait_s)
         thread.mark_failed(self._report_progress())
         # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
-        done = thread.done  # first: a thread that fails after a look at its error is not done by then
+        done = thread.done  # read before the error: a thread that fails in between does not count as done
         own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
         smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
         if not all_well or smallest_seq != -minus_largest_seq:
@@ -122,18 +123,18 @@ class ThreadedTransfer(BackgroundTransfer):
         return TransferResult(True, "", self._total())
 
     def _own_count(self) -> int:
-        """A number of this rank, whose least of all ranks is told to `_on_least_count`."""
+        """Return a count of this rank; the least count over all ranks is passed to `_on_least_count`."""
         return 0
 
     def _on_least_count(self, count: int) -> None:
-        """All ranks have come so far."""
+        """Process the least count over all ranks."""
 
 
 class TransferThread:
-    """One rank's transfer in a thread; an unforeseen error is raised after the ranks have agreed to give up."""
+    """One rank's transfer in a thread; an unexpected error is raised after the ranks have agreed to give up."""
 
     def __init__(self, work: Callable[[threading.Event], object] | None) -> None:
-        """`work` takes the event that cancels it; None: this rank moves nothing."""
+        """Start the thread; `work` takes the event that cancels it, None: this rank moves nothing."""
         self.error: BaseException | None = None
         self._ended_at: float | None = None
         self._cancel = threading.Event()
@@ -148,7 +149,7 @@ class TransferThread:
 
     @property
     def idle_s(self) -> float:
-        """Since it ended; 0 while it moves."""
+        """Seconds since the thread ended; 0 while it runs."""
         return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     @property
@@ -160,19 +161,21 @@ class TransferThread:
             self._thread.join(timeout_s)
 
     def mark_failed(self, reason: str) -> None:
-        """Count the transfer as failed for `reason`, unless that is empty or it has failed already."""
+        """Mark the transfer as failed for `reason`, unless that is empty or it has failed already."""
         if reason and self.error is None:
             self.error = Unavailable(reason)
 
     def cancel(self) -> None:
-        """End the transfer and wait for its end; raise its error unless the next transfer may go better."""
+        """Cancel the transfer and wait for its end. Raises its error if it is a ConfigError or a bug, which would
+        recur.
+        """
         own = self.error
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
         if own is not None and (isinstance(own, ConfigError) or not isinstance(own, DipsError)):
             raise own
-        self.error = own  # TransferCancelled, raised by this call, is no reason
+        self.error = own  # drop TransferCancelled, which this call has caused
 
     def _run_work(self, work: Callable[[threading.Event], object]) -> None:
         try:

@@ -1,7 +1,7 @@
 """The collectives of a training job: rank 0 talks to the agent, and its answers are broadcast to all ranks
 (docs/rationale.md#25).
 
-They run in a gloo group of their own, so they never queue behind the training's collectives. Every rank makes the same
+They run in a separate gloo group, so they never queue behind the training's collectives. Every rank makes the same
 calls in the same order. A job of one process needs no torch.distributed.
 """
 
@@ -19,10 +19,10 @@ from dips.errors import ConfigError, LocalProtocolError
 
 
 class JobCollectives:
-    """The process group of one training job; every method but `close` is collective."""
+    """The collectives of one training job; every method but `close` is collective."""
 
     def __init__(self, deadline_s: float = 600.0) -> None:
-        """Make the group if torch.distributed is initialised; every rank must call this.
+        """Create the group if torch.distributed is initialised; every rank must call this.
 
         deadline_s  how long a `barrier` waits for ranks that have not reached it
         """
@@ -40,7 +40,7 @@ class JobCollectives:
     def barrier(self, call: str) -> None:
         """Wait until all ranks have reached `call`, a method of OuterLoop that the training script calls.
 
-        Raise LocalProtocolError after the deadline: on rank 0 it names the ranks that are missing.
+        Raises LocalProtocolError after the deadline; on rank 0 it names the missing ranks.
         """
         if self._group is None:
             return
@@ -53,7 +53,7 @@ class JobCollectives:
             ) from error
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Give rank 0's `message` to all ranks; the others pass None."""
+        """Send rank 0's `message` to all ranks and return it; the others pass None."""
         if self._group is None:
             assert message is not None
             return message
@@ -66,7 +66,7 @@ class JobCollectives:
         return bytes(body.numpy())
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Give every rank's message to all ranks, in the ranks' order."""
+        """Return every rank's message on all ranks, in rank order."""
         if self._group is None:
             return [message]
         lengths = self.all_sum([len(message) if r == self.rank else 0 for r in range(self.world_size)])
@@ -77,10 +77,11 @@ class JobCollectives:
         return [bytes(one[:length].numpy()) for one, length in zip(gathered, lengths, strict=True)]
 
     def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        """Send each tensor of `sends` to its rank, and fill those of `receives` from theirs; return when all is done.
+        """Send each tensor of `sends` to its rank, and fill those of `receives` from theirs; return when all are
+        complete.
 
-        Every send has a receive of the same number of elements; ranks with neither need not call this. Tensors are all
-        on the host, or all on a device that `can_exchange` accepts.
+        Every send needs a receive of the same number of elements; ranks with neither need not call this. The tensors
+        are all on the host, or all on a device that `can_exchange` accepts.
         """
         moved = {tensor.device.type for tensor in (*sends.values(), *receives.values())}
         group = self._group if moved <= {"cpu"} else dist.group.WORLD
@@ -90,10 +91,11 @@ class JobCollectives:
             one.wait()
 
     def can_exchange(self, device: torch.device, wanted: bool) -> bool:
-        """Whether the job's own process group moves tensors on every rank's device: then none go by the host.
+        """Return whether the job's own process group can move tensors on every rank's device, so that none go through
+        the host.
 
-        wanted  this rank will exchange something. If no rank will, the group is not used: its first use costs each rank
-                a communicator of all of them, hundreds of MB of the device in a large job
+        wanted  this rank will exchange tensors. If no rank will, the group is not used: its first use costs each rank a
+                communicator with all ranks, hundreds of MB of device memory in a large job
         """
         if self._group is None:
             return False
@@ -106,15 +108,17 @@ class JobCollectives:
         return True
 
     def all_min(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest over all ranks of each number."""
+        """Return the minimum over all ranks of each number."""
         return self._all_reduce(numbers, dist.ReduceOp.MIN)
 
     def all_sum(self, numbers: Sequence[int]) -> list[int]:
-        """The sum over all ranks of each number."""
+        """Return the sum over all ranks of each number."""
         return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
     def number_ranks(self, included: bool) -> tuple[int, int]:
-        """Number the ranks that are `included` from 0 on: this rank's number (void if it is not), and how many."""
+        """Number the `included` ranks from 0; return this rank's number (meaningless if not included) and their
+        count.
+        """
         present = self.all_sum([int(included and r == self.rank) for r in range(self.world_size)])
         return sum(present[: self.rank]), sum(present)
 

@@ -1,4 +1,4 @@
-"""The data ranges leased to this cluster, one after the other, and the push of what is left at their end."""
+"""The data ranges leased to this cluster, one after the other, and the final push of their remaining progress."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from dips.protocol.data import BegunRange
 
 
 class DataRanges:
-    """Asks the agent for ranges; each request reports those before it as used up, but for what is left of them."""
+    """Requests ranges from the agent; each request reports the former ranges as used up, except for those marked as
+    left.
+    """
 
     def __init__(self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps) -> None:
         self._state, self._agent_client, self._outer_steps = state, agent_client, outer_steps
         self._asked = 0
-        self.begun: BegunRange | None = None  # of the range that was given last: what is trained of it
+        self.begun: BegunRange | None = None  # the trained part of the last given range; None: nothing of it
 
     def next_range(self) -> int | None:
-        """Return the next range; None at the end of the data or of the run, once all that was trained is settled.
+        """Return the next range; None at the end of the data or of the run, once all progress is settled.
 
-        None, too, if what is left of the last ranges is to be trained first.
-        Collective.
+        Also returns None if the remaining samples of the last ranges must be trained first. Collective.
         """
         self._asked += 1
         while True:
@@ -40,16 +41,18 @@ class DataRanges:
                 return None
 
     def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:
-        """With the next inner step, only `left` have samples to train; of the first of them, `begun` is trained."""
+        """Set the position after the next inner step: only `left` have samples to train; `begun` is trained of the
+        first.
+        """
         self._state.left, self._state.begun = tuple(left), begun
 
     def _settle_ranges(self, ended: RangesEnded) -> bool:
-        """Push what was trained since the last push; return whether nothing is left to settle."""
+        """Push the progress since the last push; return whether none is left to settle."""
         was_in_flight = self._outer_steps.in_flight
         self._outer_steps.settle_transfers()
         if was_in_flight and not self._state.finished:
-            return False  # its outcome may have settled everything, or given ranges back: ask again
+            return False  # its outcome may have settled everything, or returned ranges: ask again
         if not self._state.finished and (ended.finished or ended.unsettled):
-            # Of a finished run nothing is pushed: the final version is pulled.
+            # In a finished run nothing is pushed; the final version is pulled.
             self._outer_steps.run_outer_step(demanded=ended.unsettled)
         return self._state.finished or not ended.unsettled

@@ -1,7 +1,7 @@
 """Fragments of a model: groups of layers that a push freezes, and a pull merges, at different inner steps.
 
-All ranks cut alike, from the manifest alone. One push has one slot and one pull one pin whatever their fragments; the
-rank alone staggers them (docs/guides/fragments.md). No torch, no socket.
+All ranks cut alike, from the manifest alone. A push has one slot and a pull one pin for all its fragments; only the
+ranks stagger them (docs/guides/fragments.md). No torch, no socket.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Protocol, TypeVar
 
 from dips.errors import ConfigError
 
-Fragments = tuple[tuple[int, ...], ...]  # layers of each, by their numbers in the manifest
+Fragments = tuple[tuple[int, ...], ...]  # numbers of each fragment's layers in the manifest
 
 
 class Ranged(Protocol):
-    """A piece."""
+    """A piece, with its layer and length."""
 
     @property
     def layer(self) -> int: ...
@@ -28,9 +28,10 @@ P = TypeVar("P", bound=Ranged)
 
 
 def cut_fragments(sizes: Sequence[int], count: int) -> Fragments:
-    """Deal layers of these sizes to `count` fragments of about the same size: the largest left to the smallest so far.
+    """Assign layers of these sizes to `count` fragments of similar size: the largest layer left to the smallest
+    fragment so far.
 
-    Layers of one size are dealt in turn, as strides through the model. Raise ConfigError if there are fewer layers.
+    Layers of one size are assigned in turn, as strides through the model. Raises ConfigError if there are fewer layers.
     """
     if count > len(sizes):
         raise ConfigError(
@@ -47,37 +48,38 @@ def cut_fragments(sizes: Sequence[int], count: int) -> Fragments:
 
 
 class FragmentGate:
-    """Which fragments of one rank's transfer may move, and which of a pull have arrived.
+    """Tracks which fragments of one rank's transfer may move, and which of a pull have arrived.
 
-    The training thread opens, the transfer's thread counts; each number has one writer, and only rises.
+    The training thread opens fragments, the transfer's thread counts arrivals; each number has one writer and only
+    rises.
     """
 
     def __init__(self, fragments: Fragments, pieces: Iterable[Ranged]) -> None:
-        """The first fragment is open."""
+        """Open the first fragment."""
         self._of_layer = {layer: number for number, layers in enumerate(fragments) for layer in layers}
         self.count, self.open = len(fragments), 1
-        self._left = [0] * len(fragments)  # elements of a pull that are not here
+        self._left = [0] * len(fragments)  # elements of each fragment of a pull that have not arrived
         for piece in pieces:
             self._left[self._of_layer[piece.layer]] += piece.length
 
     def open_next(self) -> None:
-        """One more may move."""
+        """Open the next fragment, so that it may move."""
         assert self.open < self.count
         self.open += 1
 
     def group_pieces(self, pieces: Iterable[P]) -> list[list[P]]:
-        """The pieces of each fragment."""
+        """Return the pieces of each fragment."""
         groups: list[list[P]] = [[] for _ in range(self.count)]
         for piece in pieces:
             groups[self._of_layer[piece.layer]].append(piece)
         return groups
 
     def record_arrived(self, layer: int, length: int) -> None:
-        """So many elements of a layer are in their place."""
+        """Count `length` elements of a layer as arrived."""
         self._left[self._of_layer[layer]] -= length
 
     @property
     def arrived(self) -> int:
-        """So many fragments are here, from the first on; of those that are open."""
+        """The number of open fragments that have arrived completely, counted from the first without a gap."""
         whole = (number for number in range(self.open) if self._left[number])
         return next(whole, self.open)

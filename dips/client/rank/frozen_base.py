@@ -1,7 +1,7 @@
-"""A digest of the parameters that a model does not train, the same in every layout: adapters belong to one base.
+"""A digest of a model's frozen parameters, equal in every layout: adapters belong to one base model.
 
-One element of each, its first, as rank 0 holds it, rounded to bf16 as bases are often loaded. Not known, and then not
-compared, where ranks hold different parameters (a pipeline) or the base is held in other types (quantized).
+Covers the first element of each parameter, as rank 0 holds it, rounded to bf16 as bases are often loaded. Unknown, and
+then not compared, if ranks hold different parameters (a pipeline) or the base has other types (quantized).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dips.client.parallel.tensors import plain_name
 from dips.client.parallel.torch_types import is_dtensor
 from dips.client.rank.collectives import JobCollectives
 
-COMPARED = (torch.float32, torch.bfloat16)  # of a base in bf16 both hold the same
+COMPARED = (torch.float32, torch.bfloat16)  # a base stored in bf16 has equal values in both
 UNKNOWN = ""
 
 
 @torch.no_grad()
 def digest_frozen(parts: Sequence[nn.Module], collectives: JobCollectives) -> str:
-    """SHA-256 of names and first elements; UNKNOWN if there are none, or if they cannot be compared. Collective."""
+    """Return the SHA-256 of names and first elements; UNKNOWN if there are none or they cannot be compared.
+    Collective.
+    """
     frozen = {plain_name(name): p for part in parts for name, p in part.named_parameters() if not p.requires_grad}
     by_rank = collectives.all_gather(hashlib.sha256("\n".join(sorted(frozen)).encode()).digest())
     if len(set(by_rank)) > 1:
@@ -37,7 +39,7 @@ def digest_frozen(parts: Sequence[nn.Module], collectives: JobCollectives) -> st
 
 
 def _first_element(parameter: torch.Tensor) -> torch.Tensor | None:
-    """None if it does not lie here, or is no number."""
+    """Return the first element; None if it is not on this rank, or of a type that is not compared."""
     if is_dtensor(parameter):
         if any(parameter.device_mesh.get_coordinate() or [1]):
             return None

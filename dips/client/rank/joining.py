@@ -1,4 +1,4 @@
-"""How a rank finds its cluster file and its agent, and announces itself there."""
+"""How a rank finds its cluster file and its agent, and attaches to it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dips.protocol.effects import ManifestWanted
 from dips.protocol.manifest import Manifest
 from dips.wire.packed_manifest import pack_manifest
 
-_loops = count(1)  # OuterLoops that this process has made: each is an attempt of its own
+_loops = count(1)  # numbers the OuterLoops of this process: each is a separate attempt
 
 
 def find_config(config: str | os.PathLike[str] | None) -> ClusterFile:
-    """Read the cluster file that the script names, or that its agent was started with; none for a script alone."""
+    """Read the cluster file that the script or its agent names; without either, return the config of a script alone."""
     path = config or os.environ.get(CLUSTER_FILE)
     if is_alone(config):
         return lone_config(load_cluster(Path(path)) if path else None)
@@ -38,12 +38,12 @@ def find_config(config: str | os.PathLike[str] | None) -> ClusterFile:
 
 
 def watch_run(config: ClusterFile, alone: bool) -> Callable[[], None]:
-    """End this process when its agent ends; return what stops the watch. A script that is alone has none."""
+    """End this process when its agent ends; return a function that stops the watch. Does nothing for a script alone."""
     return (lambda: None) if alone else watch_agent(address.find_address(config), config.poll_s)
 
 
 def find_agent(config: ClusterFile, collectives: JobCollectives, alone: bool) -> AgentClient:
-    """What answers the ranks' questions."""
+    """Return the client of this job's agent, or the LoneAgent of a script alone."""
     if not alone:
         return AgentClient(collectives, address.find_address(config), config.poll_s)
     if os.environ.get(ALONE) != "1" and collectives.rank == 0:
@@ -52,7 +52,7 @@ def find_agent(config: ClusterFile, collectives: JobCollectives, alone: bool) ->
 
 
 def warn_of_coarse(name: str) -> None:
-    """A parameter of 16 bits is trained without fp32 masters, as far as is known."""
+    """Warn of a 16-bit parameter that is trained without fp32 masters, as far as known."""
     warnings.warn(
         f"{name}: a parameter of 16 bits without fp32 masters. What a pull rounds away is kept (4 B of host memory "
         "per parameter), and optimizer steps below half a unit in its last place are lost: load the model as float32 "
@@ -63,7 +63,7 @@ def warn_of_coarse(name: str) -> None:
 
 
 def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> None:
-    """Print what the rank that needs most needs of host memory, once for the job; collective."""
+    """Print once for the job the host memory of rank 0 and of the rank that needs most. Collective."""
     most = -collectives.all_min([-needed.total_bytes])[0]
     if collectives.rank == 0 and not alone:
         others = f"; the rank that needs most: {most / 1e6:.1f} MB" if most > needed.total_bytes else ""
@@ -73,16 +73,16 @@ def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> No
 def attach_trainer(
     agent_client: AgentClient, manifest: Manifest, transfer_ranks: int, keys: tuple[str, ...], frozen_digest: str
 ) -> OuterState:
-    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's.
+    """Announce this start of the trainer to the agent. Raises DifferentModel if the model is not the run's.
 
-    keys           public, of the ranks that move bytes; none for plain lanes
-    frozen_digest  of what is not trained, or ""; rank 0's counts
+    keys           public keys of the ranks that move bytes; none for plain lanes
+    frozen_digest  digest of the frozen parameters, or ""; rank 0's counts
     """
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     process = f"{process_name()}/{next(_loops)}"
     attach = Attach(incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks, keys, frozen_digest)
     attached = agent_client.ask_until_answered(attach)
-    if isinstance(attached, ManifestWanted):  # it is not the run's, and the master says where it differs
+    if isinstance(attached, ManifestWanted):  # the model is not the run's; the master tells where it differs
         attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))
     if not isinstance(attached, Attached):
         raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")

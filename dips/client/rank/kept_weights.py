@@ -1,12 +1,12 @@
-"""Finds optimizers that keep weights beside the parameters and write the parameters from them: they undo pulls.
+"""Detection of optimizers that keep their own copy of the weights and write the parameters from it, undoing pulls.
 
-    fp32 masters        of 16-bit parameters, in the optimizer's state or as the copies that it steps: the next step
+    fp32 masters        of 16-bit parameters, in the optimizer's state or as the tensors that it steps: the next step
                         writes back what a pull has replaced, at once
     averaged weights    schedule-free's `z`, Lookahead's slow weights: a pull fades over the next steps, and what is
                         pushed are not the weights that would be evaluated
 
-What torch's optimizers hold is looked at before the first push, a sample of each kind of tensor in their state, and now
-and then later, since much of it is made in some later step. What an optimizer hides elsewhere is for undo_watch.py.
+A sample of each kind of tensor in the state of torch's optimizers is compared before the first push and regularly
+later, since much of the state is made in some later step. Copies that an optimizer keeps elsewhere: undo_watch.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.inner_optimizers import InnerOptimizers
 from dips.errors import ConfigError
 
-EARLY, EVERY = 2, 16  # looks for a push: at the first two, and then at each so many
-MOST_PARAMETERS = 16  # sampled of each kind of tensor, spread over the model
-MOST_ELEMENTS = 64  # of each
-LEAST_VALUES = 4  # different ones in a sample: a norm's ones are in many tensors
-ALIKE = 0.99  # the cosine between parameters and what holds weights, too, under whatever name
-SCALE = 2.0  # at most, between their norms
+EARLY, EVERY = 2, 16  # pushes that are checked: the first two, then every 16th
+MOST_PARAMETERS = 16  # parameters sampled per kind of tensor, spread over the model
+MOST_ELEMENTS = 64  # elements sampled per tensor
+LEAST_VALUES = 4  # distinct values in a sample: a norm's weights of 1 equal many tensors
+ALIKE = 0.99  # cosine above which a tensor of any name is taken for a copy of the weights
+SCALE = 2.0  # largest ratio of the two norms
 AVERAGED = ("z", "x0", "slow", "cached_params")  # parts of the names under which optimizers keep what they step from
-ALIKE_BY_NAME = 0.5  # the cosine where the name says it: after many steps the two have drifted apart
-HARMLESS = ("p0", "ax")  # Prodigy's, to see how far parameters have come, and the mean of torch's ASGD: only read
-LEAST_ELEMENTS = 32  # sampled in all: fewer are alike by chance, and a counter of steps is like any scalar
+ALIKE_BY_NAME = 0.5  # cosine for tensors of such names: after many steps the two have drifted apart
+HARMLESS = ("p0", "ax")  # only read: Prodigy's initial parameters, and the mean of torch's ASGD
+LEAST_ELEMENTS = 32  # least elements compared: fewer agree by chance, and a step counter agrees with any scalar
 
 MASTERS = (
     "{name}: {kind} keeps an fp32 master of it ({where}), from which its next step would write back what a pull has "
@@ -54,11 +54,11 @@ SUSPECT = (
 )
 
 PLAIN = (torch.Tensor, nn.Parameter)
-Kept = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, what is beside it
+Kept = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, tensor of the optimizer
 
 
 class KeptWeights:
-    """One rank's look at its optimizers."""
+    """Checks the optimizers of one rank."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class KeptWeights:
         collectives: JobCollectives,
         warn: Callable[[str], object],
     ) -> None:
-        """`warn`: takes what a person should know, the same on all ranks."""
+        """Create the check; `warn` takes a warning for the operator, the same on all ranks."""
         self._parts, self._adapter, self._optimizers = parts, adapter, optimizers
         self._collectives, self._warn = collectives, warn
         self._looks, self._warned = 0, False
 
     def check_optimizers(self) -> None:
-        """A push may be near. Raise ConfigError, the same on all ranks, for an optimizer that undoes pulls; collective.
+        """Check the optimizers before some pushes: an optimizer that may undo pulls is warned of once. Collective.
 
-        One that may is warned of, once.
+        Raises ConfigError, the same on all ranks, for an optimizer that does undo pulls.
         """
         number, self._looks = self._looks, self._looks + 1
         if number >= EARLY and number % EVERY:
@@ -91,7 +91,9 @@ class KeptWeights:
 
     @torch.no_grad()
     def _describe_kept(self) -> tuple[str, str]:
-        """What undoes pulls on this rank, and what may; "" if nothing does."""
+        """Return an error on an optimizer that undoes pulls on this rank, and a warning on one that may; "" if there is
+        none.
+        """
         ours: dict[torch.Tensor, str] = {
             p: plain_name(name) for part in self._parts for name, p in part.named_parameters()
         }
@@ -119,7 +121,7 @@ class KeptWeights:
 
 
 def _list_state(optimizer: Optimizer, ours: dict[torch.Tensor, str]) -> Iterator[tuple[str, Kept]]:
-    """Tensors in an optimizer's state of the shape of their parameter, by key."""
+    """Yield the tensors in an optimizer's state that have the shape of their parameter, by key."""
     for parameter, state in optimizer.state.items():
         if parameter in ours and isinstance(state, dict):
             for key, tensor in state.items():
@@ -128,7 +130,9 @@ def _list_state(optimizer: Optimizer, ours: dict[torch.Tensor, str]) -> Iterator
 
 
 def _pair_copies(optimizer: Optimizer, ours: dict[torch.Tensor, str], known: set[int]) -> Iterator[Kept]:
-    """Tensors of fp32 that it steps, and that are no parameters of the model, beside each of its shape that may be."""
+    """Yield pairs of a parameter and an fp32 tensor that the optimizer steps, is no parameter, and equals it when
+    rounded.
+    """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     copies = [p for p in stepped if p not in ours and id(p) not in known and p.dtype is torch.float32]
     own = set(stepped)
@@ -139,13 +143,15 @@ def _pair_copies(optimizer: Optimizer, ours: dict[torch.Tensor, str], known: set
 
 
 def _may_be_weights(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Moments may be of a class of their own, quantized, which cannot be sampled."""
+    """Return whether a state tensor could be a copy of the weights; tensors of other classes, as quantized ones, cannot
+    be read.
+    """
     alike = tensor.shape == parameter.shape and is_dtensor(tensor) == is_dtensor(parameter)
     return alike and tensor.is_floating_point() and type(_find_local(tensor)) in PLAIN
 
 
 def _find_master(kept: Sequence[Kept]) -> str:
-    """The first 16-bit parameter that is what it is beside, rounded; "" if there is none."""
+    """Return the first 16-bit parameter that equals its state tensor rounded; "" if there is none."""
     pairs = ((name, p, t) for name, p, t in kept if p.dtype is not torch.float32 and t.dtype is torch.float32)
     return next((name for name, p, t in pairs if _is_rounded(_sample(p), _sample(t))), "")
 
@@ -155,7 +161,7 @@ def _is_rounded(coarse: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def _compare_weights(kept: Sequence[Kept]) -> float:
-    """The cosine between parameters and what is beside them; 0 if the two are of another scale."""
+    """Return the cosine between parameters and state tensors; 0 if their norms differ too much."""
     own = other = both = 0.0
     elements = 0
     for _, parameter, tensor in kept:
@@ -171,7 +177,7 @@ def _spread(kept: Sequence[Any]) -> Sequence[Any]:
 
 
 def _sample(tensor: Any) -> torch.Tensor:
-    """Some elements of what lies on this rank, on the host."""
+    """Return some elements of a tensor's local part, on the host."""
     flat = _find_local(tensor).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].cpu()
 

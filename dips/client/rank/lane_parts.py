@@ -1,4 +1,4 @@
-"""Deals a rank's pieces to the lanes of the slaves that hold their layers, one stream for each lane. No torch."""
+"""Assignment of a rank's pieces to the lanes of the slaves that hold their layers, one stream per lane. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dips.transport.stream import Stream
 from dips.wire.chunks import Range, encode_ranges
 from dips.wire.streams import StreamName
 
-FIRST_EPOCH = 1  # of a stream; each reconnect raises it
+FIRST_EPOCH = 1  # epoch of a new stream; each reconnect raises it
 
 
 @dataclass(eq=False, slots=True)
@@ -33,19 +33,21 @@ class LanePart:
     share: Share
     nbytes: int  # of the share, on the wire
     stream: Stream
-    ends: tuple[int, ...]  # of its ranges: how many are of the first fragment, of the first two, …; of one: all
+    ends: tuple[int, ...]  # number of its ranges in the first fragment, in the first two, …
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were sent
     done: bool = False
     ranges: type[Range] = Range  # pull: of its chunks, parameters or updates, as the slave said
 
     def count_ready(self, gate: FragmentGate | None) -> int:
-        """Its ranges that may move now."""
+        """Return the number of its ranges that may move now."""
         return self.ends[-1] if gate is None else _count_open(self.ends, gate)
 
 
 def check_order(order: LayerOrder, name: str) -> None:
-    """Raise LocalProtocolError unless the grant has a slave for each piece."""
+    """Raise LocalProtocolError unless the grant has a slave for each piece, and this rank a key if lanes are
+    encrypted.
+    """
     for piece in order.pieces:
         check_piece(piece)
     held = {layer for slave in order.grant.slaves for layer in slave.layers}

@@ -1,8 +1,8 @@
-"""A training script without an agent: it trains alone, in no run, and no call of it fails for that.
+"""A stand-in for the agent: a training script without an agent trains alone, in no run, and every call works.
 
-So the same script runs on a desk. DIPS_ALONE=1 asks for it; a rank that neither its script nor an agent has given a
-cluster file is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are walked in order,
-and a checkpoint goes on where it stood.
+So the same script runs on a workstation. DIPS_ALONE=1 asks for it; a rank without a cluster file from its script or
+from an agent is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are given in order,
+and a checkpoint continues where it stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dips.protocol.data import BegunRange
 
 ALONE = "DIPS_ALONE"
 CLUSTER_FILE = "DIPS_CLUSTER_FILE"
-LOOK_STEPS = 1 << 40  # inner steps until it asks again: nobody will have an answer
+LOOK_STEPS = 1 << 40  # inner steps until the ranks ask again: in effect never
 WARNING = (
     "OuterLoop trains alone: no agent started this script, so nothing is pulled or pushed. To take part in a run start "
     "it as `dips-client --config cluster.yaml -- …`; DIPS_ALONE=1 says that this is meant"
@@ -51,13 +51,13 @@ WARNING = (
 
 
 def is_alone(config: str | os.PathLike[str] | None) -> bool:
-    """No run is to be joined."""
+    """Return whether this script takes part in no run."""
     named = config is not None or CLUSTER_FILE in os.environ or AGENT in os.environ
     return os.environ.get(ALONE) == "1" or not named
 
 
 def lone_config(config: ClusterFile | None) -> ClusterFile:
-    """The cluster file that the script named, or none; nothing is transferred."""
+    """Return the script's cluster file, or a default one, without transfers."""
     if config is None:
         shared = Shared(run="alone")
         config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), insecure=True)
@@ -65,10 +65,10 @@ def lone_config(config: ClusterFile | None) -> ClusterFile:
 
 
 class LoneAgent(AgentClient):
-    """Answers what an agent would, if there were no run; has no connection."""
+    """Answers in place of an agent without a run; has no connection."""
 
     def __init__(self, ranges: int) -> None:
-        self._ranges, self._given = ranges, list[int]()  # those that are given and not used up, in order
+        self._ranges, self._given = ranges, list[int]()  # ranges given and not used up, in order
         self._next, self._begun = 0, dict[int, BegunRange]()
         self._answers: dict[type, Callable[[Any], Answer]] = {
             Attach: lambda _: Attached(1, 0.0),
@@ -83,28 +83,28 @@ class LoneAgent(AgentClient):
         )
 
     def ask_agent(self, question: Question) -> Answer:
-        """Answer on every rank alike."""
+        """Return the answer, the same on every rank."""
         return self._answers[type(question)](question)
 
     def ask_until_answered(self, question: Question) -> Answer:
-        """No answer is pending."""
+        """Return the answer; it is never AskAgain."""
         return self.ask_agent(question)
 
     def notify_agent(self, notice: Notice) -> None:
-        """Nobody is there to be told."""
+        """Do nothing, since there is no agent."""
 
     def report_step(self, step: Stepped, ended_s: float) -> None:
-        """Nobody counts; only how far the data is trained."""
+        """Record the position in the data; steps are not counted."""
         if step.left is not None:
             self._use_up(step.left)
             self._begun = {step.begun.number: step.begun} if step.begun else {}
 
     def report_progress(self, attempt: int, moved: int, total: int, idle_s: float) -> str:
-        """Nothing moves."""
+        """Return "": nothing moves."""
         return ""
 
     def disconnect(self) -> None:
-        """There is no connection."""
+        """Do nothing, since there is no connection."""
 
     def _give_range(self, wanted: RangeWanted) -> Answer:
         self._use_up(wanted.left or ())
@@ -118,7 +118,7 @@ class LoneAgent(AgentClient):
         self._given = [number for number in self._given if number in left]
 
     def _save_progress(self) -> Saved:
-        """What is ahead are the last ranges, from the first that is not used up."""
+        """Return the position: all ranges from the first that is not used up are ahead."""
         ahead = self._given[0] if self._given else self._next
         begun = tuple(self._begun.values())
         return Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)

@@ -1,4 +1,4 @@
-"""The losses of a job whose rank 0 computes none: in a pipeline only the last stage has one.
+"""The losses of a job whose rank 0 computes none: in a pipeline only the last stage has a loss.
 
 Every rank adds up its losses between two polls of the agent; at a poll the ranks gather the sums, and rank 0 reports
 those of the first rank that has any. Rank 0's own losses are reported with each step already.
@@ -24,15 +24,16 @@ class LossChannel:
         self._sum, self._count, self._finite = 0.0, 0, True
 
     def add_loss(self, loss: float | None, finite: bool) -> None:
-        """Count one inner step; `loss` is None if the script gave none, or one that is not finite."""
+        """Count one inner step; `loss` is None if the script passed none, or one that is not finite."""
         self._finite &= finite
         if loss is not None:
             self._sum, self._count = self._sum + loss, self._count + 1
 
     def gather_losses(self) -> tuple[float, int, bool] | None:
-        """Return sum, number and finiteness of the losses of the first rank that has any, None if that is rank 0.
+        """Return sum, count and finiteness of the losses of the first rank that has any; None if that is rank 0, or
+        none has.
 
-        Collective; starts over on every rank.
+        Collective; resets the sums on every rank.
         """
         gathered = self._collectives.all_gather(json.dumps([self._sum, self._count, self._finite]).encode())
         self._reset_sum()
@@ -43,7 +44,7 @@ class LossChannel:
 
 
 def finite_or_none(loss: Any) -> float | None:
-    """Return a loss that can be averaged; None for one that is not finite, which the penalty's gate deals with."""
-    number = loss.detach() if hasattr(loss, "detach") else loss  # torch warns of what requires a gradient
+    """Return the loss as a float; None if it is missing or not finite, which the penalty's gate handles."""
+    number = loss.detach() if hasattr(loss, "detach") else loss  # torch warns if it requires a gradient
     value = math.nan if number is None else float(number)
     return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""A rank whose agent is gone ends itself (docs/rationale.md#27): no other process may act for its cluster, so it must
-not go on.
+"""Ends a rank whose agent is gone (docs/rationale.md#27): no other process may act for its cluster, so it must
+not continue.
 
-torchrun dies with the agent (launch.py) and ends its workers; but it may be killed together with the agent, or hang,
-and on other hosts something else started it. So every rank watches its agent in a thread that sleeps in the kernel: by
+torchrun is signalled when the agent dies (launch.py) and ends its workers; but it may be killed with it, or hang,
+and on other hosts the agent did not start it. So every rank watches its agent in a thread that sleeps in the kernel: by
 a pidfd on the agent's machine, elsewhere by a connection that carries no messages and is closed when the agent ends.
 """
 
@@ -21,7 +21,7 @@ from dips.client.ipc.address import Address, OnThisHost
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
 from dips.client.rank.agent_connection import AgentConnection
 
-FIND_S = 60.0  # hosts of one job do not start at the same moment
+FIND_S = 60.0  # time to reach the agent: hosts of one job do not start at the same moment
 GRACE_S = 10.0  # between SIGTERM to this process and its end: time for exit handlers
 
 _watched = False
@@ -30,14 +30,14 @@ _watched = False
 def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:
     """End this process when its agent ends; return a function that stops the watch.
 
-    On another host than the agent's, raise Unavailable if it cannot be reached within FIND_S, Denied if it is not this
+    On a host other than the agent's, raises Unavailable if it cannot be reached within FIND_S, Denied if it is not this
     job's.
     """
     if os.environ.get(AGENT_HOME) == process_home():
         _watch_process(int(os.environ[AGENT_PID]))
         return lambda: None  # the agent waits for the ranks' launcher, so it ends after them
     if isinstance(address, OnThisHost):
-        return lambda: None  # its process is unknown here; rank 0 will find its connection closed
+        return lambda: None  # the agent's process is unknown here; rank 0 will find its connection closed
     connection, done = AgentConnection.connect_within(address, poll_s, FIND_S), threading.Event()
 
     def wait_for_end() -> None:
@@ -54,7 +54,7 @@ def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:
 
 
 def _watch_process(pid: int) -> None:
-    """Start one watch for this process, however many OuterLoops it makes."""
+    """Start the watch, once per process for any number of OuterLoops."""
     global _watched
     if _watched:
         return
@@ -73,8 +73,10 @@ def _watch_process(pid: int) -> None:
 
 
 def _end_process(which: str) -> None:
-    """SIGTERM first; a rank that is blocked in a collective that never ends does not handle it, so then exit hard."""
-    for stream in (sys.stderr, sys.stdout):  # standard error went through the agent
+    """Send SIGTERM to this process, then exit hard after GRACE_S: a rank blocked in a collective does not handle the
+    signal.
+    """
+    for stream in (sys.stderr, sys.stdout):  # standard error may be a pipe to the agent that is gone
         with suppress(OSError):
             stream.write(f"dips: the agent {which} is gone: this rank ends\n")
             stream.flush()

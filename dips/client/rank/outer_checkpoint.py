@@ -1,4 +1,4 @@
-"""The outer loop's part of a cluster's checkpoint, as a state_dict. Knows no agent and no collective."""
+"""The outer loop's part of a cluster's checkpoint, as a state_dict. No agent, no collectives."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dips.client.ipc.messages import Saved
 from dips.errors import LocalProtocolError
 from dips.protocol.data import BegunRange
 
-STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
+STATE_FORMAT = 1  # format of the state_dict; any other is refused
 
 
 def make_state(
     saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Build the state_dict; the names of this rank's own tensors end with its rank."""
+    """Build the state_dict; this rank's number is appended to the names of its own tensors."""
     own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
-    taken = {"steps": inner_steps, "checksum": checksum}  # Saved has `inner_steps` of its own, since the last push
+    taken = {"steps": inner_steps, "checksum": checksum}  # Saved has its own `inner_steps`, since the last push
     begun = tuple(number for part in saved.begun for number in astuple(part))
     return {"format": STATE_FORMAT, **taken, **asdict(saved), "begun": begun, **own}
 
 
 def read_saved(state: Mapping[str, Any]) -> Saved:
-    """Read the agent's part; raise LocalProtocolError for another format."""
+    """Return the agent's part. Raises LocalProtocolError for another format."""
     if state.get("format") != STATE_FORMAT:
         raise LocalProtocolError(
             f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}; load it with the Di-PS "
@@ -38,11 +38,11 @@ def read_saved(state: Mapping[str, Any]) -> Saved:
 
 
 def read_tensors(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Read the tensors of one rank, by the names that `make_state` was given."""
+    """Return the tensors of one rank, by the names passed to `make_state`."""
     suffix = f".rank{rank}"
     return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
 
 
 def _restore_tuple(value: Any) -> Any:
-    """Turn lists into the tuples that were saved: torch.distributed.checkpoint gives back lists."""
+    """Turn lists into the tuples that were saved: torch.distributed.checkpoint returns lists."""
     return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value

@@ -1,8 +1,9 @@
-"""What a training script hears of outer steps: numbers for its own TensorBoard or W&B, and a call on every new version.
+"""Reports of outer steps to the training script: numbers for its own TensorBoard or W&B, and a call on every new
+version.
 
-Each rank has its own: usually rank 0 logs and all ranks evaluate. It speaks between inner steps, after the outer step
-is over on this rank. A logger that fails is left out with a warning: training does not end by it. What a function of
-`on_version` raises does end the job, since other ranks may wait for this one.
+Each rank has its own log: usually rank 0 logs and all ranks evaluate. It reports between inner steps, after the outer
+step is over on this rank. A logger that fails is removed with a warning, and training goes on. An error in a function
+of `on_version` ends the job, since other ranks may wait for this one.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from dips.client.ipc.messages import PushResult
 from dips.client.rank.losses import finite_or_none
 from dips.ids import VersionId
 
-PREFIX = "dips/"  # of all names, beside those of the script's own
+PREFIX = "dips/"  # of all names that are written
 Numbers = Mapping[str, float]
 WriteNumbers = Callable[[Numbers, int], object]
 OnVersion = Callable[[VersionId], Numbers | None]
-OUTCOMES = ("accepted", "gated", "skipped", "dropped")  # counted from the first on
+OUTCOMES = ("accepted", "gated", "skipped", "dropped")  # outcomes that are counted
 
 
 def writer_of(target: Any) -> WriteNumbers:
-    """How numbers are written to a SummaryWriter, a run of W&B or a function of (numbers, step); TypeError if to none.
+    """Return the function that writes numbers to a SummaryWriter, a W&B run or a function. Raises TypeError for
+    anything else.
 
-    W&B gets its step as a number: its own counts what the script logs, and goes back for nobody.
+    W&B gets the step as a number: its own step counts the script's logs and cannot go back.
     """
     if callable(scalar := getattr(target, "add_scalar", None)):
         return lambda numbers, step: [scalar(name, x, step) for name, x in numbers.items()]
@@ -39,18 +41,18 @@ def writer_of(target: Any) -> WriteNumbers:
 
 
 class OuterLog:
-    """One rank's listeners, and what they have not been told."""
+    """One rank's writers and functions, and the numbers not yet reported to them."""
 
     def __init__(self) -> None:
         self._writers: list[WriteNumbers] = []
         self._functions: list[OnVersion] = []
-        self._loss, self._losses, self._tokens = 0.0, 0, 0  # since they were last told
+        self._loss, self._losses, self._tokens = 0.0, 0, 0  # since the last report
         self._counts = dict.fromkeys(OUTCOMES, 0)
         self._result: PushResult | None = None
         self._version: VersionId | None = None
 
     def begin(self, version: VersionId, result: PushResult | None) -> None:
-        """What is known before training begins is no news."""
+        """Set the version and result known before training begins; they are not reported."""
         self._version, self._result = version, result
 
     def add_writer(self, target: Any) -> None:
@@ -60,7 +62,7 @@ class OuterLog:
         self._functions.append(function)
 
     def count_step(self, tokens: int, loss: Any) -> None:
-        """One inner step is done; its loss is read only if somebody is told."""
+        """Count one inner step; its loss is read only if there is a writer."""
         if not self._writers:
             return
         self.count_tokens(tokens)
@@ -69,15 +71,15 @@ class OuterLog:
             self._loss, self._losses = self._loss + value, self._losses + 1
 
     def count_tokens(self, tokens: int) -> None:
-        """Tokens of steps that were counted, which were not known then."""
+        """Add tokens of steps that were counted before their tokens were known."""
         self._tokens += tokens
 
     def wants_model(self, version: VersionId) -> bool:
-        """Whether a function is about to be called, which needs the whole version in the model."""
+        """Return whether a function is about to be called that needs the whole version in the model."""
         return bool(self._functions) and version != self._version
 
     def tell_news(self, version: VersionId, result: PushResult | None, progress: float, step: int) -> None:
-        """Tell of an outcome, or of a version that was installed; nothing if there is none."""
+        """Report a new outcome or a newly installed version, if there is one."""
         is_new_version, is_new_result = version != self._version, result != self._result
         if not is_new_version and not is_new_result:
             return

@@ -6,7 +6,7 @@
         outer.step(local_tokens=n, loss=loss)   # after each inner step; when one is due: an outer step
     outer.close()
 
-Only rank 0 talks to the agent that started this job; the agent's answers are broadcast to all ranks, every rank moves
+Only rank 0 connects to the agent of this job; the agent's answers are broadcast to all ranks, every rank moves
 its own bytes, and a pulled version is installed on all ranks or on none. So at every inner step all ranks hold the same
 version. The constructor, `step`, `push`, `ranges`, `state_dict`, `load_state_dict` and `close` are collective: all
 ranks call them, in the same order, outside forward and backward.
@@ -52,7 +52,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
 REJOIN_WARMUP_STEPS = 100  # inner steps; AdamW's moments are empty after a join into a run under way
-MEMORY = {"whole": HostMemory, "lazy": LazyMemory}  # by `install`
+MEMORY = {"whole": HostMemory, "lazy": LazyMemory}  # classes by the option `install`
 HIDDEN_MASTERS = (
     "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
     "round the masters of all others"
@@ -69,11 +69,11 @@ OWN_STATES = (
 )
 LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
-_open: WeakSet[OuterLoop] = WeakSet()  # of this process and not closed: one for each agent
+_open: WeakSet[OuterLoop] = WeakSet()  # loops of this process that are not closed: one for each agent
 
 
 class OuterLoop:
-    """Takes part in the run for one rank of the training job."""
+    """The outer loop of one rank of the training job."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class OuterLoop:
                    pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
                    frozen ones are not, and of the buffers those in `shared.share_buffers`. Wrapped and sharded already:
                    its memory must not be replaced later
-        config     the cluster file; None: the one that the agent was started with
-        optimizer  the inner optimizer, if it keeps fp32 masters: they are what is pushed, and a pull updates them. Or a
+        config     the cluster file; None: the file the agent was started with
+        optimizer  the inner optimizer, if it keeps fp32 masters: pushes read them, and a pull updates them. Or a
                    function that makes them from the parameters, called after every pull. Not needed otherwise
-        Without an agent, or with DIPS_ALONE=1, it trains alone: every call is legal, and nothing is pulled or pushed.
-        A former OuterLoop of this process that was not closed gives way: what it has not pushed is lost.
+        Without an agent, or with DIPS_ALONE=1, the script trains alone: calls are legal, nothing is pulled or pushed.
+        A former OuterLoop of this process that was not closed is closed: its progress since the last push is lost.
         Errors     the same on every rank. ConfigError: a wrong file, a model of a kind or dtype that is not
                    supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
@@ -152,17 +152,18 @@ class OuterLoop:
         self._log = OuterLog()
         self._log.begin(self.version, self._state.result)
 
-    # ---- where it stands ---------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> VersionId:
-        """The version that was installed last: the base of the next push."""
+        """The last installed version: the base of the next push."""
         assert self._state.version is not None  # the constructor does not return without one
         return self._state.version
 
     @property
     def progress(self) -> float:
-        """Accepted tokens over the run's target, 0 to 1, the same on all ranks: drive the learning-rate schedule by it.
+        """The run's accepted tokens over its target, 0 to 1, the same on all ranks; use it to drive the learning-rate
+        schedule.
 
         It changes when the cluster takes part in an outer step. 0 if the run has no token target.
         """
@@ -170,27 +171,27 @@ class OuterLoop:
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps since this object was made, and those of the checkpoint that was loaded."""
+        """Inner steps since this object was created, plus those of the loaded checkpoint."""
         return self._inner.steps
 
     @property
     def lr_scale(self) -> float:
-        """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
+        """A factor for the inner learning rate: below 1 while a cluster that joined a running run warms up."""
         return self._inner.lr_scale(REJOIN_WARMUP_STEPS)
 
     @property
     def shared(self) -> Shared:
-        """What all clusters of the run agree on: the section `shared` of the cluster file."""
+        """The options that all clusters of the run agree on: the section `shared` of the cluster file."""
         return self._config.shared
 
     @property
     def finished(self) -> bool:
-        """The run is over: leave the training loop. `step` does nothing from now on, `ranges` ends."""
+        """Whether the run is over: leave the training loop. `step` does nothing from then on, and `ranges` ends."""
         return self._state.finished
 
     @property
     def moving(self) -> bool:
-        """Under `overlap: full`: a push or pull of this cluster is in flight, and training goes on beside it."""
+        """Whether a push or pull is in flight while training continues (`overlap: full`)."""
         return self._outer_steps.in_flight
 
     # ---- inner and outer steps ---------------------------------------------------------------------------------------
@@ -200,17 +201,17 @@ class OuterLoop:
     ) -> None:
         """Report that one inner step is done; when an outer step is due, take part in it before this returns.
 
-        With `install: lazy` the new version may still have to be copied into the model then; see `install`.
+        With `install: lazy` the new version may not be completely copied into the model yet; see `install`.
 
         local_tokens  consumed in this step by this rank, of its own part of the batch: they are summed over the ranks.
                       Ranks that compute the same part (tensor, context, pipeline parallelism) pass it once, and else 0
-        tokens        instead: consumed by the whole cluster, on all its ranks together; rank 0's number counts
-        loss          of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
+        tokens        instead: consumed by the whole cluster, over all its ranks; rank 0's number counts
+        loss          of this step, a float or a tensor of one element, or None; rank 0's counts. In a pipeline, whose
                       rank 0 has none, that of the first rank that passes one
-        Numbers of tokens may be of Python, numpy or torch; one on an accelerator is not waited for.
+        Numbers of tokens may be Python, numpy or torch numbers; a number on an accelerator is not waited for.
         Errors        Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
                       ConfigError: a parameter was unfrozen or added since this object was made.
-                LocalProtocolError: no such number; with `install: lazy`, this step was taken on parameters of the
+                LocalProtocolError: an invalid number; with `install: lazy`, this step was taken on parameters of the
                       former version; or `follow_optimizer` was called, and this step is counted already
         """
         if self._optimizers.follows:
@@ -227,14 +228,14 @@ class OuterLoop:
     ) -> None:
         """Count every `optimizer.step()` from now on as a call of `step`, which the script then leaves out.
 
-        However many micro-batches a step accumulates it counts once; one that a GradScaler leaves out does not.
+        A step that accumulates several micro-batches counts once; a step that a GradScaler skips does not count.
 
-        optimizer     of torch, or what wraps it (accelerate, …); of several that train one model, the one that steps
+        optimizer     a torch optimizer, or its wrapper (accelerate, …); of several for one model, the one that steps
                       last
-        local_tokens  of one optimizer step, as in `step`: those of all its micro-batches on this rank. Or a function
-                      that is called after each step and returns those since it was called last
-        tokens        instead: likewise on all ranks together
-        loss          a function that returns the loss of the step, or None
+        local_tokens  of one optimizer step, as in `step`, over all its micro-batches on this rank. Or a function
+                      that is called after each step and returns the tokens since its last call
+        tokens        instead: the same over all ranks
+        loss          a function that returns the loss of the step; None: no loss
         """
         count, count_local, read_loss = map(_make_call, (tokens, local_tokens, loss))
         self._optimizers.follow_steps(optimizer, lambda: self._take_step(count(), count_local(), read_loss()))
@@ -254,26 +255,29 @@ class OuterLoop:
             self._poll_outer_step(demanded=False)
 
     def remark(self, text: str) -> None:
-        """Have a person told something: in the agent's log, and in `dips status`. Rank 0's word counts."""
+        """Show a remark in the agent's log and in `dips status`. Only rank 0's call has an effect."""
         self._agent_client.notify_agent(Remarked(self._state.attempt, text))
 
     def log_to(self, target: Any) -> None:
-        """Write `dips/…` numbers at every outcome and version: the loss since the last, progress, counts of outcomes.
+        """Write `dips/…` numbers at every outcome and version: mean loss since the last, progress, counts of outcomes.
 
         target  a torch SummaryWriter, a run of W&B, or a function of (numbers by name, inner steps). Usually on rank 0
         """
         self._log.add_writer(target)
 
     def on_version(self, function: OnVersion) -> None:
-        """Have `function(version)` called after every version that is pulled from now on, between two inner steps.
+        """Call `function(version)` after every version that is pulled from now on, between two inner steps.
 
-        To evaluate it, say: call this on all ranks, and let the function restore the model's mode. The model is that
-        version; under `overlap: full` with what was trained meanwhile. Numbers that it returns by name go to `log_to`.
+        Use it to evaluate the version: call this on all ranks, and let the function restore the model's mode. The model
+        is that version; under `overlap: full` with the training done meanwhile. Numbers that it returns by name go to
+        `log_to`.
         """
         self._log.add_function(function)
 
     def push(self) -> None:
-        """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
+        """Take part in an outer step now, regardless of the pace; all inner steps since the last push count.
+        Collective.
+        """
         self._check_usable()
         self._settle_steps()
         if not self._state.finished:
@@ -281,8 +285,8 @@ class OuterLoop:
             self._poll_outer_step(demanded=True)
 
     def pull(self) -> None:
-        """Replace the model by the run's newest version: after it was loaded from elsewhere. What was trained since the
-        last push is lost. Collective.
+        """Replace the model by the run's newest version, for example after loading parameters from elsewhere. The
+        training since the last push is lost. Collective.
         """
         self._check_usable()
         self._collectives.barrier("OuterLoop.pull")
@@ -290,9 +294,9 @@ class OuterLoop:
             self._outer_steps.pull_newest()
 
     def install(self) -> None:
-        """Have the present version in the model, all of it; only `install: lazy` ever leaves something to do.
+        """Complete the install of the present version in the model; needed only with `install: lazy`.
 
-        Call it before parameters are read or written otherwise than by a forward of their module, a step of a torch
+        Call it before parameters are read or written in any way other than a forward of their module, a step of a torch
         optimizer, state_dict or load_state_dict, which call it themselves: for a moving average, a norm, a copy of the
         model. Not collective.
         """
@@ -302,10 +306,11 @@ class OuterLoop:
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
 
-        A range counts as trained when the next one is asked for, unless `mark_ranges` says otherwise. At the end of the
-        data what was trained since the last push is pushed before this returns, and settled. Split a range's samples
-        over your data-parallel ranks.
-        Raise ConfigError if the run has no data ranges (`shared.data.ranges`).
+        A range counts as trained when the next one is requested, unless `mark_ranges` says otherwise. At the end of the
+        data the progress since the last push is pushed and settled before this returns. Split a range's samples over
+        your data-parallel ranks.
+
+        Raises ConfigError if the run has no data ranges (`shared.data.ranges`).
         """
         if self._config.shared.data.ranges == 0:
             raise ConfigError(
@@ -323,21 +328,27 @@ class OuterLoop:
 
     @property
     def range_begun(self) -> BegunRange | None:
-        """How much of the range that `ranges` gave last is trained, in pushes that count or by a loaded checkpoint."""
+        """The trained part of the last range from `ranges`, by pushes that count or a loaded checkpoint; None: nothing
+        of it.
+        """
         return self._data_ranges.begun
 
     @property
     def range_recalls(self) -> int:
-        """Rises when work on given ranges was lost: forget what is left of them, and take the next of `ranges`."""
+        """How often given ranges were recalled because work was lost: when it rises, drop their rest and take the next
+        of `ranges`.
+        """
         return self._state.recalls
 
     def mark_ranges(self, left: Sequence[int], begun: BegunRange | None = None) -> None:
-        """Say how far the given ranges are trained once the next inner step is reported; `dips.client.data.Feed` does.
+        """Set how far the given ranges are trained once the next inner step is reported, as `dips.client.data.Feed`
+        does.
 
-        Then exactly that is settled with the push that brings the step, and asking for the next range uses up nothing.
+        Then exactly this is settled with the push that includes the step, and requesting the next range uses up
+        nothing.
 
-        left   ranges of which samples are still to be trained then, in the order in which they were given
-        begun  the first of them, if a part of it is trained then
+        left   ranges that will still have samples to train, in the order in which they were given
+        begun  the first of them, if a part of it will be trained
         """
         self._data_ranges.mark_position(left, begun)
 
@@ -345,7 +356,7 @@ class OuterLoop:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
             self._trained_names.check_names()
-            if self._agent is not None:  # alone there is no pull that could be undone
+            if self._agent is not None:  # a script alone has no pulls that could be undone
                 self._kept_weights.check_optimizers()
             if told := self._buffer_watch.describe_changed():
                 self._warn(told)
@@ -355,7 +366,7 @@ class OuterLoop:
         self._tell_news()
 
     def _settle_steps(self) -> None:
-        """Have the agent know all of the inner steps until now; collective."""
+        """Report all inner steps until now to the agent. Collective."""
         self._step_reports.flush_reports()
         self._log.count_tokens(self._step_tokens.settle_tokens())
 
@@ -367,11 +378,11 @@ class OuterLoop:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
+        """Return the outer loop's part of a cluster's checkpoint, for `torch.save` or `torch.distributed.checkpoint`.
 
-        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for tensors
-        of lossy runs and of 16-bit parameters, whose names end with the rank: there every rank saves its own. If a push
-        is in flight (`overlap: full`) the state records it: a resume then loses the merge.
+        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks except for
+        tensors of lossy runs and of 16-bit parameters, whose names end with the rank: then every rank saves its own. If
+        a push is in flight (`overlap: full`) the state records it: a resume then loses the merge.
         """
         self._check_usable()
         self._collectives.barrier("OuterLoop.state_dict")
@@ -387,7 +398,7 @@ class OuterLoop:
         return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
 
     def _tell_of_own(self, own: bool) -> None:
-        """Say once that rank 0's state is not all; collective."""
+        """Print once that rank 0's state is not complete. Collective."""
         if self._told_of_own or self._collectives.world_size == 1:
             return
         self._told_of_own = True
@@ -396,13 +407,14 @@ class OuterLoop:
             sys.stderr.write(OWN_STATES)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Continue from a checkpoint whose model and optimizer have just been loaded; return what came of it.
+        """Resume from a checkpoint whose model and optimizer have just been loaded; return a description of the result.
 
         Exact if no push of this cluster was settled since it was saved: same base, same tokens, same data ranges, the
-        first of which may be half trained. If the run is ahead of the checkpoint, its newest version is pulled into the
-        model, and the returned text gives the reason, which is warned and remarked, too. So it is if other ranks saved
-        it, or rank 0 for all, and ranks have tensors of their own (`state_dict`). Call it before the first inner step.
-        Collective.
+        first of which may be partly trained. If the run is ahead of the checkpoint, its newest version is pulled into
+        the model, and the returned text gives the reason, which is also warned and remarked. The same happens if other
+        ranks saved the checkpoint, or rank 0 saved for all and ranks have their own tensors (`state_dict`). Call it
+        before the first inner step. Collective.
+
         Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format.
         """
         self._check_usable()
@@ -428,22 +440,24 @@ class OuterLoop:
         return answer.reason
 
     def _pull_instead(self, why: str) -> str:
-        """The checkpoint does not count: what it trained since its last push is lost, and a person should know."""
+        """Pull instead of resuming, which loses the checkpoint's work since its last push; warn and return the
+        reason.
+        """
         self._outer_steps.pull_newest()
         told = f"{why}; pulled {self.version}"
         self._warn(told)
         return told
 
     def _warn(self, text: str) -> None:
-        """Rank 0's text, as a warning and for `dips status`."""
+        """Emit rank 0's text as a warning and as a remark for `dips status`."""
         if self._collectives.rank == 0:
             warnings.warn(f"OuterLoop: {text}", stacklevel=4)
         self.remark(text)
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
+    # ---- closing -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the run; what was trained since the last push does not count. A second call does nothing."""
+        """Leave the run; the training since the last push does not count. Idempotent. Collective."""
         if self._closed:
             return
         self._check_usable()
@@ -472,10 +486,10 @@ class OuterLoop:
             self._agent_client.disconnect()
 
     def _give_way(self) -> None:
-        """Another takes its place: end whatever would go on beside it, and ask nobody."""
+        """Close without collectives or messages, because a newer OuterLoop of this process takes over."""
         _open.discard(self)
         if self._pid != os.getpid():
-            return  # this process was forked from the one that made it, and that one uses it
+            return  # this process was forked from the one that created the loop and still uses it
         self._closed = REPLACED
         self._unwatch()
         self._optimizers.close()
@@ -486,7 +500,7 @@ class OuterLoop:
         self._collectives.close()
 
     def _reset_optimizers(self) -> None:
-        """The model was not finite, and now is the run's: the optimizer begins anew."""
+        """Drop the optimizers' state after a model that was not finite was replaced by the run's. Collective."""
         problem = self._optimizers.drop_state() if self._config.on_divergence is DivergencePolicy.RESET else ""
         (mended,) = self._collectives.all_min([int(not problem)])
         if not mended:

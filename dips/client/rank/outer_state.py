@@ -1,4 +1,4 @@
-"""What a rank knows of the outer loop: plain data, the same on all ranks, changed by outer_steps.py."""
+"""A rank's state of the outer loop: plain data, the same on all ranks, changed by outer_steps.py."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ OuterRequest = PushWanted | PushMoved | PullWanted | PullMoved
 
 @dataclass(slots=True)
 class OuterState:
-    """Where the cluster stands in the run."""
+    """The cluster's standing in the run, as all its ranks know it."""
 
-    attempt: int  # of the trainer, given by the agent
+    attempt: int  # number of the trainer's attempt, given by the agent
     progress: float  # accepted tokens over the run's target
-    version: VersionId | None = None  # that was installed last; None until the first pull
-    result: PushResult | None = None  # of the newest push that was settled
-    finished: bool = False  # the run is
+    version: VersionId | None = None  # the last installed version; None until the first pull
+    result: PushResult | None = None  # of the newest settled push
+    finished: bool = False  # whether the run is finished
     diverged: bool = False  # the model is not finite, until a version is installed
     torn: bool = False  # the model mixes two versions: a pull failed after its first fragment was merged
-    steps_until_poll: int = 0  # inner steps until the ranks ask the agent what is due
-    last_request: int = 0  # number of it
-    left: tuple[int, ...] | None = None  # data ranges with samples to train, after the next inner step; None: not said
-    begun: BegunRange | None = None  # the first of them, if a part of it will be trained then
+    steps_until_poll: int = 0  # inner steps until the ranks ask the agent again
+    last_request: int = 0  # number of the last request
+    left: tuple[int, ...] | None = None  # data ranges with samples left after the next inner step; None: not reported
+    begun: BegunRange | None = None  # the first of them, if a part of it will be trained by then
     recalls: int = 0  # how often the agent took ranges back from this trainer
 
     def next_request(self) -> int:
-        """Number the next request; the agent answers a repeated number as it did before."""
+        """Return the number of the next request; the agent answers a repeated number as before."""
         self.last_request += 1
         return self.last_request
 
 
 @dataclass(slots=True)
 class InnerState:
-    """Where this trainer stands in its inner steps."""
+    """The inner steps of this trainer."""
 
-    steps: int = 0  # taken since the OuterLoop was made, or since what a checkpoint continues
-    warming_up: bool = False  # its optimizer was empty: it joined a run under way, or its state was dropped
-    warm_from: int = 0  # `steps` when that was
+    steps: int = 0  # taken since the OuterLoop was created, plus those of the loaded checkpoint
+    warming_up: bool = False  # the optimizer was empty: the cluster joined a running run, or its state was dropped
+    warm_from: int = 0  # `steps` when the warm-up began
 
     def begin_warmup(self) -> None:
-        """The optimizer is empty."""
+        """Begin the warm-up of the learning rate, since the optimizer is empty."""
         self.warming_up, self.warm_from = True, self.steps
 
     def lr_scale(self, warmup_steps: int) -> float:
-        """The factor of the inner learning rate: rises to 1 over the warm-up."""
+        """Return the factor of the inner learning rate, which rises to 1 over the warm-up."""
         return min(1.0, (self.steps - self.warm_from + 1) / max(1, warmup_steps)) if self.warming_up else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransfer:
-    """A transfer that was begun, and the order of the agent that asked for it."""
+    """A transfer in progress, and the agent's order for it."""
 
     order: PushNow | PullNow
     transfer: BackgroundTransfer

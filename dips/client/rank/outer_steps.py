@@ -1,13 +1,13 @@
-"""A rank's part in outer steps: begins what the agent orders, moves it, and puts what was pulled into the model.
+"""A rank's part in outer steps: carries out the agent's orders to push and pull, and installs pulled versions.
 
-A request to the agent is answered by an order to push or to pull, or by "train on". When the transfer is over its
+The agent answers a request with an order to push or to pull, or to train on. When a transfer is over, its
 result is the next request, until the answer is to train on:
 
     request ── ask ──▶ PushNow, PullNow ── begin ──▶ OpenTransfer ── wait or poll ──▶ complete: the next request
                   └──▶ TrainOn, Over
 
-Training either pauses for all of it (`run`), or goes on and the ranks poll what is in flight now and then (under
-`overlap: full`; docs/rationale.md#36). Every method is collective: what they decide is the same on all ranks.
+Training either pauses until the end (`run_outer_step`), or continues and the ranks poll the transfer regularly (under
+`overlap: full`; docs/rationale.md#36). Every method is collective: decisions are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dips.errors import LocalProtocolError
 
 
 class OuterSteps:
-    """Carries out outer steps, and owns the one that is in flight."""
+    """Carries out outer steps, and owns the one in flight."""
 
     def __init__(
         self,
@@ -49,14 +49,16 @@ class OuterSteps:
         shard_transfer: ShardTransfer,
         on_healed: Callable[[], None] = do_nothing,
     ) -> None:
-        """`on_healed`: a model that was not finite was replaced by a version; its optimizer still is of the old one."""
+        """Create the object; `on_healed` is called when a version has replaced a model that was not finite, to reset
+        optimizers.
+        """
         self._config, self._state = config, state
         self._agent_client, self._shard_transfer = agent_client, shard_transfer
         self._on_healed = on_healed
         self._overlaps = config.overlap == "full"
-        # Under `overlap: full`: a transfer that moves, or a request that the agent has not answered.
+        # Under `overlap: full`: a moving transfer, or a request that the agent has not answered; None: neither.
         self._in_flight: OpenTransfer | OuterRequest | None = None
-        self._poll_steps = 1  # inner steps between two polls of what is in flight
+        self._poll_steps = 1  # inner steps between two polls of the transfer in flight
         self._on_answer: dict[type[Any], Callable[[Any], OpenTransfer | None]] = {
             PushNow: self._begin_push,
             PullNow: self._begin_pull,
@@ -70,27 +72,27 @@ class OuterSteps:
 
     @property
     def in_flight(self) -> bool:
-        """Under `overlap: full`: a push or pull of this cluster is in flight, and training goes on beside it."""
+        """Whether a push or pull is in flight while training continues (`overlap: full`)."""
         return self._in_flight is not None
 
     def pull_newest(self) -> None:
-        """Pull the run's newest version and install all of it."""
+        """Pull the run's newest version and install it completely."""
         self._run_request(PullWanted(self._state.attempt, self._state.next_request()))
         self._shard_transfer.finish_install()
 
     def run_outer_step(self, demanded: bool) -> None:
-        """Take part in an outer step if one is due or `demanded`; training is paused until it is over."""
+        """Take part in an outer step if one is due or `demanded`; training pauses until it is over."""
         self._run_request(PushWanted(self._state.attempt, self._state.next_request(), demanded))
 
     def poll_outer_step(self, demanded: bool) -> None:
-        """Take part in an outer step if one is due or `demanded`, or go on with the one that is in flight."""
+        """Take part in an outer step if one is due or `demanded`, or continue the one in flight."""
         if self._overlaps:
             self._poll_in_flight(demanded)
         else:
             self.run_outer_step(demanded)
 
     def settle_transfers(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no transfer is in flight."""
         if isinstance(self._in_flight, OpenTransfer):
             self._in_flight = self._wait_transfer(self._in_flight)
         if self._in_flight is not None:
@@ -98,14 +100,14 @@ class OuterSteps:
             self._run_request(request)
 
     def cancel_transfers(self) -> None:
-        """End what is in flight on this rank, whatever the others do."""
+        """End the transfer in flight on this rank, independently of the others."""
         if isinstance(self._in_flight, OpenTransfer):
             self._in_flight.transfer.cancel()
 
     # ---- with training paused, and beside it -------------------------------------------------------------------------
 
     def _run_request(self, request: OuterRequest) -> None:
-        """Carry out what the agent orders until it answers to train on."""
+        """Carry out the agent's orders until it answers to train on."""
         while (begun := self._begin_transfer(self._agent_client.ask_until_answered(request))) is not None:
             request = self._wait_transfer(begun)
 
@@ -113,14 +115,14 @@ class OuterSteps:
         return self._complete_transfer(begun, begun.transfer.wait(self._config.poll_s))
 
     def _poll_in_flight(self, demanded: bool) -> None:
-        """Go on with what is in flight, or ask the agent what is due; wait for neither."""
+        """Continue the transfer in flight, or ask the agent whether one is due; wait for neither."""
         if isinstance(self._in_flight, OpenTransfer):
             result = self._in_flight.transfer.poll()
             if result is None:
                 self._look_later(self._in_flight)
                 return
             self._in_flight = self._complete_transfer(self._in_flight, result)
-            if self._state.torn:  # it mixes two versions: what it would train now is lost with the next pull
+            if self._state.torn:  # the model mixes two versions: training now would be lost with the next pull
                 self.settle_transfers()
                 return
         if self._in_flight is None:
@@ -133,7 +135,7 @@ class OuterSteps:
         begun = self._begin_transfer(answer)
         if begun is None:
             return
-        if isinstance(begun.order, PullNow) and not begun.order.merge:  # an inner step before it would be lost
+        if isinstance(begun.order, PullNow) and not begun.order.merge:  # an inner step before the install would be lost
             self._run_request(self._wait_transfer(begun))
         else:
             self._in_flight = begun
@@ -146,7 +148,7 @@ class OuterSteps:
     # ---- by the agent's answer ---------------------------------------------------------------------------------------
 
     def _begin_transfer(self, answer: Answer) -> OpenTransfer | None:
-        """Begin the transfer that the agent ordered; None if training goes on, or the run is over."""
+        """Begin the transfer that the agent ordered; None if training goes on or the run is over."""
         on_answer = self._on_answer.get(type(answer))
         if on_answer is None:
             raise LocalProtocolError(f"expected an order from the agent, got {answer!r}")
@@ -166,7 +168,7 @@ class OuterSteps:
         self._state.recalls = answer.recalls
 
     def _end_run(self, answer: Over) -> None:
-        self._shard_transfer.finish_install()  # there is no further forward that would do it
+        self._shard_transfer.finish_install()  # no further forward will do it
         self._state.progress, self._state.finished, self._state.result = answer.progress, True, answer.result
 
     def _request_for(self, order: PushNow | PullNow) -> TransferRequest:
@@ -181,7 +183,7 @@ class OuterSteps:
     # ---- by the order that was carried out ---------------------------------------------------------------------------
 
     def _complete_transfer(self, begun: OpenTransfer, result: TransferResult) -> OuterRequest:
-        """Install what was pulled on all ranks, and return the request that reports the result."""
+        """Install a pulled version on all ranks, and return the request that reports the result."""
         return self._on_result[type(begun.order)](begun.order, result)
 
     def _report_push(self, order: PushNow, result: TransferResult) -> PushMoved:
@@ -194,7 +196,7 @@ class OuterSteps:
 
     def _install_pulled(self, order: PullNow, result: TransferResult) -> PullMoved:
         state, version, merged = self._state, order.grant.version, False
-        # A model that was torn before stays so, unless all of it was pulled now.
+        # A torn model stays torn unless it was pulled completely.
         state.torn = result.torn or (state.torn and not result.ok)
         if result.ok:
             if order.merge:

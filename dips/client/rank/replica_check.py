@@ -1,12 +1,12 @@
-"""Compares what ranks hold as replicas: DDP's parameters, HSDP's shards, what tensor parallelism does not cut.
+"""Comparison of replicas across ranks: DDP's parameters, HSDP's shards, parameters not cut by tensor parallelism.
 
-Of a replica each rank pushes a part, so ranks that trained different ones would push a mixture of their models, and the
-next pull would make them equal again as if nothing were wrong. That is what a forgotten DistributedDataParallel does,
-and experts of one's own that lie as plain tensors of one name on all ranks.
+Each rank pushes a part of a replica, so ranks with different values would push a mixture of their models, and the
+next pull would make them equal again without an error. A forgotten DistributedDataParallel has this effect,
+and so have local experts that are plain tensors of one name on all ranks.
 
-Before the first push, and every so many, the ranks exchange one checksum for each set of ranks that holds the same.
-Parameters are looked at one by one only where these differ, and then it is measured by how much: replicas that are
-trained alike are equal bit for bit, but for kernels that add in another order on another rank. Buffers of
+Before the first push, and every EVERY pushes, the ranks exchange one checksum per set of ranks with equal parts.
+Single parameters are compared only if these differ, and then the difference is measured: replicas that are
+trained alike are equal bit for bit, except for kernels that sum in a different order on another rank. Buffers of
 `share_buffers` are not compared: DDP lets each rank change its own between two forwards.
 """
 
@@ -27,18 +27,18 @@ from dips.client.parallel.arrangement import Replicas
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
 
-EVERY = 16  # pushes: the replicas are read once more for it, as they are for the look at what is finite
-MEASURED = 16  # parameters that differ, of each set of ranks: their sums travel
-SUMS = 64  # of a parameter, over equal parts of it: by them the distance of two replicas is measured
-ROUNDING = 1e-3  # of its norm: 16 steps of AdamW at 1e-4 on other data are above it, kernels in another order below
-COARSE_ROUNDING = 1e-2  # of a parameter of 16 bits: an element that is rounded the other way is 0.4 % off (bf16)
+EVERY = 16  # pushes between two checks: a check reads the replicas once more, as the check for finite values does
+MEASURED = 16  # most differing parameters measured per set of ranks: their sums are sent
+SUMS = 64  # sums over equal parts of a parameter, by which the distance of two replicas is measured
+ROUNDING = 1e-3  # share of the norm; 16 AdamW steps at 1e-4 on other data exceed it, another order of sums does not
+COARSE_ROUNDING = 1e-2  # for 16-bit parameters: an element rounded the other way is 0.4 % off (bf16)
 
 ADVICE = (
     "Each rank pushes a part of what it shares with others, so these would push a mixture. Is DistributedDataParallel "
     "or fully_shard forgotten? Experts of each rank's own must be DTensors that are cut along a mesh, or have names of "
     "their own. Replicas that are averaged now and then must be averaged before a push"
 )
-PAIR = struct.Struct("<Qq")  # the set of ranks, the checksum
+PAIR = struct.Struct("<Qq")  # key of the set of ranks, checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class UnlikeReplicas:
 
     name: str
     ranks: tuple[int, int]
-    share: float  # of its norm
+    share: float  # distance over norm
     limit: float
 
     def __str__(self) -> str:
@@ -55,16 +55,16 @@ class UnlikeReplicas:
 
 
 class ReplicaCheck:
-    """One rank's side."""
+    """Checks one rank's replicas."""
 
     def __init__(self, memory: HostMemory, collectives: JobCollectives, warn: Callable[[str], object]) -> None:
         self._memory, self._collectives, self._warn = memory, collectives, warn
         self._pushes = 0
 
     def check_push(self) -> None:
-        """A push begins. Raise ConfigError, the same on all ranks, if replicas differ by more than rounding.
+        """Check the replicas before some pushes; differences within rounding are warned of, on all ranks. Collective.
 
-        By less: a warning, on all ranks. Collective.
+        Raises ConfigError, the same on all ranks, if replicas differ by more than rounding.
         """
         due = self._pushes % EVERY == 0
         self._pushes += 1
@@ -83,7 +83,7 @@ class ReplicaCheck:
         self._warn(text)
 
     def _compare_sets(self, mine: Mapping[int, Sequence[tuple[str, torch.Tensor]]]) -> set[int]:
-        """The sets of ranks of which some hold other values."""
+        """Return the keys of the sets of ranks whose values differ."""
         sums = ((key, self._memory.sum_bits_of([view for _, view in views])) for key, views in mine.items())
         told = self._collectives.all_gather(b"".join(PAIR.pack(key, total) for key, total in sums))
         first: dict[int, int] = {}
@@ -93,9 +93,9 @@ class ReplicaCheck:
     def _measure_differences(
         self, mine: Mapping[int, Sequence[tuple[str, torch.Tensor]]]
     ) -> tuple[list[UnlikeReplicas], int]:
-        """Of each set of ranks the first parameters that differ, and of how many blocks that is true in all."""
+        """Return the first differing parameters of each set of ranks, and the number of differing blocks."""
         sums = {key: [self._memory.sum_bits_of([view]) for _, view in views] for key, views in mine.items()}
-        by_set: dict[int, list[list[int]]] = {}  # one list of each rank
+        by_set: dict[int, list[list[int]]] = {}  # one list per rank
         for told in self._gather(list(sums.items())):
             for key, totals in told:
                 by_set.setdefault(key, []).append(totals)
@@ -128,7 +128,9 @@ def _limit(view: torch.Tensor) -> float:
 
 
 def _measure_view(view: torch.Tensor) -> tuple[float, list[float]]:
-    """Its norm, and sums over parts of it: by what these differ two replicas are apart, or less if all moved alike."""
+    """Return the norm, and sums over parts of the tensor: their distance is at most that of two replicas, up to
+    scale.
+    """
     flat = view.detach().reshape(-1)
     parts = flat.split(-(-flat.numel() // SUMS))
     sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
@@ -136,7 +138,7 @@ def _measure_view(view: torch.Tensor) -> tuple[float, list[float]]:
 
 
 def _find_farthest(held: Sequence[tuple[int, list[Any]]]) -> UnlikeReplicas:
-    """Of the ranks that hold a block: the first, and that which is farthest from it."""
+    """Compare a block on all ranks that hold it: return the first rank and the one farthest from it."""
     (first, (name, limit, norm, sums)), *others = held
     apart = [
         (sqrt(sum((a - b) ** 2 for a, b in zip(sums, theirs, strict=True))) / (max(norm, other) or 1.0), rank)

@@ -1,8 +1,8 @@
-"""Moves this rank's bytes of a push or pull, and agrees with the other ranks on the result (docs/rationale.md#7, #25).
+"""Transfers of this rank's bytes in a push or pull, and the ranks' agreement on the result (docs/rationale.md#7, #25).
 
-The transfer runs in a thread of its own; meanwhile the ranks meet in a collective at least every `poll_s`, so none of
+A transfer runs in its own thread; meanwhile the ranks meet in a collective at least every `poll_s`, so none of
 them waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
-once and holds either what was frozen or what was pulled; nothing else is written into it while a transfer runs.
+once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from dips.transport import curve
 from dips.transport.shares import Piece
 from dips.wire.chunks import encode_ranges
 
-# Takes bytes moved and in all, over all ranks as this one estimates them, and for how long this one has moved all of
-# its own, in seconds; returns why to give up, "" to go on.
+# Takes bytes moved and bytes in all, over all ranks as estimated by this one, and the seconds since this rank has moved
+# all of its own; returns why to give up, or "" to continue.
 ReportProgress = Callable[[int, int, float], str]
 Move = Callable[..., TransferStats]
-ROUNDED = "rounded"  # the name of the remainders in a checkpoint
+ROUNDED = "rounded"  # name of the rounding errors in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class TransferRequest:
     grant: Grant
     base: TransferIdentity
     report_progress: ReportProgress
-    accepted: int = 0  # seq of this incarnation's last push whose Outcome was accepted: settles the error feedback
+    accepted: int = 0  # seq of this incarnation's last accepted push: settles the error feedback
 
 
 class MovedBytes:
-    """What all ranks have moved, as this one estimates it by its own share."""
+    """An estimate of the bytes moved by all ranks, from this rank's own share."""
 
     def __init__(self, total: int, own: int) -> None:
-        """`total` and `own` are what was expected; updates are fewer bytes than the parameters that they bring."""
+        """Start with the expected bytes of all ranks and of this one; updates take fewer bytes than the parameters."""
         self._total, self._own = total, own
         self._moved, self._whole = 0, own
 
@@ -71,7 +71,7 @@ class MovedBytes:
         self._moved, self._whole = rate.nbytes, rate.total
 
     def of_all_ranks(self) -> tuple[int, int]:
-        """Bytes moved and in all."""
+        """Return bytes moved and bytes in all, over all ranks."""
         return self._moved * self._total // self._own, self._whole * self._total // self._own
 
 
@@ -89,46 +89,47 @@ class ShardTransfer:
         fragments: int = 1,
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
-        """
-        codec, pull_codec  the run's: a lossy one takes 8 B more for each parameter that this rank moves
-        optimizer_steps    how often the inner optimizer has stepped
-        fragments          groups of layers in which pushes and merges are staggered
-        warn               takes what a person should know, the same on all ranks
+        """Set up the transfers of this rank.
+
+        codec, pull_codec  the run's codecs: a lossy one takes 8 B more per parameter that this rank moves
+        optimizer_steps    returns how often the inner optimizer has stepped
+        fragments          number of groups of layers in which pushes and merges are staggered
+        warn               takes a warning for the operator, the same on all ranks
         Errors             ConfigError: more fragments than layers
         """
         self._fragments = cut_fragments([memory.layer_numel(layer) for layer in memory.layers], fragments)
-        # One for each fragment that is merged on its own, and the last for what is installed at once.
+        # One per fragment that is merged by itself, and the last for installs of the whole model.
         self._watches = [UndoWatch() for _ in range(fragments + 1 if fragments > 1 else 1)]
         self._inner_steps = 0
-        self._merge: StaggeredMerge | None = None  # of the last pull, if its fragments were staggered
+        self._merge: StaggeredMerge | None = None  # merge of the last pull, if its fragments were staggered
         self._undo_watch, self._optimizer_steps = self._watches[-1], optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory, self._replica_check = memory, ReplicaCheck(memory, collectives, warn)
         memory.on_installed = self._undo_watch.on_installed
         self._feedback = Feedback(memory.pieces) if codec.lossy or pull_codec.lossy else None
         self._takes_updates = pull_codec.lossy
-        # Numbered among the ranks that move bytes, the same in both directions.
+        # This rank's number among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
-        self.keys = curve.new_keys()  # of this rank in this attempt
+        self.keys = curve.new_keys()  # this rank's keys in this attempt
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
         totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])
         self._total = dict(zip(Codec, totals, strict=True))  # of all ranks
 
     def sum_host_bytes(self, keeps: bool) -> HostSum:
-        """What this rank needs of host memory beside the model."""
+        """Return the host memory that this rank needs beside the model."""
         owed = 2 * sum(piece.array.nbytes for piece in self._memory.pieces) if self._feedback is not None else 0
         return replace(self._memory.sum_host_bytes(keeps), owed=owed)
 
     # ---- push --------------------------------------------------------------------------------------------------------
 
     def begin_push(self, request: TransferRequest, keep: bool = False, interval: int = 0) -> BackgroundTransfer:
-        """Freeze what this rank moves and send it to the slaves.
+        """Freeze this rank's pieces and send them to the slaves.
 
-        keep      keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
-        interval  inner steps after which the next fragment is frozen, if anything is kept
-        Errors  the same on all ranks. LocalProtocolError: the model's memory was replaced since it was laid out.
-                ConfigError: ranks hold different values of what they replicate
+        keep      keep a copy of the shard for `merge_version`; 4 B more per parameter of this rank's shard
+        interval  inner steps after which the next fragment is frozen, if the shard is kept
+        Errors    the same on all ranks. LocalProtocolError: the model's memory was replaced since it was laid out.
+                  ConfigError: replicas differ between ranks
         """
         self._memory.finish_install()
         self._check_parameters()
@@ -166,7 +167,7 @@ class ShardTransfer:
             self._feedback.freeze_push(request.base.seq, request.grant.codec, self._memory.find_pieces(layers))
 
     def _make_stagger(self, interval: int) -> Stagger | None:
-        """Of a transfer that begins now; None if all layers move at once."""
+        """Return the schedule of a staggered transfer that begins now; None if all layers move at once."""
         if len(self._fragments) == 1:
             return None
         return Stagger(FragmentGate(self._fragments, self._memory.pieces), interval, lambda: self._inner_steps)
@@ -177,7 +178,7 @@ class ShardTransfer:
             raise Diverged(f"the model diverged: {reason}; {consequence}")
 
     def _find_not_finite(self) -> str:
-        """Where the model is not finite, on any rank; "" if it is on all, which costs one number of each."""
+        """Return where the model is not finite on any rank; "" if it is on all, at the cost of one number per rank."""
         found = self._memory.find_not_finite()
         (all_finite,) = self._collectives.all_min([int(not found)])
         if all_finite:
@@ -189,14 +190,14 @@ class ShardTransfer:
         by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())
         replaced = [f"rank {rank}: {name.decode()}" for rank, name in enumerate(by_rank) if name]
         if replaced:
-            raise LocalProtocolError(  # the remedy first: what is shown of a crash is cut
+            raise LocalProtocolError(  # the remedy comes first, since crash messages are truncated
                 "call fully_shard first, then OuterLoop (as well as whatever swaps modules, and "
                 f"load_state_dict(assign=True)): {replaced[0]} was replaced after OuterLoop was made, so what it would "
                 "push or pull is not what is trained"
             )
 
     def _failed_transfer(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
-        """A transfer that has failed on this rank, and will on the others when they meet."""
+        """Return a transfer that has failed on this rank, and will fail on the others when they meet."""
         thread = TransferThread(None)
         thread.mark_failed(reason)
         return ThreadedTransfer(thread, request.base.seq, lambda: 0, self._collectives, lambda: "")
@@ -204,14 +205,14 @@ class ShardTransfer:
     # ---- pull --------------------------------------------------------------------------------------------------------
 
     def begin_pull(self, request: TransferRequest, merge: bool = False, interval: int = 0) -> BackgroundTransfer:
-        """Bring this rank's pieces of the version into host memory, and no further.
+        """Start pulling this rank's pieces of the version into host memory; the model is not changed.
 
-        Fragments are merged as they arrive: if the rest fails, the model is torn.
+        Fragments are merged as they arrive: if a later one fails, the model is torn.
 
-        merge     `merge_version` is to follow: what was kept is subtracted beside training
-        interval  inner steps after which the next fragment is asked for
+        merge     `merge_version` will follow: the kept copy is subtracted beside training
+        interval  inner steps after which the next fragment is requested
         """
-        self._memory.finish_install()  # it may still read the host memory
+        self._memory.finish_install()  # a lazy install may still read the host memory
         self._check_parameters()
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
@@ -230,7 +231,7 @@ class ShardTransfer:
     def _merge_arrived(self, merging: StaggeredMerge, arrived: int) -> None:
         """Merge the fragments that have arrived on all ranks since the last call.
 
-        If one cannot be merged, the rest is brought at once, and then the version is installed as it is.
+        If one cannot be merged, the others are requested at once, and then the version is installed instead.
         """
         for number in range(merging.merged, arrived):
             layers, watch = self._fragments[number], self._watches[number]
@@ -245,27 +246,28 @@ class ShardTransfer:
             self._memory.install_shard()
 
     def _merge_layers(self, layers: Layers = None) -> bool:
-        """Merge on this rank; False if the result is not finite on some rank: an install must follow on all."""
+        """Merge on this rank; return False if the result is not finite on some rank: then all ranks must install."""
         (finite,) = self._collectives.all_min([int(self._memory.merge_shard(layers))])
         return bool(finite)
 
     def install_version(self, version: VersionId) -> None:
-        """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
+        """Copy the version pulled by all ranks into the model's own memory; optimizer moments are unchanged.
 
-        With `install: lazy` this only begins: `on_inner_step` and `finish_install` complete it. What is replicated was
-        pulled once per cluster, and is exchanged between the ranks here.
+        With `install: lazy` this only begins: `on_inner_step` and `finish_install` complete it. Replicated parts were
+        pulled once per cluster, and are exchanged between the ranks here.
         """
         self._begin_install(version)
         self._memory.install_shard()
         self._undo_watch.take_after(self._optimizer_steps(), self._memory.pending)
 
     def merge_version(self, version: VersionId) -> bool:
-        """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
+        """Merge the pulled version into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed); return
+        True.
 
-        Legal after a push that was kept (docs/rationale.md#36). If either of the two is not finite on any rank, the sum
-        would never be finite again: the version is installed as it is, on all ranks, and this returns False.
+        Legal after a push that was kept (docs/rationale.md#36). If a summand is not finite on any rank, the sum would
+        never be finite again: then all ranks install the version instead, and this returns False.
         """
-        if self._merge is not None:  # fragment by fragment it was merged while it was pulled
+        if self._merge is not None:  # fragments were merged while they were pulled
             return self._merge.finite
         self._begin_install(version)
         finite = self._merge_layers()
@@ -275,7 +277,7 @@ class ShardTransfer:
         return finite
 
     def on_inner_step(self) -> None:
-        """An inner step was taken: what a lazy install has left is installed."""
+        """Complete a lazy install after an inner step, and check that no optimizer has undone the last install."""
         self._inner_steps += 1
         self._memory.on_inner_step()
         optimizer_steps = self._optimizer_steps()
@@ -283,16 +285,16 @@ class ShardTransfer:
             watch.on_inner_step(optimizer_steps)
 
     def finish_install(self) -> None:
-        """Install all of what was pulled."""
+        """Complete the install of the pulled version."""
         self._memory.finish_install()
 
     @property
     def torn(self) -> bool:
-        """An install failed half-way: the model mixes two versions."""
+        """Whether an install failed half-way, so that the model mixes two versions."""
         return self._memory.torn
 
     def _begin_install(self, version: VersionId, layers: Layers = None, watch: UndoWatch | None = None) -> None:
-        """Make each rank's whole shard of the pieces, which hold `version`: the base of differences from now on."""
+        """Build each rank's whole shard from the pieces, which hold `version`: the base of differences from now on."""
         self._check_parameters()  # training may have gone on since the pull began
         (watch or self._undo_watch).take_before(self._memory.named_views(layers))
         if self._feedback is not None:
@@ -302,15 +304,17 @@ class ShardTransfer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's own: what it owes after lossy pushes, the base of its differences, what 16 bits rounded away."""
+        """Return this rank's own tensors for a checkpoint: error feedback with its base, and rounding errors of 16-bit
+        parameters.
+        """
         owed = feedback_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
     def find_misfit(self, saved: Mapping[str, torch.Tensor]) -> str:
-        """What a rank lacks in what was saved for it, the same on all ranks; "" if each has its own.
+        """Return what some rank lacks in the tensors saved for it, the same on all ranks; "" if none does.
 
-        Other ranks saved it, or rank 0 alone, or the codec was another.
+        A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another.
         """
         owed = feedback_checkpoint.count_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.allocated_numel
@@ -321,13 +325,13 @@ class ShardTransfer:
         return next((f"rank {rank} expected {told.decode()}" for rank, told in enumerate(by_rank) if told), "")
 
     def restore_tensors(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `checkpoint_tensors` saved, if `find_misfit` finds nothing."""
+        """Restore the tensors of `checkpoint_tensors`; legal if `find_misfit` returns ""."""
         if self._feedback is not None:
             feedback_checkpoint.restore_feedback(self._feedback, version, saved)
         self._memory.remainders.restore_state(saved.get(ROUNDED))
 
     def checksum(self) -> int:
-        """Of the parameters that all ranks would push now, the same in every layout; collective."""
+        """Return the checksum of the parameters that all ranks would push now, the same in every layout. Collective."""
         self._check_parameters()
         return wrap_sum(self._collectives.all_sum([self._memory.sum_bits()])[0])
 
@@ -342,9 +346,9 @@ class ShardTransfer:
         finish: Callable[[], None] | None = None,
         stagger: Stagger | None = None,
     ) -> BackgroundTransfer:
-        """Move `pieces`, this rank's share of `total` bytes over all ranks.
+        """Start moving `pieces`, this rank's share of `total` bytes over all ranks.
 
-        finish  done in a thread, once every rank has moved all
+        finish  called in a thread once every rank has moved all bytes
         """
         grant, base = request.grant, request.base
         moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))

@@ -1,10 +1,10 @@
-"""A push or pull whose fragments move an interval of inner steps apart, seen by everybody else as one slow transfer.
+"""A push or pull whose fragments move an interval of inner steps apart; for master and slaves it is one slow transfer.
 
-    push    every interval the next fragment is looked at, frozen and offered to the slaves
-    pull    every interval the next fragment is asked for; what has arrived on all ranks is merged
+    push    every interval the next fragment is checked, frozen and offered to the slaves
+    pull    every interval the next fragment is requested; fragments that have arrived on all ranks are merged
 
-While training is paused (`wait`) nothing is gained by staggering: all that is left moves at once. Ranks count the same
-inner steps, so they agree on what is due without a message.
+While training is paused (`wait`) staggering has no benefit: the remaining fragments move at once. Ranks count the same
+inner steps, so they agree on due fragments without a message.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from dips.ids import VersionId
 
 
 def open_freely(_: int) -> str:
-    """Nothing stands against it."""
+    """Return "": nothing prevents the fragment from moving."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Stagger:
-    """When the fragments of one transfer move, and what is done with them."""
+    """The schedule of one transfer's fragments, and the callbacks for each fragment."""
 
     gate: FragmentGate
     interval: int  # inner steps between two fragments
-    count_steps: Callable[[], int]  # inner steps taken
-    prepare_fragment: Callable[[int], str] = open_freely  # before it moves; returns why the transfer must end, or ""
-    on_arrived: Callable[[int], Any] = do_nothing  # so many fragments are here on all ranks, from the first on
-    is_torn: Callable[[], bool] = bool  # what has arrived is in the model already
+    count_steps: Callable[[], int]  # returns the inner steps taken
+    prepare_fragment: Callable[[int], str] = (
+        open_freely  # called before it moves; returns why to end the transfer, or ""
+    )
+    on_arrived: Callable[[int], Any] = do_nothing  # called with the number of first fragments on all ranks
+    is_torn: Callable[[], bool] = bool  # whether arrived fragments are already in the model
 
 
 class StaggeredTransfer(ThreadedTransfer):
-    """Opens its fragments one after the other; every method is collective but `cancel`."""
+    """A transfer that opens its fragments one after the other; every method but `cancel` is collective."""
 
     def __init__(self, *args: Any, stagger: Stagger) -> None:
-        """As ThreadedTransfer."""
+        """Follow a thread as ThreadedTransfer does."""
         super().__init__(*args)
         self._stagger, self._began = stagger, stagger.count_steps()
 
@@ -82,14 +84,14 @@ class StaggeredTransfer(ThreadedTransfer):
 
 @dataclass(slots=True)
 class StaggeredMerge:
-    """How far a pull is whose fragments are merged as they arrive."""
+    """The state of a pull whose fragments are merged as they arrive."""
 
     version: VersionId
     gate: FragmentGate
-    merged: int = 0  # fragments that are in the model, or wait for all to be installed
-    finite: bool = True  # what was trained beside it; otherwise the version is installed as it is
+    merged: int = 0  # fragments that are merged, or will be installed with all others
+    finite: bool = True  # merging gives finite values; if False the version is installed instead
 
     def open_all(self) -> None:
-        """Training is of no use until all of it is here."""
+        """Open all fragments, since training is useless until the whole version has arrived."""
         while self.gate.open < self.gate.count:
             self.gate.open_next()

@@ -1,13 +1,14 @@
-"""Inner steps that rank 0 has reported and not sent yet: fast ones go to the agent together, as one message.
+"""Batches of inner steps that rank 0 has reported and not sent yet: fast steps go to the agent together, as one
+message.
 
-A message for each step would cost more than all the rest of `OuterLoop.step`. So steps are held back until FLUSH_S have
-passed since the last that was sent; one that took as long itself goes out at once. Whatever else goes to the agent
-sends them first (AgentClient): what it counts when it is asked something is what the script has trained. A script that
-pauses (an evaluation) takes no further step that would send them: LATEST_S after the last one a thread does.
+A message per step would cost more than the rest of `OuterLoop.step`. So steps are held until FLUSH_S have passed since
+the last that was sent; a step that itself took as long is sent at once. Any other message to the agent sends the held
+steps first (AgentClient), so that the agent has counted them when it answers. If a script pauses (for an evaluation), a
+thread sends them LATEST_S after the last step.
 
-A rank that dies takes what it holds with it. Nothing is settled wrongly by that: only the answer to a question freezes
-a push or fills a checkpoint, and no question overtakes a step. So what is held was in no push, and its samples count as
-still to be trained, as does all work since the last freeze. Only the agent's number of tokens lost is short of it.
+A rank that dies loses the held steps. Nothing is settled wrongly by that: only the answer to a question freezes a push
+or fills a checkpoint, and no question overtakes a step. So the held steps were in no push, and their samples count as
+still to be trained, as all work since the last freeze does. Only the agent's count of lost tokens is too low by them.
 
 Pure: time is an argument, the rank's monotonic clock in seconds.
 """
@@ -19,23 +20,25 @@ from math import inf
 from dips.client.ipc.messages import Stepped
 from dips.dataclass import replace
 
-FLUSH_S = 0.2  # a person sees no delay, and what a message costs is shared by all steps of that time
-LATEST_S = 2 * FLUSH_S  # longer, or the thread would compete with the steps of a script that does not pause
+FLUSH_S = 0.2  # no visible delay, and the cost of a message is shared by all steps in this time
+LATEST_S = 2 * FLUSH_S  # longer than FLUSH_S, or the thread would compete with a script that does not pause
 
 
 class StepBatch:
-    """Adds up the steps of one attempt; keeps no list of them."""
+    """Accumulates the steps of one attempt; keeps no list of them."""
 
     def __init__(self) -> None:
         self._steps = self._tokens = self._losses = 0
         self._loss_sum, self._finite = 0.0, True
-        self._newest: Stepped | None = None  # its data ranges are those of all
-        self._first_s = 0.0  # the first held one ended
-        self._last_s = -inf  # the last reported one ended
-        self._sent_s = -inf  # the last sent one ended
+        self._newest: Stepped | None = None  # its data ranges are valid for all held steps
+        self._first_s = 0.0  # when the first held step ended
+        self._last_s = -inf  # when the last reported step ended
+        self._sent_s = -inf  # when the last sent step ended
 
     def is_apart(self, ended_s: float) -> bool:
-        """The held steps ended so long before this one that their times would say nothing of it: they go first."""
+        """Return whether the held steps ended so long before this one that their mean time is no measure of it: send
+        them first.
+        """
         return self._steps > 0 and ended_s - self._last_s >= FLUSH_S
 
     def add_step(self, step: Stepped, ended_s: float) -> bool:
@@ -51,11 +54,11 @@ class StepBatch:
         return ended_s - self._sent_s >= FLUSH_S
 
     def due_s(self) -> float:
-        """When what is held must go out though no step comes; infinity if nothing is held."""
+        """Return when the held steps must be sent even if no step follows; infinity if none is held."""
         return max(self._sent_s, self._first_s) + LATEST_S if self._steps else inf
 
     def take_steps(self, now: float) -> Stepped | None:
-        """What is held, as one message that is sent now; None if it is nothing."""
+        """Return the held steps as one message to be sent now; None if there is none."""
         newest = self._newest
         if newest is None:
             return None

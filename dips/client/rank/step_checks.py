@@ -1,4 +1,4 @@
-"""Says, once each, what a training script seems to have got wrong: nothing fails by it, and the run suffers."""
+"""Warnings, once each, about likely mistakes in a training script that cause no error but harm the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 from dips.client.rank.collectives import JobCollectives
 
-STEPS_SEEN = 16  # calls of `step` before they are compared with the optimizer's
+STEPS_SEEN = 16  # calls of `step` before they are compared with the optimizer's steps
 
 PER_MICRO_BATCH = (
     "OuterLoop.step was called {calls} times in {steps} optimizer steps: call it once after each optimizer.step(), "
@@ -15,14 +15,14 @@ PER_MICRO_BATCH = (
 
 
 class StepChecks:
-    """One rank's calls of `step`; rank 0 warns."""
+    """Checks one rank's calls of `step`; rank 0 warns."""
 
     def __init__(self, collectives: JobCollectives) -> None:
         self._collectives = collectives
         self._calls = 0
 
     def on_step(self, optimizer_steps: int) -> None:
-        """One call; `optimizer_steps` since the loop was made, 0 if they are not seen."""
+        """Count one call; `optimizer_steps` since the loop was created, 0 if unknown."""
         self._calls += 1
         if self._calls == STEPS_SEEN and 0 < 2 * optimizer_steps <= self._calls:
             self._warn(PER_MICRO_BATCH.format(calls=self._calls, steps=optimizer_steps))

@@ -1,7 +1,7 @@
-"""What rank 0 reports to the agent of each inner step: tokens, loss, and when it ended.
+"""Rank 0's reports of inner steps to the agent: tokens, loss, and time of each.
 
-A loss that an accelerator still computes is not waited for: its step is reported, in order, at a later step, when it
-has arrived. Nothing is left unreported when the agent is asked something that its counts decide.
+A loss that an accelerator still computes is not waited for: its step is reported, in order, at a later step, when the
+loss has arrived. No step is left unreported when the agent is asked a question whose answer depends on its counts.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dips.client.rank.losses import LossChannel, finite_or_none
 from dips.client.rank.outer_state import OuterState
 from dips.protocol.data import BegunRange
 
-MOST_WAITING = 32  # inner steps whose loss is on its way; the agent sees a trainer's progress so many steps late
+MOST_WAITING = 32  # inner steps waiting for their loss: the agent sees the progress at most this many steps late
 
 
 class _Taken(NamedTuple):
-    """An inner step, as it was when it was taken."""
+    """An inner step with its state at the time."""
 
     tokens: int
-    left: tuple[int, ...] | None  # of the data ranges, as in Stepped
+    left: tuple[int, ...] | None  # data ranges with samples left, as in Stepped
     begun: BegunRange | None
-    ended_s: float  # by the monotonic clock
+    ended_s: float  # on the monotonic clock
 
 
 class StepReports:
-    """One rank's reports; `pipelined`: other ranks than 0 compute the loss."""
+    """One rank's reports; `pipelined`: ranks other than 0 compute the loss."""
 
     def __init__(
         self, state: OuterState, collectives: JobCollectives, agent_client: AgentClient, *, pipelined: bool
@@ -41,8 +41,8 @@ class StepReports:
         self._waiting: deque[tuple[_Taken, DeferredScalar]] = deque()
 
     def report_step(self, tokens: int, loss: Any) -> None:
-        """Report one inner step, at once or when its loss is known; not collective."""
-        if not self._is_first and self._losses is None:  # nobody needs it
+        """Report one inner step, at once or when its loss has arrived. Not collective."""
+        if not self._is_first and self._losses is None:  # this rank reports nothing
             return
         step = _Taken(int(tokens), self._state.left, self._state.begun, time.monotonic())
         if is_deferred(loss):
@@ -59,7 +59,7 @@ class StepReports:
             self._report_oldest()
 
     def report_pipeline_losses(self) -> None:
-        """In a pipeline, report the losses that another rank has computed since the last call; collective."""
+        """In a pipeline, report the losses that another rank has computed since the last call. Collective."""
         if self._losses is None:
             return
         gathered = self._losses.gather_losses()

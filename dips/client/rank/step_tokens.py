@@ -1,8 +1,8 @@
 """Tokens of inner steps: counted for the whole cluster, or by each rank for itself and summed over the ranks.
 
-A script passes one of two numbers to every step, the same one on all ranks: `tokens`, of which rank 0's counts for the
-cluster, or `local_tokens`, of this rank's own part of the batch. What other ranks have counted, and what an accelerator
-still computes, is not known when a step is reported: it is added up where it is, and told at the next poll.
+A script passes one of two numbers to every step, the same kind on all ranks: `tokens`, of which rank 0's counts for the
+cluster, or `local_tokens`, of this rank's own part of the batch. Counts of other ranks, and counts that an accelerator
+still computes, are unknown when a step is reported: they are summed locally and reported at the next poll.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ PER_RANK = (
 
 
 class StepTokens:
-    """One rank's count."""
+    """One rank's count of tokens."""
 
     def __init__(self, state: OuterState, collectives: JobCollectives, agent_client: AgentClient) -> None:
         self._state, self._collectives, self._agent_client = state, collectives, agent_client
-        self._local: bool | None = None  # what the script passes; None before the first step
+        self._local: bool | None = None  # whether the script passes local_tokens; None before the first step
         self._compared = False
-        self._passed = self._known = 0  # by the script since the last `settle_tokens`, on the host; and those returned
-        self._late: Any = None  # their sum on an accelerator
+        self._passed = self._known = (
+            0  # tokens since the last `settle_tokens`: passed on the host, returned to the caller
+        )
+        self._late: Any = None  # sum of tokens passed on an accelerator; None: none
 
     def count_step(self, tokens: SupportsInt | None, local_tokens: SupportsInt | None) -> int:
-        """Count one step; return what is known of it at once, and is reported with it."""
+        """Count one step; return the tokens known at once, which are reported with the step."""
         local = tokens is None
         if local == (local_tokens is None) or self._local not in (None, local):
             raise LocalProtocolError(ONE_OF_THEM)
         self._local = local
         given: Any = local_tokens if local else tokens
-        if is_deferred(given):  # to read it would be to wait for it
+        if is_deferred(given):  # reading it would wait for the accelerator
             late = given.detach().reshape(())
             self._late = late.clone() if self._late is None else self._late + late
             return 0
@@ -55,9 +57,9 @@ class StepTokens:
         return number
 
     def settle_tokens(self) -> int:
-        """Report what no step could; return how many tokens of the cluster those are. Collective.
+        """Report the tokens that no step could report; return their number for the cluster. Collective.
 
-        LocalProtocolError, the same on all ranks: they do not pass the same kind of number.
+        Raises LocalProtocolError, the same on all ranks, if the ranks do not pass the same kind of number.
         """
         if self._local is None:
             return 0
@@ -70,11 +72,11 @@ class StepTokens:
         rest = counted - self._known
         self._passed = self._known = 0
         if rest:
-            self._agent_client.notify_agent(TokensCounted(self._state.attempt, rest))  # of rank 0
+            self._agent_client.notify_agent(TokensCounted(self._state.attempt, rest))  # rank 0 sends
         return rest
 
     def _compare_ranks(self) -> None:
-        """Once. A rank that passes no tokens leaves it to rank 0."""
+        """Compare the numbers passed by the ranks, once. A rank that passes 0 tokens leaves the count to rank 0."""
         own = json.dumps([self._local, self._passed]).encode()
         by_rank = [json.loads(told) for told in self._collectives.all_gather(own)]
         if len({local for local, _ in by_rank}) > 1:
@@ -86,7 +88,7 @@ class StepTokens:
 
 
 def read_count(name: str, given: Any) -> int:
-    """A number of tokens, whatever type it has: of Python, numpy or torch, also a float that is whole."""
+    """Return a number of tokens as an int: of Python, numpy or torch, also a whole float."""
     try:
         number = int(given)
         whole = bool(number == given) and number >= 0

@@ -1,7 +1,8 @@
-"""Which parameters the script trains: those with requires_grad when the loop was made, and no others later.
+"""The names of the parameters that the script trains: those with requires_grad when the loop was created, and no
+others.
 
-A parameter that is unfrozen or added later is not in the run's manifest: each cluster would train its own, and nothing
-would look wrong. One that is frozen later is pushed and pulled as before.
+A parameter that is unfrozen or added later is not in the run's manifest: each cluster would train its own, without an
+error. A parameter that is frozen later is still pushed and pulled.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dips.errors import ConfigError
 
 
 class TrainedNames:
-    """Those of one rank."""
+    """The names of one rank's trained parameters."""
 
     def __init__(self, parts: Sequence[nn.Module], collectives: JobCollectives) -> None:
         self._parts, self._collectives = parts, collectives
         self._known = self._list_names()
 
     def check_names(self) -> None:
-        """Raise ConfigError, the same on all ranks, for a parameter that trains and is not shared; collective."""
+        """Raise ConfigError, the same on all ranks, for a parameter that trains and is not shared. Collective."""
         added = min(self._list_names() - self._known, default="")
         (none,) = self._collectives.all_min([int(not added)])
         if none:

@@ -1,7 +1,7 @@
-"""One rank's push or pull: its own bytes, straight to and from every slave of the grant.
+"""One rank's push or pull: its own bytes, directly to and from every slave of the grant.
 
-A push sends HELLO to every slave at once (without ranges as well: slaves wait for all ranks) and then what it is asked
-for. A pull asks the slaves in the order of the grant, checks each chunk and copies it into the caller's arrays. All
+A push sends HELLO to every slave at once (also without ranges: slaves wait for all ranks) and then the chunks that
+they ask for. A pull asks the slaves in the grant's order, checks each chunk and copies it into the caller's arrays. All
 sockets and threads are made for one transfer, in the calling process (no context is ever inherited by a fork), and
 closed when the call returns: the arrays are the caller's again, also after an error. A lost connection is resumed. No
 torch here.
@@ -51,8 +51,8 @@ __all__ = [
     "push_pieces",
 ]
 
-CONCURRENT_STREAMS = 2  # that a rank pulls from at once: the next begins while the last one drains
-SLOW_S = 1.0  # without a chunk for so long, a stream does not count as one of them
+CONCURRENT_STREAMS = 2  # streams that a rank pulls from at once: the next begins while the last one drains
+SLOW_S = 1.0  # a stream without a chunk for this long does not count as one of them
 
 
 def push_pieces(
@@ -67,14 +67,14 @@ def push_pieces(
     gate: FragmentGate | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
-    """Bring `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
+    """Send `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
 
-    The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
+    The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also a rank
     that has nothing to push. Under a grant in a lossy codec the pieces hold differences to the grant's base.
 
-    encode  makes the body of each chunk, on another thread where cores are to be had, identically if it is called
-            again; None: the codec does
-    gate    fragments whose arrays may be read as soon as it has opened them; None: all may
+    encode  makes the body of each chunk, on another thread if cores are available, identically each time it is called
+            for a chunk; None: the codec encodes
+    gate    opens the fragments whose arrays may be read; None: all may
     Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
@@ -95,12 +95,12 @@ def pull_pieces(
     gate: FragmentGate | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
-    """Fill `pieces` with the grant's version; return when every element is there, checked.
+    """Fill `pieces` with the grant's version; return when every element has arrived and is checked.
 
-    After an error the arrays hold anything.
+    After an error the contents of the arrays are undefined.
 
-    held    the version that the pieces hold now: slaves may bring the updates from there; None: anything
-    gate    fragments are asked for when it has opened them, and it is told what has arrived; None: all at once
+    held    the version that the pieces hold now: slaves may send updates to it; None: no version
+    gate    opens the fragments to be requested, and counts arrivals; None: all at once
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
     return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, held, gate)).run(
@@ -109,7 +109,7 @@ def pull_pieces(
 
 
 class PushTransfer(TransferLoop):
-    """Sends the chunks that slaves ask for."""
+    """The push direction: sends the chunks that slaves ask for."""
 
     kind = "push"
 
@@ -141,7 +141,7 @@ class PushTransfer(TransferLoop):
             staged.part.posted += len(staged.body)
 
     def after_frames(self, now: float) -> None:
-        """Fragments may have been frozen since."""
+        """Offer fragments that have been frozen since the last pass."""
         for part in self._parts:
             if not part.done:
                 part.stream.tell_ready()
@@ -151,7 +151,7 @@ class PushTransfer(TransferLoop):
 
 
 class PullTransfer(TransferLoop):
-    """Asks for chunks, in the order of the grant, and checks those that arrive."""
+    """The pull direction: asks for chunks in the order of the grant, and checks those that arrive."""
 
     kind = "pull"
 
@@ -174,7 +174,9 @@ class PullTransfer(TransferLoop):
             raise UnavailableSlave(f"{self._name}: slave {part.slave.name} offers other chunks than before")
 
     def after_frames(self, now: float) -> None:
-        """Ask the first CONCURRENT_STREAMS that are not done; beside one that is slow, the next is asked as well."""
+        """Ask the first CONCURRENT_STREAMS that are not done; a slow stream does not count, so the next is asked as
+        well.
+        """
         asking = 0
         for part in self._parts:
             intake = part.intake
@@ -185,12 +187,14 @@ class PullTransfer(TransferLoop):
                 asking += not (intake.in_flight and now - intake.last_byte_at > SLOW_S)
                 for unit in intake.ask_chunks(now, self._total):
                     part.stream.send_message(Kind.WANT, streams.encode_want(unit))
-            part.stream.waits = intake.in_flight > 0  # also of one that is not asked any more: it owes nothing then
+            part.stream.waits = (
+                intake.in_flight > 0
+            )  # also for a stream that is not asked any more, which then owes nothing
 
     def on_chunk(self, part: LanePart, frame: Arrived, now: float) -> None:
         chunk = part.intake.claim_chunk(frame.header, now) if part.intake is not None else None
         if chunk is None:
-            return  # it was asked for on a former connection, or never: ignored
+            return  # requested on a former connection, or never: ignored
         view = part.share.view_chunk(chunk)
         assert view is not None, chunk
         queued = self._put(StagedChunk(part, chunk, view, part.stream.id, frame))

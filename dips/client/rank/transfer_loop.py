@@ -1,7 +1,7 @@
-"""The loop of one rank's transfer, the same for both directions: streams, their reconnects, a stage for the heavy part.
+"""The loop of one rank's transfer in either direction: streams, their reconnects, and a stage for the heavy work.
 
-The calling thread owns everything but the stage, a thread that checksums and copies chunks where cores are to be had.
-What a frame means is up to the direction (transfer.py): a push sends what slaves ask for, a pull asks and takes in.
+The calling thread owns everything but the stage, a thread that checksums and copies chunks if cores are available.
+The directions handle the frames (transfer.py): a push sends the chunks that slaves ask for, a pull asks and receives.
 No torch here.
 """
 
@@ -28,23 +28,23 @@ from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body
 
-TRANSIT_BYTES = 128 << 20  # asked for and not yet in the caller's arrays, of one rank's pull
+TRANSIT_BYTES = 128 << 20  # requested and not yet in the caller's arrays, per rank's pull
 POLL_MS = 50
-DEPTH = TRANSIT_BYTES // 4096  # chunks between the thread that polls and the one that checks
-BATCH = 4  # frames read of one stream before more is asked for: later, and what is in flight drains meanwhile
-FLUSH_MS = 500  # for the DONE of a pull to be sent
+DEPTH = TRANSIT_BYTES // 4096  # chunks queued between the polling thread and the stage
+BATCH = 4  # frames read from one stream before more are requested: with more, the requests in flight would run out
+FLUSH_MS = 500  # time for sending the DONE of a pull
 
 
 @dataclass(eq=False, slots=True)
 class StagedChunk:
-    """A chunk on its way through the stage: to be encoded and checksummed (push), or checked and copied (pull)."""
+    """A chunk in the stage: to be encoded and checksummed (push), or checked and copied (pull)."""
 
     part: LanePart
     chunk: Range
     view: memoryview  # in the caller's array
     stream: int  # push: the stream, with its epoch, that asked for it
-    frame: Arrived | None = None  # pull
-    body: Buffer = b""  # push: as it is sent, from the stage on
+    frame: Arrived | None = None  # pull: the frame that arrived: the frame that arrived
+    body: Buffer = b""  # push: the encoded body, set by the stage
 
 
 class TransferLoop(ABC):
@@ -61,16 +61,18 @@ class TransferLoop(ABC):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
         self._waker = Waker()
         self._codec = order.grant.codec if self.kind == "push" else Codec.FP32
-        # What the stage returned: a chunk, and its checksum (push) or whether it is intact (pull).
+        # The stage's results: a chunk, with its checksum (push) or 1 if it is intact, else 0 (pull).
         self._results: deque[tuple[StagedChunk, int]] = deque()
         self._parts = list(open_parts(order, self.kind, self._codec, self._context))
         self._total = sum(part.nbytes for part in self._parts)
-        self._failure: Exception | None = None  # on the stage's thread
-        self._more = False  # a batch was full: there may be frames without a poll
-        self._in_place = False  # the calling thread does the stage's work, too
+        self._failure: Exception | None = None  # error of the stage's thread
+        self._more = False  # a batch was full: more frames may be there without a poll
+        self._in_place = False  # the calling thread also does the stage's work
 
     def run(self, cancel: threading.Event, progress: Progress | None) -> TransferStats:
-        """Move everything, or raise; the deadline is for a slave that owes us something while nothing moves."""
+        """Move everything. Raises UnavailableSlave if a slave owes us something and nothing moves until the
+        deadline.
+        """
         began, reported = self._clock(), -1
         rate, moved_at = Rate(began), began
         stage = Stage(
@@ -99,7 +101,7 @@ class TransferLoop(ABC):
         return TransferStats(self._total, self._clock() - began, connections)
 
     def _run_once(self, now: float) -> None:
-        """Reconnect, poll, handle the frames that arrived and what the stage returned."""
+        """Reconnect, poll, handle the frames that arrived and the stage's results."""
         for part in self._parts:
             if not part.done and part.stream.advance_connection(now):
                 self.on_stream_lost(part)
@@ -161,7 +163,7 @@ class TransferLoop(ABC):
         self.on_stream_lost(part)
 
     def _is_owed(self) -> bool:
-        """A slave does not answer, or does not bring what it was asked for; to wait until we are asked is no fault."""
+        """Return whether a slave does not answer or does not send requested chunks; waiting to be asked is no fault."""
         return any(not p.done and (p.stream.waits or not p.stream.welcomed) for p in self._parts)
 
     def _describe_waiting(self) -> str:
@@ -173,7 +175,7 @@ class TransferLoop(ABC):
         )
 
     def finish_part(self, part: LanePart) -> None:
-        """Everything of this part was moved."""
+        """Mark a part as completely moved and close its stream."""
         part.done = True
         part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
 
@@ -182,11 +184,11 @@ class TransferLoop(ABC):
             part.stream.close()
         stage.close()
         self._results.clear()
-        self._context.term()  # when it returns, libzmq reads none of the caller's arrays any more
+        self._context.term()  # after this, libzmq no longer reads the caller's arrays
         self._waker.close()
 
     def _process_chunk(self, staged: StagedChunk) -> None:
-        """Process a chunk; on the stage's thread, if it has one."""
+        """Process a chunk, on the stage's thread if it has one."""
         try:
             value = self.process_chunk(staged)
         except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
@@ -201,23 +203,23 @@ class TransferLoop(ABC):
 
     @abstractmethod
     def process_chunk(self, staged: StagedChunk) -> int:
-        """Encode and checksum, or check and copy; on the stage's thread."""
+        """Encode and checksum, or check and copy; runs on the stage's thread."""
 
     @abstractmethod
     def on_processed(self, staged: StagedChunk, value: int) -> None:
-        """Go on with a chunk; `value` is what `process_chunk` returned."""
+        """Continue with a chunk; `value` is the result of `process_chunk`."""
 
     @abstractmethod
     def _moved_bytes(self) -> int: ...
 
     def on_stream_lost(self, part: LanePart) -> None:
-        """The connection is lost; the next one resumes."""
+        """Process the loss of a connection; the next connection resumes."""
 
     def after_frames(self, now: float) -> None:
-        """Called at the end of each pass of the loop."""
+        """Do the work at the end of each pass of the loop."""
 
     def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
-        """The slave has accepted the stream."""
+        """Process the slave's acceptance of the stream."""
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} asked for {chunks[:1]}, but this is a pull")
@@ -227,6 +229,8 @@ class TransferLoop(ABC):
 
 
 def _io_threads(grant: Grant) -> int:
-    """A core for each lane that encrypts: CURVE works in libzmq's I/O threads, a connection in one of them."""
+    """Return one I/O thread per encrypted lane, at most the cores: libzmq encrypts a connection in one of these
+    threads.
+    """
     lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
     return max(1, min(lanes, available_cores()))

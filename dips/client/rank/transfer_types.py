@@ -1,4 +1,4 @@
-"""What goes into and comes out of one rank's transfer. No torch, no socket."""
+"""The inputs and results of one rank's transfer. No torch, no socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EncodeChunk = Callable[[Range, memoryview], Buffer]  # a chunk and its elements 
 
 @dataclass(frozen=True, slots=True)
 class TransferRate:
-    """How far a transfer is."""
+    """The progress and rate of a transfer."""
 
     nbytes: int
     total: int
@@ -28,7 +28,7 @@ class TransferRate:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until all is moved at this rate; infinite while nothing moves."""
+        """Seconds until all bytes are moved at this rate; infinite while none move."""
         return remaining_s(self.nbytes, self.total, self.bytes_per_s)
 
 
@@ -36,33 +36,33 @@ Progress = Callable[[TransferRate], None]  # called on the caller's thread
 
 
 class TransferCancelled(DipsError):
-    """The caller's `cancel` was set."""
+    """Raised when the caller's `cancel` event is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferIdentity:
-    """Who transfers: the part of every stream's name that is the same for all slaves."""
+    """The identity of a transferring rank: the part of every stream's name that is the same for all slaves."""
 
     run: str
     cluster: str
     inc: int
     seq: int
     rank: int
-    keys: KeyPair | None = None  # what this rank shows on lanes that ask; None: on plain ones
+    keys: KeyPair | None = None  # this rank's keys for encrypted lanes; None: lanes are plain
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a transfer moved."""
+    """Statistics of a completed transfer."""
 
-    nbytes: int  # on the wire: a lossy push has fewer than its pieces
+    nbytes: int  # on the wire; a lossy push has fewer than its pieces
     seconds: float
-    connections: int  # 1 for each stream, and 1 more for each resume
+    connections: int  # one per stream, and one per resume
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOrder:
-    """What is to be moved, and how long a silent slave is waited for."""
+    """The pieces to be moved, and how long to wait for a silent slave."""
 
     grant: Grant
     base: TransferIdentity

@@ -1,12 +1,12 @@
-"""Notices an optimizer that writes back what a pull has replaced: it keeps masters that nobody here was told of.
+"""Detection of an optimizer that writes back the values that a pull has replaced, from masters unknown here.
 
-Of some parameters a sample is kept at each install, as it was before and after. At the first call of `OuterLoop.step`
+At each install a sample of some parameters is kept, before and after. At the first call of `OuterLoop.step`
 after an optimizer's step it is compared: with `u` the mean inner step between the last two installs, training leads to
-after + u, and an optimizer with masters of its own to before + u. What is so much nearer to the second that nothing of
-the pull is left was undone. A pull that moved little beside the inner steps' differences proves nothing.
+after + u, and an optimizer with its own masters to before + u. A sample so near to the second that nothing of
+the pull is left was undone. A pull whose change is small compared with inner steps proves nothing.
 
-With `install: lazy` each parameter is sampled when it has been installed. Samples stay on their device until they are
-compared, so that taking them waits for no copy.
+With `install: lazy` each parameter is sampled after its install. Samples stay on their device until they are
+compared, so that sampling waits for no copy.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import torch
 
 from dips.errors import ConfigError
 
-MOST_PARAMETERS = 16  # sampled, spread over the model
-MOST_ELEMENTS = 64  # of each
-LEFT_OVER = 0.05  # of the pull's squared distance: who is so near the undone values is there, not near them by chance
+MOST_PARAMETERS = 16  # parameters sampled, spread over the model
+MOST_ELEMENTS = 64  # elements sampled per parameter
+LEFT_OVER = 0.05  # share of the pull's squared distance within which a sample counts as undone, not near by chance
 
 
 @dataclass
 class Sample:
-    """Some elements of one parameter on this rank; f32."""
+    """Some elements of one parameter on this rank, in fp32."""
 
     name: str
     view: torch.Tensor
-    after: torch.Tensor | None = None  # the last install; None: it has not come to this parameter yet
-    before: torch.Tensor | None = None  # it
-    step: torch.Tensor | None = None  # the mean inner step between the last two
+    after: torch.Tensor | None = None  # after the last install; None: it has not reached this parameter yet
+    before: torch.Tensor | None = None  # before the last install
+    step: torch.Tensor | None = None  # mean inner step between the last two installs; None: unknown
 
 
 class UndoWatch:
-    """One rank's samples."""
+    """The samples of one rank."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
-        self._compares = False  # an install is behind us, and no optimizer step since
-        self._optimizer_steps = 0  # when it was
-        self._steps = 0  # inner steps since
+        self._compares = False  # a version was installed, and no optimizer step was compared since
+        self._optimizer_steps = 0  # optimizer steps at the last install
+        self._steps = 0  # inner steps since the last install
 
     def take_before(self, views: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """A version is about to be installed in these tensors."""
+        """Sample these tensors before a version is installed in them."""
         full = [(name, view) for name, view in views if view.numel()]
         chosen = full[:: max(1, len(full) // MOST_PARAMETERS)][:MOST_PARAMETERS]
         same = [(s.name, s.view.data_ptr()) for s in self._samples] == [(name, v.data_ptr()) for name, v in chosen]
@@ -56,18 +56,18 @@ class UndoWatch:
             self._samples.append(Sample(name, view, None, before, step))
 
     def take_after(self, optimizer_steps: int, pending: Collection[str] = ()) -> None:
-        """It was installed, but for the parameters `pending`, each of which is told to `on_installed`."""
+        """Sample after an install, except for the parameters in `pending`, which are passed to `on_installed` later."""
         self.on_installed({sample.name for sample in self._samples}.difference(pending))
         self._compares, self._optimizer_steps, self._steps = True, optimizer_steps, 0
 
     def on_installed(self, names: Collection[str]) -> None:
-        """The install has come to these parameters, and nothing has trained them since."""
+        """Sample these parameters directly after their install."""
         for sample in self._samples:
             if sample.name in names:
                 sample.after = _read_sample(sample.view)
 
     def on_inner_step(self, optimizer_steps: int) -> None:
-        """Raise ConfigError if the optimizer has stepped since, and has undone the install."""
+        """Raise ConfigError if the optimizer has stepped since the install and has undone it."""
         self._steps += 1
         if not self._compares or optimizer_steps == self._optimizer_steps:
             return
@@ -90,17 +90,17 @@ def _read_sample(view: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_elements(samples: Sequence[Sample]) -> int:
-    """Of the parameters themselves: an optimizer may have masters of the matrices alone, which are most of a model."""
+    """Return the elements of the parameters, not the samples: masters may exist only for matrices, most of a model."""
     return sum(sample.view.numel() for sample in samples)
 
 
 def _was_moved(sample: Sample) -> bool:
-    """Whether the install changed it."""
+    """Return whether the install changed the sample."""
     return sample.before is not None and sample.after is not None and not sample.before.equal(sample.after)
 
 
 def _was_undone(sample: Sample) -> bool:
-    """Whether it is where a step from its old values leads."""
+    """Return whether the sample is where a step from its values before the install leads."""
     if sample.before is None or sample.after is None or sample.step is None:
         return False
     distance = float((sample.before - sample.after).square().sum())
