@@ -41,7 +41,7 @@ def plot(
 
 
 def read_numbers(config: Path) -> dict[str, Any]:
-    """What the two tables say, by the names of their columns."""
+    """Return the rows of the two tables, by the names of their columns."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 

@@ -28,7 +28,7 @@ class AveragedLayers:
         return tuple(0.0 if layer in self.layers and isfinite(square) else square for layer, square in pairs)
 
     def weigh_layers(self, arrays: Arrays, weight: float, layer_weights: Factors) -> dict[int, float]:
-        """What a push weighs in each layer: `layer_weights`, where there are any, do not hold for buffers."""
+        """Return the weight of a push in each layer; `layer_weights`, if there are any, do not apply to buffers."""
         if not layer_weights:
             return dict.fromkeys(arrays, weight)
         return {

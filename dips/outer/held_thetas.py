@@ -92,7 +92,7 @@ class HeldThetas:
         raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older_versions))}")
 
     def on_reader_moved(self, pull: PullId) -> None:
-        """Nobody reads for the pull from a bank any more; the last one frees it. Nothing for one that is over."""
+        """End the pull's reads from banks in memory; the last reader frees a bank. No effect if the pull is over."""
         for theta in self.older:
             if theta.moving and pull in theta.pulls:
                 self._from_file[pull] = theta.version

@@ -36,7 +36,7 @@ _Measured = tuple[float, float, int]  # Σd², Σd·acc and the digest of a slic
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What one pass over a push says of it, for each layer in the order of the layers."""
+    """The result of one pass over a push, for each layer in the order of the layers."""
 
     squares: tuple[float, ...]  # Σd²
     products: tuple[float, ...]  # Σd·acc
@@ -194,7 +194,7 @@ class KernelPool:
 
 
 def _add_up(slices: Sequence[Sequence[_Measured]]) -> Measures:
-    """What was measured of each layer's slices, for the layers."""
+    """Add up the measurements of slices, layer by layer."""
     squares = tuple(_ordered_sum([square for square, _, _ in layer]) for layer in slices)
     products = tuple(_ordered_sum([product for _, product, _ in layer]) for layer in slices)
     return Measures(squares, products, tuple(sum(digest for _, _, digest in layer) % DIGESTS for layer in slices))

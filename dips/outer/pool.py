@@ -31,7 +31,7 @@ _ALIGN = 16  # floats: a layer begins on a cache line
 
 @dataclass(frozen=True, slots=True)
 class MemorySum:
-    """What a slave will use, in bytes, before it uses any of it."""
+    """The memory of a slave in bytes, counted before any of it is allocated."""
 
     numel: int  # parameters of this slave's layers
     slots: int

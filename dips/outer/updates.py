@@ -30,12 +30,12 @@ def count_blocks(numel: int) -> int:
 
 
 def count_buffers(codec: Codec, pinned: int) -> int:
-    """What a pull may take, and for each version that slow readers pin one more; one of all is being written."""
+    """Count the buffers: those that one pull may take, and one for each pinned version; one is being written."""
     return codec.updates + max(WRITTEN, pinned) if codec.updates else 0
 
 
 def bytes_per_parameter(codec: Codec, pinned: int) -> float:
-    """Of all buffers; each parameter of a model has up to one step more."""
+    """Return the bytes of all buffers per parameter; each tensor of a model has up to one step more."""
     return count_buffers(codec, pinned) * codec.element_bytes
 
 
@@ -80,7 +80,7 @@ class Updates:
         return made
 
     def publish_update(self, version: VersionId, parent: VersionId) -> None:
-        """What was written is how `version` came of `parent`."""
+        """Offer the buffer that was written, as the update from `parent` to `version`."""
         made, self._writing = self._writing, None
         if made is not None:
             made.version, made.parent = version, parent
@@ -88,7 +88,7 @@ class Updates:
             self._buffers.append(made)
 
     def drop_update(self) -> None:
-        """What was written came to nothing."""
+        """Discard the buffer that was written."""
         self._writing = None
 
     def pin_chain(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:

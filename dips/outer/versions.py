@@ -38,7 +38,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class PushMeasures:
-    """What one pass over a push, or over θ′, says of it; 0 for finite buffers, which no norm contains."""
+    """The result of one pass over a push or over θ′; 0 for finite buffers, which no norm contains."""
 
     layer_sq: tuple[float, ...]  # Σd² for d = θ − θ_j, in the order of the layers
     layer_dot: tuple[float, ...]  # Σd·acc
@@ -262,7 +262,7 @@ class Versions:
             self._acc = None
 
     def free_abandoned(self) -> None:
-        """Nobody reads what was prepared and aborted any more; nothing if there is none."""
+        """Free the version that was prepared and aborted, if there is one; its last reader has ended."""
         if self._abandoned is not None:
             self._pool.give_back(self._abandoned.theta)
             self._pool.give_back(self._abandoned.momentum)

@@ -16,6 +16,6 @@ class WorkMeter:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So much more is done."""
+        """Add to the bytes that are worked through."""
         with self._lock:
             self.nbytes += nbytes

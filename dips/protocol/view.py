@@ -1,4 +1,4 @@
-"""What people look at: the state of a run as frozen records, one for the run and one for each of its peers.
+"""The view of a run: its state as frozen records, one for the run and one for each of its peers.
 
 `build_view` fills in what the Coordinator knows. The master adds what it hears and does, and judges each peer
 (dips/view/judging.py); then `dips status`, the page and Prometheus draw the same record, each in its own form, and
@@ -75,17 +75,17 @@ class ClusterView:
 
     @property
     def loss(self) -> float | None:
-        """Of its last inner step; None: not known, or not finite."""
+        """The loss of its last inner step; None: not known, or not finite."""
         return self.heartbeat.loss if self.heartbeat is not None and isfinite(self.heartbeat.loss) else None
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What its agent says of it."""
+        """The remarks of its agent."""
         return () if self.heartbeat is None else tuple(r.text for r in self.heartbeat.remarks)
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of its present or last transfer, else what is usual."""
+        """The rate of its present or last transfer, else its usual one."""
         return (self.heartbeat.bytes_per_s if self.heartbeat else None) or self.bandwidth_bytes_per_s
 
 
@@ -157,7 +157,7 @@ class RoundCounts:
 
 @dataclass(frozen=True, slots=True)
 class MetView:
-    """Of the newest versions: how many have a push of every cluster that was there."""
+    """The number of the newest versions that have a push of every cluster that was there."""
 
     all: int = 0
     versions: int = 0
@@ -286,7 +286,7 @@ class RunView:
 
 
 def build_view(run: RunState, now: float) -> RunView:
-    """What the Coordinator knows of the run."""
+    """Return the view of the run as the Coordinator knows it."""
     r = run.round
     return RunView(
         run=run.row.run,

@@ -164,7 +164,7 @@ def _find_concerns(run: RunView) -> Iterator[Concern]:
 
 
 def find_run_concerns(run: RunView) -> Iterator[Concern]:
-    """What is wrong with the run, not with one of its peers."""
+    """Find concerns about the run itself, not about one of its peers."""
     if run.pace_warning:
         yield Concern(Severity.ATTENTION, "pace", run.pace_warning)
     for reason in run.untuned:

@@ -21,7 +21,7 @@ VERSIONS_KEPT = 10_000  # newest, whose tokens are known: no rollback goes farth
 
 @dataclass(frozen=True, slots=True)
 class ResultHistory:
-    """What the process of `master.on_version` said of a version."""
+    """The numbers that the process of `master.on_version` printed for a version."""
 
     ok: bool
     reason: str
@@ -121,7 +121,7 @@ class PointMaker:
         self._tokens, self._head_tokens = {version: tokens}, tokens
 
     def tokens_of(self, version: VersionId) -> int | None:
-        """Of its lineage; None if it is too long ago."""
+        """Return the tokens that the version's lineage has accepted; None if it is too old to be known."""
         return self._tokens.get(version)
 
     def make_point(self, r: RoundHistory) -> RoundPoint | None:
@@ -233,5 +233,5 @@ def name_numbers(point: RoundPoint) -> Mapping[str, float]:
 
 
 def name_results(r: RoundHistory) -> Mapping[str, float]:
-    """What `master.on_version` said of the round's version, likewise."""
+    """Return the numbers of `master.on_version` for the round's version, if there are any."""
     return {} if r.result is None else {f"on_version/{name}": x for name, x in r.result.numbers.items()}

@@ -69,7 +69,7 @@ def draw_headline(view: RunView) -> Text:
 
 
 def tuned_line(tuned: Mapping[str, float | None]) -> str:
-    """What holds otherwise than the run file says, since `dips set` changed it."""
+    """List options that `dips set` changed, which differ from the run file."""
     return ", ".join(f"{key} {'off' if value is None else f'{value:.15g}'}" for key, value in tuned.items())
 
 

@@ -69,7 +69,7 @@ def put_pulled(chunk: Range, body: Buffer, target: F32) -> None:
 
 
 def _put_update(chunk: Range, raw: U8, target: F32) -> None:
-    """What lies in the range's first block goes first; from there on blocks are whole, as in a push."""
+    """Put the elements of the range's first, partial block, then whole blocks, as in a push."""
     codec = chunk.dtype.codec
     first = min(-chunk.offset % codec.block, chunk.length) if codec.block else 0
     steps, codes = _split_body(codec, raw, first, chunk.length - first)

@@ -53,7 +53,7 @@ REASONS = (
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1
     WELCOME = 2
@@ -77,7 +77,7 @@ class BadFrame(CorruptFrame):
 
 
 class Header(NamedTuple):
-    """What stands before a body; layer, param, offset and dtype are 0 unless it is a CHUNK."""
+    """The header of a frame; layer, param, offset and dtype are 0 unless the frame is a CHUNK."""
 
     kind: Kind
     run: int  # run_id of the run's name

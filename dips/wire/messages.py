@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RealBounds:
-    """What a float that arrives may be."""
+    """The bounds of a float in a message."""
 
     least: float = 0.0
     most: float = MAX_REAL

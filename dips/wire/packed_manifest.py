@@ -18,7 +18,7 @@ LEVEL = 6  # zlib's: 1 makes an eighth more
 
 
 class ManifestTooLong(RemoteProtocolError):
-    """It unpacks to more than whoever reads it takes."""
+    """The text unpacks to more bytes than the reader allows."""
 
 
 def pack_manifest(manifest: Manifest) -> bytes:

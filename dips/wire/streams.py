@@ -95,7 +95,7 @@ class ErrorMessage:
 
 
 class Hello(NamedTuple):
-    """What a rank holds or wants at a lane; of a push the first `ready` ranges may be asked for, the rest later."""
+    """The ranges that a rank holds or wants at a lane. Of a push the first `ready` may be asked for, the rest later."""
 
     name: StreamName
     pieces: tuple[Range, ...]

@@ -143,7 +143,7 @@ def _is_trained(view: RunView) -> bool:
 
 
 def _find_old_concerns(view: RunView, memory: PageMemory, head_age_s: float | None) -> Iterator[Concern]:
-    """What only somebody sees who remembers the rounds before."""
+    """Find concerns that show only beside the rounds before."""
     if view.finished is not None:
         return
     if (late := _explain_lateness(view, memory, head_age_s)) is not None:

@@ -1,4 +1,4 @@
-"""What the page remembers of what the Coordinator did: bounded, in memory, for showing, never for deciding.
+"""The page's memory of what the Coordinator did: bounded, in memory, for showing, never for deciding.
 
 `watch_step` sees each event and its effects; the times are the wall clock's, given by the caller. What lay before this
 master's start comes from the ledger, by `recall_round`.
@@ -38,7 +38,7 @@ class EndedRound:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Somebody's push did not count, or somebody was told no; so many times, last at `at`."""
+    """A rejected push or request, with its count and last time `at`."""
 
     who: str
     what: str
@@ -126,7 +126,7 @@ class PageMemory:
                 self._begin_phase(SpanKind.PERSIST, fields.get("round", ""), wall)
 
     def _keep_event(self, event: PageEvent) -> None:
-        """What happens again and again is one line."""
+        """Keep an event; one that repeats the last is counted on its line."""
         last = self.events[-1] if self.events else None
         if last is not None and (last.who, last.what) == (event.who, event.what):
             self.events[-1] = replace(event, times=last.times + 1)
@@ -181,7 +181,7 @@ class PageMemory:
         self.head_at = wall
 
     def _on_refused(self, event: Event, result: Failed | Refused, wall: float) -> None:
-        """Somebody who wanted to join, register or push may not."""
+        """Keep the refusal of a join, a registration or a push."""
         if isinstance(result, Failed) and issubclass(result.error, Unavailable | Busy):
             return  # it is to ask again, and its state says so
         why = result.message if isinstance(result, Failed) else result.reason

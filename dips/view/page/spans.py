@@ -1,4 +1,4 @@
-"""What lasted from when to when: windows, applies and persists of the run, pushes, waits and pulls of each cluster."""
+"""Spans of time for the timeline: windows, applies and persists of the run, pushes, waits and pulls of each cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_LANE = ""  # no cluster has this name
 
 
 class SpanKind(StrEnum):
-    """What a bar of the timeline stands for."""
+    """The kinds of bars on the timeline."""
 
     ROUND = "round"  # of a master before: its parts are not known
     WINDOW = "window"
