@@ -40,6 +40,7 @@ from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave.machine import TRANSIT_BYTES
 from dips.transport import control
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer, add_SlaveServiceServicer_to_server
 from dips.wire.messages import from_proto, to_proto
@@ -162,10 +163,7 @@ class LoneSlave:
     @property
     def memory_sum(self) -> MemorySum:
         """The sum as this benchmark works it out; `printed_sum` is what the slave wrote."""
-        options = self._options
-        return MemorySum(
-            self.manifest.numel, options["slots"], options["pinned"], options.get("transit_bytes", 256 << 20)
-        )
+        return MemorySum(self.manifest.numel, self._options["slots"], self._options["pinned"], TRANSIT_BYTES)
 
     def printed_sum(self) -> str:
         """The line that the slave printed at start."""

@@ -40,6 +40,8 @@ def main() -> None:
     outer = OuterLoop(model)  # 2
     rate = schedule(optimizer, outer)  # 3
     for batch in draw_batches(read_text(args.text), args.seed):
+        if outer.finished:
+            break
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -49,8 +51,6 @@ def main() -> None:
         if outer.inner_steps % SHOW_EVERY == 0:
             print(f"step {outer.inner_steps}  loss {loss.item():.3f}  from {outer.version}")
         outer.step(local_tokens=SEQUENCES * LENGTH, loss=loss)  # 4
-        if outer.finished:
-            break
     outer.close()
 
 

@@ -65,7 +65,7 @@ def test_the_masters_example_works(tmp_path: Path) -> None:
     """What `dips-master --help` shows makes a run, word for word."""
     _, text = type_words(*harness.daemon("master"), "--help")
     line = next(line.strip() for line in text.splitlines() if line.strip().startswith("dips init"))
-    assert type_words(*CLI, "init", "--template", cwd=tmp_path)[0] == 0
+    assert type_words(*CLI, "new", ".", "--bare", cwd=tmp_path)[0] == 0
     content = yaml.safe_load((tmp_path / "dips.yaml").read_text())
     content["shared"] = {"run": "r"}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))

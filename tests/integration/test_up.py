@@ -104,7 +104,7 @@ def test_a_run_of_ones_own_in_two_commands(place: Path) -> None:
     assert re.findall(r"^(\S+) +\| .*stopped", logged, re.M) == ["master", "slave-0"]
     say(place, "logs", "nobody", code=78)
 
-    assert "step" not in say(place, "up", *TRAIN) and versions_of(place) == 3, "a run that has ended trains no more"
+    assert "step 0" not in say(place, "up", *TRAIN) and versions_of(place) == 3, "a run that has ended trains no more"
 
 
 @pytest.mark.timeout(240)

@@ -38,11 +38,11 @@ def test_what_is_ours_keeps_its_lines() -> None:
 
 
 def text_fields() -> list[tuple[type, str]]:
-    """Every field of every message that is a text, or a list of texts."""
+    """Every field of every message that is a text, or a list of texts; but manifests, which travel packed."""
     found = []
     for cls in dataclasses_that_travel():
         for name, hint in typing.get_type_hints(cls).items():
-            if hint is str or hint == tuple[str, ...]:
+            if name != "manifest" and (hint is str or hint == tuple[str, ...]):
                 found.append((cls, name))
     return found
 
@@ -50,7 +50,7 @@ def text_fields() -> list[tuple[type, str]]:
 @pytest.mark.parametrize(("cls", "name"), text_fields(), ids=lambda x: x if isinstance(x, str) else x.__name__)
 @pytest.mark.parametrize("evil", EVIL[:-1], ids=ascii)  # a surrogate cannot be spelled in a message at all
 def test_no_text_of_a_message_brings_it(cls: type, name: str, evil: str) -> None:
-    """A reason is shown spelled, any other text is refused; the manifest is read by its own rules."""
+    """A reason is shown spelled, any other text is refused."""
     message = messages._message_class(cls.__name__)()
     field = getattr(message, name)
     if isinstance(field, str):
@@ -58,9 +58,6 @@ def test_no_text_of_a_message_brings_it(cls: type, name: str, evil: str) -> None
     else:
         field.append(evil)
     read = next(read for field, _, read in messages._field_plan(cls) if field == name)
-    if name == "manifest":
-        assert read(message) == evil
-        return
     if name == "reason":
         assert read(message) == make_printable(evil)
         return

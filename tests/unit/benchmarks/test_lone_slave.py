@@ -16,7 +16,7 @@ from dips.ids import GENESIS, VersionId
 @pytest.mark.timeout(120)
 def test_a_whole_outer_step_through_a_lone_slave(tmp_path: Path) -> None:
     """Two pushes of one θ_j, folded, applied, persisted, committed and pulled: the Nesterov step of their mean."""
-    with LoneSlave(tmp_path, equal_layers(4096, 4), slots=2, pinned=1, transit_bytes=8 << 20) as slave:
+    with LoneSlave(tmp_path, equal_layers(4096, 4), slots=2, pinned=1) as slave:
         assert slave.printed_sum() == slave.memory_sum.describe_sum()
         rank = BenchRank(slave)
         rank.pull()

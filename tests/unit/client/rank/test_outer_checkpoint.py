@@ -28,4 +28,4 @@ def test_what_the_agent_saved_comes_back() -> None:
     assert read_saved(state) == SAVED
     assert read_saved({key: list(v) if isinstance(v, tuple) else v for key, v in state.items()}) == SAVED
     with pytest.raises(LocalProtocolError, match="expected an outer state of format"):
-        read_saved({**state, "format": 1})
+        read_saved({**state, "format": state["format"] + 1})
