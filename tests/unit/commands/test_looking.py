@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from cryptography.x509 import load_pem_x509_certificate
 from typer.testing import CliRunner
 
 from dips import cli
@@ -21,7 +22,7 @@ from dips.client.preflight import app as preflight
 from dips.client.preflight.certificates import check_certificates
 from dips.codecs import Codec
 from dips.commands import completing, planning
-from dips.commands.config_checks import FAIL, NOTE, ConfigFinding, check_files
+from dips.commands.config_checks import FAIL, NOTE, SOON, ConfigFinding, check_files
 from dips.commands.first_model import load_tensors
 from dips.config import load_cluster
 from dips.errors import ConfigError
@@ -131,6 +132,9 @@ def test_certificates_are_looked_at_before_a_daemon_does(files: FilesToCheck) ->
     assert not verdicts(files.check(), FAIL)
     later = utc_now() + timedelta(days=85)
     assert [line.partition(": ")[2][:6] for line in verdicts(files.check(now=later), NOTE)].count("west.c") == 1
+    until = load_pem_x509_certificate((files.directory / "west.cluster.crt").read_bytes()).not_valid_after_utc
+    for now, noted in ((until - SOON, False), (until - SOON + timedelta(seconds=1), True)):
+        assert ("west.cluster.crt is valid until" in str(verdicts(files.check(now=now), NOTE))) is noted
     assert "expired at" in str(verdicts(files.check(now=later + timedelta(days=10)), FAIL))
     (files.directory / "west.cluster.key").write_bytes((files.directory / "master.master.key").read_bytes())
     assert "is not the key of" in str(verdicts(files.check(), FAIL))

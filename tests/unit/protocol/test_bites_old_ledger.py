@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.effects import Exit, Failed
 from dips.protocol.run_state import RunState
-from tests.unit.protocol.scripted_run import ScriptedRun
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 
 def registers(run: ScriptedRun, term: int = 0, *complete: VersionId) -> object:
@@ -50,3 +52,15 @@ def test_the_next_term_stops_the_master() -> None:
     run = ScriptedRun()
     registers(run, 2)
     assert [e.code for e in run.all_of(Exit)] == [75]
+
+
+@pytest.mark.parametrize("waited", [0.0, OPTIONS.timing.lease_s - 0.1, OPTIONS.timing.lease_s])
+def test_after_a_lease_those_slaves_that_came_prove_a_ledger(waited: float) -> None:
+    """Of a later term than the first, while one of them is away: not a moment earlier, and no later."""
+    run = ScriptedRun()
+    state = run.machine.capture_state()
+    assert isinstance(state, RunState)
+    state.term, state.slaves["t"] = 2, replace(state.slaves["s"], name="t")
+    state.roster.unregistered["t"] = None
+    state.now = state.started + waited
+    assert state.is_proven is (waited == OPTIONS.timing.lease_s)

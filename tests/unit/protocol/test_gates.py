@@ -6,12 +6,15 @@ import random
 from dataclasses import replace
 from math import isfinite, nan, sqrt
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
 from dips.protocol.gates.losses import LEAST_LOSS, MARGIN, excess_loss
+from dips.protocol.gates.norms import judge_norm_literally
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty
@@ -94,6 +97,16 @@ def test_what_theta_moved_since_its_base_is_not_held_against_a_push() -> None:
     assert judged[4.0].scored and abs(judged[4.0].score) < 1e-6 and "without what θ moved" in judged[4.0].reason
     assert not penalty.judge_push(PushEvidence("a", (36e4,), 4, moved=1e9)).accepted  # the hard cap knows no base
     assert penalty.judge_push(PushEvidence("a", (4.0,), 4, moved=1.0)).score == 0.0  # nothing is taken off a usual one
+
+
+def test_the_papers_limit_is_the_largest_score_that_passes() -> None:
+    """β times the largest that was accepted, 3 · 2: a norm of 4 has just that score."""
+    story = GateStory("dips-paper", sigma=0.5)
+    past: Any = SimpleNamespace(
+        row=story.penalty.penalty_row("a"), options=PenaltyOptions(), history=SimpleNamespace(scores=(2.0,))
+    )
+    found = [judge_norm_literally(PushEvidence("a", (g * g,), 1), past).finding for g in (4.0, 4.001)]
+    assert found == [Finding.PASSED, Finding.GATED]
 
 
 # ---- edit ------------------------------------------------------------------------------------------------------------

@@ -129,6 +129,13 @@ def test_what_has_no_room_stands_under_its_row() -> None:
     ]  # fmt: skip
 
 
+def test_columns_that_just_fit_stand_beside_each_other() -> None:
+    """19 columns of a terminal are enough for them; in 18 the last goes under its row."""
+    columns = (Column("who", left=True), Column("first"), Column("second"))
+    table = Listing("things", columns, [ListingRow(("ps1", "123456", "7"))])
+    assert [drawn(table, width).splitlines()[1] for width in (19, 18)] == ["who   first  second", "who   first"]
+
+
 def test_no_line_ends_in_blanks() -> None:
     """What is copied from a terminal is the words alone, also where a last column of words is longer elsewhere."""
     rows = [ListingRow(("ps1", "serves")), ListingRow(("ps2", "restoring v3@r3"))]
