@@ -41,7 +41,7 @@ def plot(
 
 
 def read_numbers(config: Path) -> dict[str, Any]:
-    """What the two tables say, by the names of their columns."""
+    """Return both tables' rows from the ledger, by the names of their columns."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -52,7 +52,7 @@ def read_numbers(config: Path) -> dict[str, Any]:
 
 
 def _spell_point(point: Any) -> dict[str, Any]:
-    """A number that is not finite becomes null, the name of a version text."""
+    """Return a point as plain numbers: a number that is not finite becomes null, the name of a version text."""
     plain: dict[str, Any] = to_plain(point)
     return plain | {"version": None if point.version is None else str(point.version)}
 
