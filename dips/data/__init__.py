@@ -6,7 +6,7 @@
     data = DataSet("corpus")
     for batch in data.batches(number, sequences=8, length=2048, rank=rank, world=world): ...
 
-Standard library and numpy; dips/client/data.py has the doors to torch and to Hugging Face data sets.
+Standard library and numpy; dips/client/data.py adapts it to torch and to Hugging Face data sets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dips data`: the words that make a data set and look at one."""
+"""`dips data`: the subcommands that make a data set and describe one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_command(
 
     A source is a file, a directory or a pattern: .jsonl, .json (an object a line), .parquet, plain text, all but
     Parquet also packed by gzip, bzip2, xz or Zstandard; Megatron's .bin with .idx, or .npy and .bin of tokens with
-    NAME.documents.npy beside it (where each document begins) or --eos. What is none of these is refused by name. Text
+    NAME.documents.npy beside it (where each document begins) or --eos. Other files are refused by name. Text
     is tokenised into the directory; files of tokens stay where they are and are read from there.
 
     A range should have many inner steps; what it has more than whole steps is trained with the next one. Put `ranges`
@@ -95,7 +95,7 @@ def show(
     directory: Annotated[Path, typer.Argument(help="A data set.")],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with its digest.")] = False,
 ) -> None:
-    """Say what a data set holds, and whether it is whole."""
+    """Print what a data set holds, and whether it is complete."""
     data = DataSet(directory, verify=verify)
     manifest = index.open_index(directory).manifest
     balance = manifest["balance"]

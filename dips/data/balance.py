@@ -1,4 +1,4 @@
-"""How fair the ranges are: the share of each source in every range against its share of the whole data set."""
+"""The balance of ranges: the share of each source in every range against its share of the whole data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SourceBalance:
     """Shares of one source, from 0 to 1."""
 
     share: float  # of the whole data set
-    least: float  # in the range that has least of it
+    least: float  # in the range with the smallest share
     most: float
 
     @property
@@ -26,7 +26,7 @@ class SourceBalance:
 
 @dataclass(frozen=True)
 class Balance:
-    """All sources, and how long the ranges are in tokens."""
+    """The balance of all sources, and the lengths of the ranges in tokens."""
 
     sources: tuple[SourceBalance, ...]
     shortest: int
@@ -42,7 +42,9 @@ class Balance:
 
 
 def weigh_sources(shares: I64) -> Balance:
-    """Weigh tokens by range and source, int64[ranges, sources]; a range without a token has a share of 0 of all."""
+    """Compute the balance from tokens by range and source, int64[ranges, sources]; an empty range has a share of 0 of
+    each.
+    """
     lengths = shares.sum(axis=1)
     inside = shares / np.maximum(lengths, 1)[:, None]
     whole = shares.sum(axis=0) / max(int(lengths.sum()), 1)

@@ -1,4 +1,4 @@
-"""`dips data build`: sources in, a data set's directory out. Reads every byte once or twice and holds none of them.
+"""`dips data build`: makes a data set's directory from sources. Reads every byte once or twice without holding any.
 
 text ──tokenizer──▶ tokens/NAME.bin ─┐
 token files (stay where they are) ───┴─▶ lengths of all documents ─▶ deal ─▶ documents.npy, ranges.npy, dataset.json
@@ -24,12 +24,12 @@ from dips.data.tokenfile import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.ids import check_name
 
-TOKENS = "tokens"  # of text: below the data set's directory
-Progress = Callable[[str, int, int], None]  # what is being done, bytes of it that are done, and in all
+TOKENS = "tokens"  # below the data set's directory, for sources of text
+Progress = Callable[[str, int, int], None]  # (kind of work, bytes done, bytes in all)
 
 
 class _Meter:
-    """Counts one piece of the work, which ends when `total` bytes are done."""
+    """Reports the progress of one kind of work, which ends when `total` bytes are done."""
 
     def __init__(self, progress: Progress, what: str, total: int) -> None:
         self._progress, self._what, self._done, self._total = progress, what, 0, total
@@ -41,7 +41,7 @@ class _Meter:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """One source of the data set, and the files that it is made of, text or tokens."""
+    """One source of the data set, with its files of text or tokens."""
 
     name: str
     files: tuple[Path, ...]
@@ -53,7 +53,7 @@ class CorpusSource:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What is to be made."""
+    """The input of a build."""
 
     sources: tuple[CorpusSource, ...]
     output: Path
@@ -62,31 +62,31 @@ class BuildPlan:
     tokenizer: Tokenizer | None = None  # for sources that are text
     key: str = "text"  # of a line of JSON
     dtype: str | None = None  # of raw token files
-    eos: int | None = None  # of token files without boundaries
+    eos: int | None = None  # token that ends a document in files without boundaries
     tolerance: float = TOLERANCE
-    cut: int | None = None  # tokens; None: as long as the tolerance allows; 0: no document is cut
-    step_tokens: int = 0  # of a cluster's inner step: a range must have more; 0: not compared
+    cut: int | None = None  # longest document in tokens; None: as long as the tolerance allows; 0: no document is cut
+    step_tokens: int = 0  # tokens of a cluster's inner step: a range must have more; 0: not checked
 
 
 @dataclass(frozen=True)
 class Built:
-    """What was made."""
+    """The result of a build."""
 
     digest: str
     tokens: int
-    documents: tuple[int, ...]  # of each source, as they came
-    sources: tuple[int, ...]  # tokens of each
+    documents: tuple[int, ...]  # number of documents of each source, before cutting
+    sources: tuple[int, ...]  # number of tokens of each source
     cut: int
     balance: Balance
-    vocabulary: int  # every token is below it
-    cut_documents: int  # that were longer than `cut`
-    cut_pieces: int  # that they became
+    vocabulary: int  # all tokens are smaller
+    cut_documents: int  # documents that were longer than `cut`
+    cut_pieces: int  # pieces into which these were cut
 
 
 def parse_source(spec: str) -> CorpusSource:
-    """Read NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if nothing is there.
+    """Parse NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if no file matches.
 
-    Of a directory, what lies in it at any depth is taken, but for hidden files and directories.
+    A directory stands for all files in it at any depth, except hidden files and directories.
     """
     name, equals, where = spec.partition("=")
     if not equals:
@@ -101,7 +101,7 @@ def parse_source(spec: str) -> CorpusSource:
 
 
 def _is_index(path: Path) -> bool:
-    """A file that only says where the documents of its neighbour begin."""
+    """Whether a file only has the boundaries of the documents in the file beside it."""
     return path.name.endswith(".documents.npy") or (path.suffix == ".idx" and path.with_suffix(".bin").exists())
 
 
@@ -141,7 +141,7 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
 
 
 def _check_shortest(plan: BuildPlan, shortest: int) -> None:
-    """A step predicts the tokens behind the first of its range, so a range needs more tokens than a step."""
+    """Raise ConfigError if a range is too short: a step predicts the tokens after its range's first one."""
     if plan.step_tokens and shortest <= plan.step_tokens:
         most = max(1, plan.ranges * shortest // (plan.step_tokens + 1))
         raise ConfigError(
@@ -151,14 +151,14 @@ def _check_shortest(plan: BuildPlan, shortest: int) -> None:
 
 
 def _find_vocabulary(plan: BuildPlan, files: Sequence[Sequence[TokenFile]]) -> int:
-    """The tokenizer's, or one more than the largest token of files that came as tokens."""
+    """Return the tokenizer's vocabulary size, or one more than the largest token of token files."""
     made = plan.tokenizer.vocabulary if plan.tokenizer else 0
     ready = (f for fs in files for f in fs if not f.path.is_relative_to(plan.output / TOKENS))
     return max((made, *(f.largest_token() + 1 for f in ready)))
 
 
 def _count_cut(documents: Sequence[Documents], cut: int) -> tuple[int, int]:
-    """Documents that were longer than `cut`, and the pieces that they became."""
+    """Return (documents that were longer than `cut`, pieces into which these were cut)."""
     if not cut:
         return 0, 0
     long = [d.tokens[d.tokens > cut] for d in documents]
@@ -166,7 +166,7 @@ def _count_cut(documents: Sequence[Documents], cut: int) -> tuple[int, int]:
 
 
 def _check_texts(plan: BuildPlan, one: CorpusSource) -> None:
-    """Refuse what cannot be read before the first token is written."""
+    """Raise ConfigError for unreadable text before the first token is written."""
     if one.texts and plan.tokenizer is None:
         raise ConfigError(f"source {one.name} is text ({one.texts[0]}): give --tokenizer")
     check_texts(one.name, one.texts)
@@ -194,7 +194,7 @@ def _list_documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
 
 
 def _source_entry(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
-    """A source in the manifest; a path inside the directory is relative to it, another is absolute."""
+    """Return a source's entry of the manifest; a path inside the directory is relative to it, another is absolute."""
     listed = []
     meter = _Meter(progress, f"checksum of {name}", sum(file.path.stat().st_size for file in files))
     for file in files:

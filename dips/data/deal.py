@@ -1,8 +1,8 @@
 """Deals documents into ranges so that every range is a fair sample of every source (§4.2).
 
 Each source is shuffled and laid end to end; range i gets the documents whose middle lies in the i-th of `ranges` equal
-parts. So a range's share of a source is off by at most one document, and documents that are longer than that allows
-are cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for a document.
+parts. So a range's share of a source is off by at most one document, and documents that are longer than that allows are
+cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for each document.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from dips.data.order import I64, shuffle_numbers
 from dips.errors import ConfigError
 
-TOLERANCE = 0.02  # of a range's tokens: how far the share of a source may be from its share of the data set
+TOLERANCE = 0.02  # of a range's tokens: largest difference between a source's share of a range and of the data set
 LEAST_CUT = 256  # tokens: shorter pieces teach little
 DOCUMENT = np.dtype([("file", "<u4"), ("tokens", "<u4"), ("start", "<u8")])  # 16 bytes, as in documents.npy
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of one source lie: arrays of equal length."""
+    """The positions of one source's documents: arrays of equal length."""
 
     file: I64  # index of the token file
     start: I64  # its first token there
@@ -37,21 +37,21 @@ class Dealt:
     """The documents of all sources in the order of their ranges."""
 
     documents: np.ndarray  # DOCUMENT[n]
-    source: I64  # of each document: index of its source
+    source: I64  # index of each document's source
     bounds: I64  # [ranges + 1]: range i has documents[bounds[i] : bounds[i + 1]]
     shares: I64  # [ranges, sources] tokens
 
 
 def cut_of(tokens: int, ranges: int, tolerance: float) -> int:
-    """How long a document may be so that no range's shares are off by more than `tolerance`; in tokens."""
+    """Return the longest document, in tokens, with which no range's shares are off by more than `tolerance`."""
     return max(LEAST_CUT, int(tolerance * tokens / ranges))
 
 
 def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> Dealt:
     """Deal the documents of each source into `ranges` ranges.
 
-    cut     documents of more tokens become several; 0: none is cut
-    Errors  ConfigError if a source is empty or there are fewer tokens than ranges.
+    cut     longer documents are cut into pieces of at most this many tokens; 0: none is cut
+    Errors  ConfigError if a source is empty or there are fewer tokens than ranges
     """
     sizes = [int(source.tokens.sum()) for source in sources]
     if not 1 <= ranges <= sum(sizes):
@@ -64,7 +64,7 @@ def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: in
         homes.append(_assign_ranges(source.tokens, ranges, shuffle_numbers(len(source), seed, index)))
     count = [len(source) for source in pieces]
     home, source_of = np.concatenate(homes), np.repeat(np.arange(len(pieces)), count)
-    mixed = shuffle_numbers(len(home), seed, len(pieces))  # then gathered by range: sources mingle inside each
+    mixed = shuffle_numbers(len(home), seed, len(pieces))  # then sorted by range, so that sources are mixed inside each
     order = mixed[np.argsort(home[mixed], kind="stable")]
     documents = np.empty(len(home), DOCUMENT)
     for field in ("file", "tokens", "start"):
@@ -76,9 +76,9 @@ def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: in
 
 
 def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | None = None) -> list[I64]:
-    """Deal the rows of a table that lies elsewhere (a Hugging Face data set): the row numbers of each range.
+    """Deal the rows of a table (a Hugging Face data set); return the row numbers of each range.
 
-    sources  of each row, its source; None: all rows are of one
+    sources  source of each row; None: all rows are of one
     """
     names = np.zeros(count, np.int64) if sources is None else np.unique(np.asarray(sources), return_inverse=True)[1]
     if len(names) != count:
@@ -91,7 +91,7 @@ def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | No
 
 
 def _assign_ranges(tokens: I64, ranges: int, order: I64) -> I64:
-    """The range of each document: where its middle lies when the source is laid end to end in `order`."""
+    """Return the range of each document: where its middle lies when the source is laid end to end in `order`."""
     laid = tokens[order]
     middles = np.cumsum(laid) - (laid + 1) // 2
     homes = np.empty(len(tokens), np.int64)
@@ -100,7 +100,7 @@ def _assign_ranges(tokens: I64, ranges: int, order: I64) -> I64:
 
 
 def _cut_documents(source: Documents, cut: int) -> Documents:
-    """Pieces of at most `cut` tokens, near equal within a document."""
+    """Return pieces of at most `cut` tokens, nearly equal within a document."""
     parts = -(-source.tokens // cut)
     which = np.repeat(np.arange(len(source)), parts)
     place = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document

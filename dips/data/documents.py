@@ -1,11 +1,11 @@
-"""The documents of a source's files, read a block at a time, each with how many bytes of its file are read by then.
+"""The documents of a source's files, read in blocks, each with the number of bytes of its file read so far.
 
 | a file is | told by | a document is |
 |---|---|---|
 | records | .jsonl, .ndjson, .json (an object a line), .parquet | the text under a key |
 | plain text | anything else that is UTF-8 | the file, in blocks of TEXT_BLOCK |
 
-How a file is packed, its first bytes tell: gzip, bzip2, xz, Zstandard. What is none of this is refused by name before
+The compression of a file is told by its first bytes: gzip, bzip2, xz, Zstandard. Other files are refused by name before
 anything is read, since tokens of compressed or foreign bytes look like any others.
 """
 
@@ -23,11 +23,11 @@ from typing import IO, Any, cast
 
 from dips.errors import ConfigError
 
-TEXT_BLOCK = 16 << 20  # bytes of a plain file that become one document at most
-SNIFFED = 64 << 10  # bytes of each file that are looked at before the first is read
-MOST_REPLACED = 0.001  # of a block's characters: a stray byte is forgiven, another encoding is not
+TEXT_BLOCK = 16 << 20  # longest document made from a plain file, in bytes
+SNIFFED = 64 << 10  # bytes of each file that are checked before the first is read
+MOST_REPLACED = 0.001  # of a block's characters: single bad bytes are accepted, another encoding is not
 ROWS_AT_ONCE = 1024  # of a .parquet file
-NAMED = 5  # files that an error names
+NAMED = 5  # most files that an error names
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PACKED = {  # first bytes, name
     b"\x1f\x8b": "gzip",
@@ -39,7 +39,7 @@ PACKED_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", 
 _PARQUET = b"PAR1"
 _BAD_BYTES = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
-Document = tuple[str, int]  # text, bytes of the file read so far
+Document = tuple[str, int]  # (text, bytes of the file read so far)
 
 
 def is_tokens(path: Path) -> bool:
@@ -48,9 +48,9 @@ def is_tokens(path: Path) -> bool:
 
 
 def check_texts(source: str, files: Sequence[Path]) -> None:
-    """Look at the beginning of each text file of a source; raise ConfigError with the names of those that are none.
+    """Check the beginning of each text file of a source; raise ConfigError with the names of those that are no text.
 
-    Files of one source are all records or all plain text: a README beside records is not meant to be trained.
+    Files of one source must all be records or all plain text: a README beside records is not meant to be trained on.
     """
     refused = [f"{path}: {reason}" for path in files if (reason := _refusal_of(path))]
     if refused:
@@ -69,7 +69,7 @@ def check_texts(source: str, files: Sequence[Path]) -> None:
 
 
 def read_documents(path: Path, key: str) -> Iterator[Document]:
-    """Yield the documents of one file; raise ConfigError where it cannot be read."""
+    """Iterate over the documents of one file; raise ConfigError where it cannot be read."""
     if _first_bytes(path).startswith(_PARQUET):
         yield from _read_parquet(path, key)
         return
@@ -81,7 +81,7 @@ def read_documents(path: Path, key: str) -> Iterator[Document]:
             raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
 
 
-# ---- what a file is --------------------------------------------------------------------------------------------------
+# ---- kinds of files -------------------------------------------------------------------------------------------------
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -99,12 +99,12 @@ def _is_records(path: Path) -> bool:
 
 
 def _inner_suffix(path: Path) -> str:
-    """The last suffix, but for one that says how the file is packed."""
+    """Return the last suffix, without one of a compression."""
     return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
 
 
 def _refusal_of(path: Path) -> str:
-    """Why a file cannot be read as text, by a look at its beginning; empty if it can."""
+    """Return why a file cannot be read as text, from its beginning; empty if it can."""
     first, said = _first_bytes(path), PACKED_SUFFIXES.get(path.suffix)
     if (path.suffix == ".parquet") != first.startswith(_PARQUET):
         return "its name and its first bytes do not agree whether it is Parquet"
@@ -123,7 +123,7 @@ def _refusal_of(path: Path) -> str:
 
 
 def _not_text(block: bytes) -> str:
-    """Why bytes are not UTF-8 text; empty if they are. What was cut off at the end of the block does not count."""
+    """Return why bytes are not UTF-8 text; empty if they are. A character cut off at the block's end does not count."""
     text = block.decode(errors="replace")
     if b"\0" in block:
         return "expected text, got zero bytes: another encoding (iconv -t utf-8), or no text"
@@ -155,7 +155,7 @@ _OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 
 def _bad_bytes() -> tuple[type[Exception], ...]:
-    """What unpacking raises; the error of Zstandard is known where its package is."""
+    """Return the exceptions of decompression; Zstandard's is included if its package is installed."""
     try:
         return (*_BAD_BYTES, _zstd().ZstdError)
     except ConfigError:
@@ -181,7 +181,7 @@ def _read_json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> 
 
 def _read_blocks(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[Document]:
     while block := lines.read(TEXT_BLOCK):
-        block += lines.readline(TEXT_BLOCK)  # not in the middle of a line, nor of a character
+        block += lines.readline(TEXT_BLOCK)  # ends at a line, not within a line or a character
         if reason := _not_text(block):
             raise ConfigError(f"{path}: {reason}")
         yield block.decode(errors="replace"), raw.tell()

@@ -1,11 +1,11 @@
-"""A data set's directory: which documents each range has, and which token files they lie in.
+"""A data set's directory: the documents of each range, and the token files that hold them.
 
-    dataset.json     seed, sources with their token files and digests, balance; its `digest` names the data set
+    dataset.json     seed, sources with their token files and digests, balance; its `digest` identifies the data set
     documents.npy    DOCUMENT[n], in the order of the ranges
     ranges.npy       int64[ranges + 1]: range i has documents[ranges[i] : ranges[i + 1]]
-    tokens/NAME.bin  the tokens of a source that was text; token files of the user stay where they are
+    tokens/NAME.bin  the tokens of a source of text; token files of the user stay where they are
 
-Two directories with one digest hold the same tokens in the same ranges, wherever their files lie.
+Two directories with one digest hold the same tokens in the same ranges, wherever their files are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Index:
-    """A data set's directory, read."""
+    """The contents of a data set's directory."""
 
     manifest: dict[str, Any]
     files: tuple[Listed, ...]
@@ -55,7 +55,7 @@ class Index:
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """Hash all of a manifest that says what is trained on, and nothing of where it lies."""
+    """Return a digest of the parts of a manifest that determine the tokens, without paths."""
     listed = {key: value for key, value in manifest.items() if key not in ("digest", "balance")}
     sources = [
         {**s, "files": [{k: v for k, v in f.items() if k != "path"} for f in s["files"]]} for s in listed["sources"]
@@ -65,7 +65,7 @@ def digest_of(manifest: dict[str, Any]) -> str:
 
 
 def file_checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """xxh3 of a file, 128 bits in hex; `progress` gets the bytes read."""
+    """Return xxh3 of a file, 128 bits in hex; `progress` is called with the bytes read."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -75,7 +75,7 @@ def file_checksum(path: Path, progress: Callable[[int], None] = lambda _: None) 
 
 
 def write_index(directory: Path, manifest: dict[str, Any], documents: np.ndarray, bounds: I64) -> str:
-    """Write the three files and return the digest; the manifest comes last, so a build that broke is no data set."""
+    """Write the three files and return the digest; the manifest comes last, so a failed build leaves no data set."""
     for name, array in ((DOCUMENTS, documents), (RANGES, bounds)):
         np.save(directory / name, array)
         manifest[name] = file_checksum(directory / name)
@@ -89,7 +89,7 @@ def write_index(directory: Path, manifest: dict[str, Any], documents: np.ndarray
 def open_index(directory: Path, verify: bool = False) -> Index:
     """Open a data set; with `verify` every byte of its token files is compared with its digest.
 
-    Raise ConfigError if there is none, Corrupt if a file is not the one that was written.
+    Raise ConfigError if there is none, Corrupt if a file is not as it was written.
     """
     path = directory / MANIFEST
     try:

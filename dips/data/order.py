@@ -1,6 +1,6 @@
-"""Orders that depend on a seed and on nothing else: the same on every machine and with every version of numpy.
+"""Permutations that depend only on seeds: the same on every machine and with every version of numpy.
 
-Numpy keeps no promise about its generators' streams; a mixing function of three lines does.
+Numpy does not promise stable streams of its generators, so a mixing function of three lines is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def shuffle_numbers(count: int, *seeds: int) -> I64:
-    """Return the numbers 0 … count − 1 in an order given by the seeds: int64[count]."""
+    """Return a permutation of the numbers 0 … count − 1 that depends on the seeds: int64[count]."""
     state = 0
     for seed in seeds:
         state = int(_mix_bits(np.array([(state ^ (seed & _MASK)) & _MASK], np.uint64))[0])
@@ -25,7 +25,7 @@ def shuffle_numbers(count: int, *seeds: int) -> I64:
 
 
 def _mix_bits(x: U64) -> U64:
-    """splitmix64's step (Steele, Lea and Flood 2014): a one-to-one map of 64 bits that looks random; wraps around."""
+    """Apply splitmix64's step (Steele, Lea and Flood 2014): a bijective, random-looking map of 64 bits."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

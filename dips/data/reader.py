@@ -1,8 +1,8 @@
 """Reads a data set: the tokens of a range, and batches of sequences cut from them, the same on every machine.
 
-Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. Sequences are read from the
-files as they are asked for: of the range that was read last only the order lies in memory, and where its documents
-begin. Safe to copy into other processes: files are opened when they are first read.
+Range e·ranges + i is range i in epoch e: the same tokens, with its sequences in another order. Sequences are read from
+the files on demand: in memory are only the order and the documents' offsets of the last range read. Safe to copy into
+other processes: files are opened when they are first read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dips.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class OpenRange:
-    """A range whose sequences are read."""
+    """The range whose sequences were read last."""
 
     number: int
-    length: int  # of its sequences
-    documents: Any  # file, tokens, first token of each
-    begins: I64  # of each document in the range's tokens, and of what would follow
-    order: I64  # of its sequences: the first token of each
+    length: int  # tokens of its sequences
+    documents: Any  # (file, tokens, first token) of each
+    begins: I64  # offset of each document in the range's tokens, and of their end
+    order: I64  # first token of each of its sequences, in the order of reading
     dtype: np.dtype[Any]
 
 
@@ -36,9 +36,9 @@ class DataSet:
     """A directory made by `dips data build`."""
 
     def __init__(self, directory: str | Path, *, verify: bool = False) -> None:
-        """Open it; `verify` compares every byte with its digest, which takes as long as reading it.
+        """Open the data set; `verify` compares every byte with its digest, which takes as long as reading it.
 
-        Errors  ConfigError: there is no data set, or a file of it is away. Corrupt: a file is not what it was.
+        Errors  ConfigError: there is no data set, or a file of it is missing. Corrupt: a file is not as it was written.
         """
         self._index = index.open_index(Path(directory), verify)
         self._maps: dict[int, Tokens] = {}
@@ -47,16 +47,16 @@ class DataSet:
 
     @property
     def digest(self) -> str:
-        """Names tokens and ranges: equal on two clusters if they hold the same data set."""
+        """Identifies tokens and ranges: equal on two clusters if they hold the same data set."""
         return self._index.digest
 
     @property
     def ranges(self) -> int:
-        """How many ranges there are: the run's `data.ranges`."""
+        """Number of ranges: the run's `data.ranges`."""
         return len(self._index.bounds) - 1
 
     def tokens(self, number: int) -> Tokens:
-        """Return the tokens of a range, its documents one after another: a row of whole numbers."""
+        """Return the tokens of a range, its documents one after another, as a 1-D integer array."""
         place = number % self.ranges
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
         if not len(documents):
@@ -66,14 +66,15 @@ class DataSet:
     def batches(
         self, number: int, sequences: int, length: int, rank: int = 0, world: int = 1, start: int = 0
     ) -> Iterator[Tokens]:
-        """Yield what one rank trains on in a range: [sequences, length + 1] tokens each, as many on every rank.
+        """Iterate over one rank's batches of a range: [sequences, length + 1] tokens each, the same number on every
+        rank.
 
-        Of this range alone: what is left behind the last whole batch is not given; `dips.client.data` carries it over.
+        Tokens after the last whole batch of the range are not returned; `dips.client.data` carries them over.
 
         number     any range; above `ranges` it is one of a later epoch
         sequences  of this rank in one inner step; the ranks' shares do not overlap
-        length     tokens predicted in a sequence; the one before the first is given too
-        start      the cursor: batches of this range that were trained already
+        length     tokens predicted in a sequence; the one before the first is returned too
+        start      the cursor: number of batches of this range that were trained already
         """
         if min(sequences, length, world) < 1 or not 0 <= rank < world or start < 0:
             raise ConfigError(
@@ -85,13 +86,13 @@ class DataSet:
             yield self.read_sequences(number, length, np.arange(first + rank, first + step, world))
 
     def sequences(self, number: int, length: int) -> int:
-        """How many sequences of `length` tokens a range has; each is trained once."""
+        """Return the number of sequences of `length` tokens in a range; each is trained once."""
         place = number % self.ranges
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
         return max(int(documents["tokens"].sum(dtype=np.int64)) - 1, 0) // length
 
     def read_sequences(self, number: int, length: int, places: I64) -> Tokens:
-        """Read [places, length + 1] tokens: the sequences at these places of the range's order."""
+        """Read the sequences at these places of the range's order: [places, length + 1] tokens."""
         of = self._last
         if of is None or (of.number, of.length) != (number, length):
             of = self._last = self._open_range(number, length)
@@ -119,7 +120,7 @@ class DataSet:
             number, filled = number + 1, filled + len(part)
 
     def steps(self, number: int, sequences: int, length: int, world: int = 1) -> int:
-        """How many batches a rank gets from a range."""
+        """Return the number of batches that a rank gets from a range."""
         return self.sequences(number, length) // (sequences * world)
 
     def __getstate__(self) -> dict[str, Any]:

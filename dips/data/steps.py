@@ -1,4 +1,4 @@
-"""Cuts the samples of data ranges, one range after the other, into inner steps: what one range leaves joins the next.
+"""Cuts the samples of data ranges, one range after the other, into inner steps: the rest of a range joins the next.
 
     cutter = StepCutter(32)
     cutter.add_range(7, 62)          # range 7 has 62 samples
@@ -23,7 +23,7 @@ from dips.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Samples `begin` to below `end` of a data range that has `of`."""
+    """Samples `begin` to below `end` of a data range that has `of` samples."""
 
     number: int
     begin: int
@@ -36,31 +36,31 @@ class Part:
 
 
 class StepCutter:
-    """Samples that were given and are in no step yet."""
+    """The samples that were added and are in no step yet."""
 
     def __init__(self, samples: int, parts: Iterable[Part] = ()) -> None:
-        """`samples`: of one inner step, on all ranks together."""
+        """`samples` is the size of one inner step, on all ranks together."""
         if samples < 1:
             raise ConfigError(f"samples of a step: expected at least 1, got {samples}")
         self._samples, self.parts = samples, [*parts]
 
     def add_range(self, number: int, of: int, begin: int = 0) -> None:
-        """The samples of a range, from `begin` on, come next; none if it has none."""
+        """Append the samples of a range from `begin` on, if there are any."""
         if begin < of:
             self.parts.append(Part(number, begin, of, of))
 
     @property
     def left(self) -> int:
-        """Samples that are in no step yet."""
+        """Number of samples that are in no step yet."""
         return sum(part.samples for part in self.parts)
 
     @property
     def numbers_left(self) -> tuple[int, ...]:
-        """The ranges that they are in, in order."""
+        """The ranges of these samples, in order."""
         return tuple(part.number for part in self.parts)
 
     def take_step(self, *, whole: bool = True) -> list[Part]:
-        """The next step; [] if there is none. Not `whole`: a smaller one, of all samples that are left."""
+        """Return the next step; [] if there is none. Without `whole` it may be smaller, of all samples left."""
         left = self.left
         wanted = self._samples if whole else min(self._samples, left)
         if left < wanted:
@@ -77,12 +77,12 @@ class StepCutter:
 
 
 def samples_of(step: Iterable[Part]) -> int:
-    """How many samples a step has, on all ranks together."""
+    """Return the number of samples of a step, on all ranks together."""
     return sum(part.samples for part in step)
 
 
 def share_step(step: Iterable[Part], rank: int, world: int) -> list[tuple[int, I64]]:
-    """One rank's samples of a step, in order, as (range, places in the range's order); as many on every rank.
+    """Return one rank's samples of a step, in order, as (range, places in the range's order); as many on every rank.
 
     Only the last step of the data may not divide evenly: then some of its first samples go to two ranks, as with
     torch's DistributedSampler, since a rank without a sample has no gradient.
@@ -97,7 +97,7 @@ def share_step(step: Iterable[Part], rank: int, world: int) -> list[tuple[int, I
 
 
 def _find_places(parts: Iterable[Part], places: I64) -> list[tuple[int, I64]]:
-    """By range, the places in its order of some places in the step."""
+    """Convert places in the step to (range, places in the range's order)."""
     shares, first = [], 0
     for part in parts:
         inside = places[(places >= first) & (places < first + part.samples)] - first + part.begin

@@ -1,6 +1,6 @@
-"""Text into tokens: documents in, a raw token file and where each document begins out.
+"""Tokenisation of text: writes documents to a raw token file, and returns where each begins.
 
-What ends a document is the tokenizer's `eos`, which is written after it.
+Each document is followed by the tokenizer's `eos`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dips.data.order import I64
 from dips.data.tokenfile import TokenFile
 from dips.errors import ConfigError
 
-AT_ONCE = 256  # documents given to the tokenizer together
+AT_ONCE = 256  # documents that are tokenised in one call
 
 Encode = Callable[[Sequence[str]], Sequence[npt.ArrayLike]]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Turns documents into token numbers below `vocabulary`; `eos` ends each."""
+    """Converts documents to token numbers below `vocabulary`; `eos` ends each."""
 
     name: str
     encode: Encode
@@ -41,10 +41,10 @@ class Tokenizer:
 
 
 def make_tokenizer(spec: str, eos: str | None) -> Tokenizer:
-    """Make a tokenizer from what stands on the command line.
+    """Make a tokenizer from its name on the command line.
 
-    spec  `bytes` (numbers 0 to 255 are the bytes of UTF-8, 256 is eos); the path of a Hugging Face tokenizer.json, and
-          `eos` names its end token; or MODULE:FUNCTION, a function that returns a dips.data.text.Tokenizer
+    spec  `bytes` (numbers 0 to 255 are the bytes of UTF-8, 256 is eos); a path of a Hugging Face tokenizer.json, whose
+          end token `eos` names; or MODULE:FUNCTION, a function that returns a dips.data.text.Tokenizer
     """
     if spec == "bytes":
         return Tokenizer(spec, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], 257, 256)
@@ -84,8 +84,8 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
 def write_tokens(
     files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
 ) -> TokenFile:
-    """Tokenise `files` one after another into `output`; `progress` gets bytes of text as they are done."""
-    lengths = array("q")  # 8 bytes for a document, where a list takes 40
+    """Tokenise `files` one after another into `output`; `progress` is called with the bytes of text that are done."""
+    lengths = array("q")  # 8 bytes for each document, where a list takes 40
     with output.open("wb") as out:
         for file in files:
             done = 0
@@ -101,6 +101,6 @@ def write_tokens(
                     lengths.append(len(row))
                 progress(block[-1][1] - done)
                 done = block[-1][1]
-            progress(file.stat().st_size - done)  # empty lines at its end, or the buffer of a packed one
+            progress(file.stat().st_size - done)  # empty lines at its end, or the buffer of a compressed file
     tokens: I64 = np.array(lengths, np.int64)
     return TokenFile(output, made.dtype, 0, np.cumsum(tokens) - tokens, tokens)

@@ -1,11 +1,11 @@
-"""A file of tokens, and where its documents begin: the forms in which tokenised text comes.
+"""A file of tokens with its document boundaries, in each supported format of tokenised text.
 
     corpus.bin + corpus.idx             Megatron's indexed data set
     corpus.npy + corpus.documents.npy   one array of tokens, and where each document begins
     corpus.bin + corpus.documents.npy   the same as raw little-endian numbers of a named dtype
-    … without .documents.npy            documents end with the token `eos`, which is looked for
+    … without .documents.npy            documents end with the token `eos`, which is searched for
 
-Nothing is copied: a file is read through a map of its pages. What a token means this file does not know.
+Nothing is copied: a file is read through a map of its pages. The meaning of tokens is not known here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dips.errors import ConfigError
 Tokens = npt.NDArray[Any]
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no tokens
-_SCAN = 1 << 24  # tokens looked through at once: 64 MiB of the widest
+_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, not tokens
+_SCAN = 1 << 24  # tokens searched at once: 64 MiB of the widest
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class TokenFile:
         return open_tokens(self.path, self.dtype, self.skip)
 
     def largest_token(self) -> int:
-        """Of the whole file; reads it once."""
+        """Return the largest token of the whole file, which is read once."""
         tokens = self.open()
         return max((int(tokens[i : i + _SCAN].max()) for i in range(0, len(tokens), _SCAN)), default=0)
 
 
 def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
-    """Map a file's tokens into memory, read-only; raise ConfigError if it is not there or not whole tokens."""
+    """Map a file's tokens into memory, read-only; raise ConfigError if it is missing or has a broken token."""
     try:
         size = path.stat().st_size - skip
     except OSError as error:
@@ -63,7 +63,7 @@ def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
 def find_tokens(path: Path, dtype: str | None, eos: int | None, scan_tokens: int = _SCAN) -> TokenFile:
     """Recognise the form of a token file; raise ConfigError saying what is missing.
 
-    scan_tokens  looked through at once for `eos`
+    scan_tokens  tokens searched at once for `eos`
     """
     if path.suffix == ".idx":
         return _read_megatron(path)

@@ -1,6 +1,6 @@
 """The HTTP port of every daemon: probes, Prometheus' metrics and the master's page, read-only.
 
-Opened by `dips.daemon.open_http`; the server itself is imported only by processes whose configuration says `http`.
+Opened by `dips.daemon.open_http`; the server itself is imported only by processes with `http` in their configuration.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dips.telemetry.metrics import Status
 
 @dataclass(frozen=True, slots=True)
 class HttpSubject:
-    """A daemon as its port sees it: `read` and `explain_unready` are called on its loop, `look` on a thread beside."""
+    """The daemon behind a port: `read` and `explain_unready` are called on its loop, `look` on a separate thread."""
 
     role: str
     read: Callable[[], Status]
     collect: Callable[[Status], Iterable[Metric]]
     explain_unready: Callable[[], str]  # why it cannot do its work now; empty: it can
-    directories: Mapping[str, Path] = field(default_factory=dict)  # key in the configuration → on which disk
+    directories: Mapping[str, Path] = field(default_factory=dict)  # configuration key → directory
     look: Callable[[], dict[str, Any]] = dict

@@ -1,7 +1,7 @@
-"""Who may read what at the HTTP port. Probes are open to all; the rest needs a certificate of the run, or the token.
+"""Access to the HTTP port. Probes are open to all; the rest needs a certificate of the run, or the token.
 
-On loopback there is plain text, and whoever is on the machine may read, unless a token is set. A page of the web that
-has its own name point to 127.0.0.1 is told by the Host header.
+On loopback the port uses plain text, and every user of the machine may read, unless a token is set. A web page whose
+own name resolves to 127.0.0.1 (DNS rebinding) is recognised by the Host header.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from dips.identity.names import PeerRole
 from dips.telemetry.refusals import count_refusal
 from dips.transport.tls import TlsSource
 
-PROBES = frozenset({"/healthz", "/readyz"})  # the kubelet has no certificate; they say little
-READERS = frozenset(PeerRole)  # every role of the run may look, as with `dips status`
+PROBES = frozenset({"/healthz", "/readyz"})  # the kubelet has no certificate; they reveal little
+READERS = frozenset(PeerRole)  # every role of the run may read, as with `dips status`
 LEAST_TOKEN, MOST_TOKEN = 16, 4096  # characters
-LOOK_S = 1.0  # the token's file is looked at again at most so often
+LOOK_S = 1.0  # least time between two checks of the token's file
 SCHEME = "bearer "
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRefusal:
-    """Why a request is not answered."""
+    """The status and reason of a refused request."""
 
     status: int
     reason: str
 
 
 class ReaderToken:
-    """The token that readers without a certificate show; replaced when its file is, without a restart."""
+    """The token of readers without a certificate; replaced when its file is, without a restart."""
 
     def __init__(self, path: Path, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """Read it; raise ConfigError if it is not usable. `report` hears why a later one is not."""
+        """Read the token; raise ConfigError if it is not usable. `report` is called if a later one is not."""
         self._path, self._report, self._clock, self._lock = path, report, clock, threading.Lock()
         self._looked, self._digest, self._told = clock(), self._read_digest(), ""
 
     def matches(self, token: str) -> bool:
-        """Whether it is the token, in a time that does not tell how much of it is right."""
+        """Whether it is the token, compared in constant time."""
         return hmac.compare_digest(self._current_digest(), _digest_of(token))
 
     def _current_digest(self) -> bytes:
@@ -76,7 +76,7 @@ class ReaderToken:
 
 
 class Door:
-    """Decides on each request. `tls`: what the port shows and asks for; None: it speaks plain text, on loopback."""
+    """Decides on each request. `tls` is the certificate of the port; None: plain text, on loopback."""
 
     def __init__(
         self, tls: TlsSource | None, token: ReaderToken | None, wall: Callable[[], datetime] = utc_now
@@ -84,7 +84,7 @@ class Door:
         self._tls, self._token, self._wall = tls, token, wall
 
     def check_request(self, path: str, headers: Mapping[str, str], certificate: bytes | None) -> HttpRefusal | None:
-        """Return why not, or None. `certificate`: DER of the one that the handshake has proven, if any."""
+        """Return the refusal, or None. `certificate` is the DER that the handshake has verified, if any."""
         if path in PROBES:
             return None
         refusal = self._find_refusal(headers, certificate)
@@ -115,7 +115,9 @@ class Door:
         )
 
     def _check_certificate(self, der: bytes, tls: TlsSource) -> None:
-        """The handshake has proven its signature: look at what became of it since, and of which run it is."""
+        """Raise Denied if a certificate, whose signature the handshake has verified, is revoked, expired or of another
+        run.
+        """
         certificate = x509.load_der_x509_certificate(der)
         identity = identity_of(certificate)
         if identity.run != tls.run:
@@ -129,7 +131,7 @@ class Door:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a Host header is an address or `localhost`, with or without a port: no name of the web's."""
+    """Whether a Host header is an address or `localhost`, with or without a port, and not a domain name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     name = name.strip("[]")
     try:

@@ -1,4 +1,4 @@
-"""What the HTTP port answers: two probes, the metrics, and what a daemon adds. It is read-only: GET and HEAD alone."""
+"""The routes of the HTTP port: two probes, the metrics, and those that a daemon adds. Read-only: only GET and HEAD."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dips.telemetry.refusals import count_refusal
 
 METHODS = ("GET", "HEAD")
 Answered = tuple[bool, dict[str, Any]]
-Probe = Callable[[], Awaitable[Answered]]  # whether all is well, and what to say
+Probe = Callable[[], Awaitable[Answered]]  # (whether all is well, what to answer)
 NEVER_STORED = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 class SharedProbe:
-    """Asks once for all who ask meanwhile: whoever floods a probe has one question at the daemon's loop."""
+    """One probe shared by all concurrent requests, so that a flood makes one call on the daemon's loop."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -39,7 +39,7 @@ class SharedProbe:
 def make_app(
     health: Probe, readiness: Probe, metrics: Callable[[], bytes], threads: Executor, routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """`metrics` may block: it is called on `threads`."""
+    """Return the ASGI application. `metrics` may block: it is called on `threads`."""
 
     def answer_probe(probe: Probe) -> Callable[[Request], Awaitable[Response]]:
         shared = SharedProbe(probe)
@@ -69,23 +69,23 @@ def make_app(
 
 
 class RequestGate:
-    """Stands before the application: what is refused does not reach it."""
+    """The check before the application, which refused requests do not reach."""
 
     def __init__(self, app: Any, door: Door, report: Callable[[BaseException], None]) -> None:
-        """`report` hears of exceptions of ours; the client is told that there was one."""
+        """`report` is called with exceptions of the application; the client only learns that there was one."""
         self._app, self._door, self._report = app, door, report
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = self._refuse_request(scope)
         try:
             await (answer or self._app)(scope, receive, send)
-        except Exception as error:  # our fault, told in the log
+        except Exception as error:  # logged by `report`
             self._report(error)
             raise
 
     def _refuse_request(self, scope: Any) -> Response | None:
         if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
-            # Those that came at once; h11 bounds what comes in pieces.
+            # Headers that arrived at once; h11 limits those that arrive in pieces.
             return _refuse_malformed(431, f"more than {MAX_HEADER_BYTES} bytes of headers")
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if scope["method"] not in METHODS:

@@ -1,4 +1,4 @@
-"""A view that many may read and that is built at most once a second, whoever asks how often."""
+"""A view for many readers that is built at most once a second, however often it is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 class CachedView(Generic[T]):
-    """Built by the first who finds it old; those who come meanwhile wait for the same one. Failures are kept alike."""
+    """A value that is built by the first reader who finds it old; concurrent readers wait for it. Failures are cached,
+    too.
+    """
 
     def __init__(
         self, build: Callable[[], T], most_age_s: float = MOST_AGE_S, clock: Callable[[], float] = time.monotonic
@@ -25,7 +27,7 @@ class CachedView(Generic[T]):
         self._failure: Exception | None = None
 
     def read(self) -> T:
-        """Return it; raise what building it raised. Blocks while it is built, so not on an event loop."""
+        """Return the value; raise the exception of its build. Blocks while it is built, so not for event loops."""
         with self._lock:
             if self._clock() >= self._until:
                 self._build_anew()
@@ -36,6 +38,6 @@ class CachedView(Generic[T]):
     def _build_anew(self) -> None:
         try:
             self._built, self._failure = [self._build()], None
-        except Exception as error:  # noqa: BLE001 (whatever it is, everyone who reads is told)
+        except Exception as error:  # noqa: BLE001 (any exception is raised to every reader)
             self._failure = error
         self._until = self._clock() + self._most_age_s

@@ -1,4 +1,4 @@
-"""One connection of the HTTP port: uvicorn's, with the client's certificate in its scope and an end to every wait."""
+"""One connection of the HTTP port: uvicorn's, with the client's certificate in its scope and a limit on every wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from uvicorn.server import ServerState
 from dips.telemetry.refusals import count_refusal
 
 REQUEST_S = 10.0  # from a request's first byte, or the connection's beginning, to the end of its answer
-IDLE_S = 20  # between two requests: a scraper that comes each 15 s keeps its connection
-CONNECTION_S = 600.0  # then a client must connect anew, and show a certificate that still counts
-MAX_HEADER_BYTES = 16 << 10  # of a request, its first line included
-CERTIFICATE = "dips.certificate"  # key of the scope: DER of the client's, None: it has shown none
+IDLE_S = 20  # between two requests: a scraper with an interval of 15 s keeps its connection
+CONNECTION_S = 600.0  # then a client must reconnect, with a certificate that is still valid
+MAX_HEADER_BYTES = 16 << 10  # of a request, with its first line
+CERTIFICATE = "dips.certificate"  # key in the scope: DER of the client's certificate, None without one
 
 
 class HttpConnection(H11Protocol):
-    """`on_lost` is called once when it is over."""
+    """A connection that calls `on_lost` once at its end."""
 
     def __init__(self, config: Config, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config, state, {}, _loop=loop)
@@ -46,7 +46,7 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 does not take for a request."""
+        """Count a request that h11 rejects."""
         count_refusal("http_request")
         super().send_400_response(msg)
 
@@ -66,7 +66,7 @@ class HttpConnection(H11Protocol):
             self._request_timer = self.loop.call_later(REQUEST_S, self._end_slow)
 
     def _end_slow(self) -> None:
-        """Whoever sends half a request, or does not read the answer."""
+        """End a connection whose client sends half a request, or does not read the answer."""
         count_refusal("http_slow")
         self.transport.abort()
 
@@ -76,6 +76,6 @@ class HttpConnection(H11Protocol):
             self._request_timer = None
 
     def _end_soon(self) -> None:
-        """After the answer that is under way, if one is."""
+        """End the connection after the answer in progress, if there is one."""
         self.shutdown()
         self._start_timer()

@@ -1,6 +1,7 @@
-"""The TLS of the HTTP port: the daemon's own certificate, and one asked of the client, which may have none.
+"""The TLS of the HTTP port: presents the daemon's own certificate and requests one from the client, which may have
+none.
 
-Each connection takes the files of its time, so that a renewed certificate needs no restart.
+Each connection uses the files of its time, so that a renewed certificate needs no restart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dips.transport.tls import TlsSource
 
 
 class ServerContexts:
-    """The context of the present files; on one thread."""
+    """The SSL context for the present files; on one thread."""
 
     def __init__(self, source: TlsSource) -> None:
         self._source = source
@@ -28,12 +29,12 @@ class ServerContexts:
 
 
 def make_context(loaded: LoadedTls) -> ssl.SSLContext:
-    """Show our certificate; take clients of our authority, and those that show none."""
+    """Return a context with our certificate that accepts clients of our authority and clients without a certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_OPTIONAL
     context.load_verify_locations(cadata=loaded.ca.decode("ascii"))
-    # Python reads certificates from files only: this one is memory, so that it holds what was checked together.
+    # Python reads certificates from files only: this one is in memory, so it holds what was verified together.
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(file), "wb") as writer:

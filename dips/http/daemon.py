@@ -1,7 +1,7 @@
-"""The HTTP port as a daemon opens it: what it reads on which thread, and what it says.
+"""The HTTP port of a daemon: what it reads on which thread.
 
-The daemon's loop builds a view at most once a second, however many scrape; disks are looked at beside it; text is made
-on a thread of the port. /healthz asks the loop itself each time.
+The daemon's loop builds a view at most once a second, however many clients scrape; disks are measured on a separate
+thread; text is formatted on a thread of the port. /healthz asks the loop itself each time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dips.telemetry.logs import Log
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
 
-PROBE_S = 2.0  # a loop that does not answer so long is not healthy
-READ_S = 5.0  # for a view to be built; Prometheus waits for 10
-THREADS = 2  # that make text
+PROBE_S = 2.0  # a loop that does not answer within this time is not healthy
+READ_S = 5.0  # deadline for a view; Prometheus waits for 10 s
+THREADS = 2  # for formatting
 
 
 async def serve_http(
@@ -46,9 +46,9 @@ async def serve_http(
     log: Log,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Callable[[], Any]:
-    """Answer at host:port from now on; return the coroutine function that ends it. Call it on the daemon's loop.
+    """Serve at host:port from now on; return the coroutine function that stops it. Call it on the daemon's loop.
 
-    `extra_routes`: what else is served, on the port's own thread, to those who may read the metrics.
+    `extra_routes` are served too, on the port's own thread, to clients that may read the metrics.
 
     Raise ConfigError if the port or the token is not usable.
     """
@@ -76,7 +76,7 @@ async def serve_http(
 
 
 class _HttpPort:
-    """What one open port reads."""
+    """The state of one open port, and what its routes read."""
 
     def __init__(self, subject: HttpSubject, tls: TlsSource | None) -> None:
         self._subject, self._tls = subject, tls
@@ -87,7 +87,7 @@ class _HttpPort:
         self.count_connections: Callable[[], int] = lambda: 0
 
     async def check_health(self) -> tuple[bool, dict[str, Any]]:
-        """The loop answers, or it does not."""
+        """Return whether the daemon's loop answers."""
         try:
             await wait_for_answer(self._watch.call_on_loop(lambda: None), PROBE_S)
         except TimeoutError:
@@ -95,7 +95,7 @@ class _HttpPort:
         return True, {"healthy": True}
 
     async def check_readiness(self) -> tuple[bool, dict[str, Any]]:
-        """The daemon can do its work, or says why not."""
+        """Return whether the daemon can do its work, or why not."""
         try:
             reason = await wait_for_answer(self._watch.call_on_loop(self._subject.explain_unready), PROBE_S)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Whether an event loop answers, and how late it wakes: watched from within, asked from another thread."""
+"""Measures whether an event loop answers, and how late it wakes: from within, and from another thread."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from dips.telemetry.histogram import LAG_S, Histogram
 
-WAKE_S = 0.25  # between two looks
+WAKE_S = 0.25  # interval of wake-ups
 T = TypeVar("T")
 
 
 class LoopWatch:
-    """Of the loop on which it is made."""
+    """Watches the loop on which it is made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,14 +29,14 @@ class LoopWatch:
             self.lag.observe_value(max(0.0, time.monotonic() - due))
 
     def call_on_loop(self, ask: Callable[[], T]) -> Future[T]:
-        """Have the loop call `ask`; from another thread. It is not called once nobody waits for it any more."""
+        """Have the loop call `ask`; from another thread. It is not called if the future was cancelled before."""
         answer: Future[T] = Future()
 
         def call() -> None:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(ask())
-                except Exception as error:  # noqa: BLE001 (whoever asked is told)
+                except Exception as error:  # noqa: BLE001 (any exception is returned to the caller)
                     answer.set_exception(error)
 
         try:
@@ -51,7 +51,7 @@ class LoopWatch:
 
 
 async def wait_for_answer(answer: Future[T], within_s: float) -> T:
-    """Await, on any loop, what another loop was asked; raise TimeoutError if it does not answer in time."""
+    """Await, on any loop, the answer of another loop; raise TimeoutError if it does not come in time."""
     waiting: Awaitable[Any] = asyncio.wrap_future(answer)
     async with asyncio.timeout(within_s):
         result: T = await waiting

@@ -1,7 +1,7 @@
-"""Accepts connections of the HTTP port on a thread and a loop of its own, so that no reader is on the daemon's loop.
+"""Accepts connections of the HTTP port on its own thread and loop, so that readers do not use the daemon's loop.
 
-What must stay true: there are never more than MOST_CONNECTIONS sockets, handshakes included, and whoever fills them
-cannot keep a probe out: the oldest connection ends for a new one.
+What must stay true: there are never more than MOST_CONNECTIONS sockets, handshakes included, and a client that fills
+them cannot keep a probe out: the oldest connection is closed for a new one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dips.transport.tls import TlsSource
 MOST_CONNECTIONS = 64  # a few scrapers, probes and people
 BACKLOG = 64
 HANDSHAKE_S = 5.0
-ACCEPT_PAUSE_S = 0.2  # after accept failed: the process has no file descriptor left, say
+ACCEPT_PAUSE_S = 0.2  # after a failed accept, for example without a free file descriptor
 STOP_S = 5.0
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Listen at host, port (0 takes a free one); raise ConfigError if it cannot be had."""
+    """Listen at host, port (0 takes a free one); raise ConfigError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -48,7 +48,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def _close_cancelled(connection: socket.socket, begun: asyncio.Task[None]) -> None:
-    """One that was ended before it had a transport, which would close it."""
+    """Close a connection that was ended before it had a transport, which would close it."""
     if begun.cancelled():
         connection.close()
 
@@ -57,8 +57,8 @@ class HttpServer:
     """Serves an ASGI application until it is closed."""
 
     def __init__(self, app: Any, listener: socket.socket, tls: TlsSource | None) -> None:
-        """`tls`: the certificate to show; None: plain text."""
-        # Its lines of each wrong request would be written by whoever sends them.
+        """`tls` has the certificate to present; None: plain text."""
+        # Otherwise any client could fill the log with lines about its invalid requests.
         quiet = logging.getLogger("uvicorn.error")
         quiet.handlers, quiet.propagate = [logging.NullHandler()], False
         self._config = Config(
@@ -68,7 +68,7 @@ class HttpServer:
         )  # fmt: skip
         self._listener, self._contexts = listener, ServerContexts(tls) if tls is not None else None
         self._state = ServerState()
-        self._open: dict[int, Callable[[], None]] = {}  # by number, the oldest first: what ends it
+        self._open: dict[int, Callable[[], None]] = {}  # number → function that ends the connection, the oldest first
         self._accepted = 0
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,7 +96,7 @@ class HttpServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(lambda loop, context: None)  # broken handshakes: whoever likes makes them
+        self._loop.set_exception_handler(lambda loop, context: None)  # failed handshakes, which any client can cause
         self._config.load()
         tasks = [asyncio.create_task(self._accept_all()), asyncio.create_task(self._keep_date())]
         self._started.set()
@@ -106,7 +106,7 @@ class HttpServer:
         for end in list(self._open.values()):
             end()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # what was ended is told so
+        await asyncio.sleep(0)  # let the ended connections close
 
     async def _keep_date(self) -> None:
         while True:
@@ -131,7 +131,7 @@ class HttpServer:
             self._open[number] = task.cancel  # type: ignore[assignment]
 
     async def _begin_connection(self, number: int, connection: socket.socket) -> None:
-        """Shake hands, if the port has a certificate, and hand over to HTTP."""
+        """Make the TLS handshake, if the port has a certificate, and start HTTP."""
         loop, made = asyncio.get_running_loop(), list[HttpConnection]()
 
         def make_protocol() -> HttpConnection:

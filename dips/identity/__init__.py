@@ -1,1 +1,1 @@
-"""Who a process is: names in certificates, an offline authority that signs them, and what each role may ask."""
+"""Identities of processes: names in certificates, an offline authority that signs them, and the rights of each role."""

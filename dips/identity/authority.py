@@ -1,6 +1,6 @@
-"""An offline authority: a directory with a run's root key, what it has signed and what it has revoked.
+"""An offline authority: a directory with a run's root key, the list of signed certificates and the revocations.
 
-Private keys of daemons never come here: they are made where they are used, and only requests travel.
+Private keys of daemons never come here: they are made where they are used, and only requests are sent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Authority:
     """The authority of one run, in its directory."""
 
     def __init__(self, directory: Path, run: str, root: x509.Certificate, key: Key) -> None:
-        """Use `create` or `open`."""
+        """Not called directly: use `create` or `open`."""
         self.directory, self.run, self.root, self._key = directory, run, root, key
 
     @classmethod
     def create(cls, directory: Path, run: str, days: int = ROOT_DAYS) -> Authority:
-        """Make a new one; raise ConfigError if the directory holds one already."""
+        """Create an authority; raise ConfigError if the directory holds one already."""
         check_name(run, "run")
         for name in (ROOT, ROOT_KEY, ISSUED):
             if (directory / name).exists():
@@ -57,7 +57,7 @@ class Authority:
 
     @classmethod
     def open(cls, directory: Path) -> Authority:
-        """Read an authority's directory; raise ConfigError if it is not whole."""
+        """Read an authority's directory; raise ConfigError if it is not complete."""
         root, key = directory / ROOT, directory / ROOT_KEY
         certificate = pem_files.parse_certificate(pem_files.read_pem(root, "authority"), root, "authority")
         secret = pem_files.parse_key(pem_files.read_key_pem(key, "authority"), key, "authority")
@@ -73,9 +73,9 @@ class Authority:
         return cls(directory, run, certificate, secret)
 
     def issue(self, request: x509.CertificateSigningRequest, label: str, days: int = LEAF_DAYS) -> x509.Certificate:
-        """Sign for `label`, NAME.ROLE, as the signer says; raise Denied if the request is another's, or not usable.
+        """Sign a request for `label`, NAME.ROLE; raise Denied if the request is for another name, or not usable.
 
-        A request may ask for any role, and its sender chooses the file's name, so neither says what is to be signed.
+        The signer must pass the label: a request may ask for any role, and its sender chooses the file's name.
         """
         identity = certificates.identity_of(request)
         if identity.label != label:
@@ -99,7 +99,7 @@ class Authority:
         return rows
 
     def list_issued(self) -> list[IssuedRow]:
-        """What it has signed, the oldest first."""
+        """Return the certificates that it has signed, the oldest first."""
         rows: dict[str, IssuedRow] = {}
         for said in self._read_rows():
             if serial := said.get("serial"):
@@ -110,7 +110,7 @@ class Authority:
         return list(rows.values())
 
     def find_live(self, identity: PeerIdentity) -> list[IssuedRow]:
-        """The certificates of one name that are valid now."""
+        """Return the certificates of one name that are valid now."""
         now = utc_now()
         return [r for r in self.list_issued() if r.san == identity.san and r.revoked is None and r.until > now]
 

@@ -1,6 +1,6 @@
 """Makes and reads certificates: P-256 keys, one name each, X.509 by the library `cryptography`.
 
-What a certificate may say is fixed here, so that an authority cannot sign by accident what the daemons refuse.
+The contents of a certificate are fixed here, so that an authority cannot by mistake sign one that the daemons refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 from dips.errors import ConfigError, Denied
 from dips.identity.names import PeerIdentity, parse_san
 
-CLOCK_SKEW = timedelta(minutes=5)  # between the authority's machine and a daemon's
+CLOCK_SKEW = timedelta(minutes=5)  # between the clocks of the authority's machine and a daemon's
 MOST_PEM = 64 * 1024  # bytes of a file of certificates
 Key = ec.EllipticCurvePrivateKey
 
@@ -32,7 +32,7 @@ def key_to_pem(key: Key) -> bytes:
 
 
 def make_authority(run: str, key: Key, now: datetime, days: int) -> x509.Certificate:
-    """The run's own root: it signs certificates and nothing else."""
+    """Return the run's own root certificate, which may sign certificates and revocations only."""
     name = _common_name(f"dips authority of {run}")
     builder = _builder(name, name, key.public_key(), now, now + timedelta(days=days))
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -45,7 +45,7 @@ def make_authority(run: str, key: Key, now: datetime, days: int) -> x509.Certifi
 
 
 def make_request(identity: PeerIdentity, key: Key) -> x509.CertificateSigningRequest:
-    """What the authority signs: the public half of `key` and the one name."""
+    """Return a certificate request with the public half of `key` and the one name."""
     return (
         x509.CertificateSigningRequestBuilder()
         .subject_name(_common_name(identity.label))
@@ -57,7 +57,7 @@ def make_request(identity: PeerIdentity, key: Key) -> x509.CertificateSigningReq
 def sign_request(
     request: x509.CertificateSigningRequest, authority: x509.Certificate, key: Key, now: datetime, days: int
 ) -> x509.Certificate:
-    """Sign for the one name that `request` asks; take nothing else of it. Raise Denied if it is not usable."""
+    """Sign for the name in `request`, and use nothing else of it. Raise Denied if it is not usable."""
     public = read_requested_key(request)
     identity = identity_of(request)
     end = min(now + timedelta(days=days), authority.not_valid_after_utc)
@@ -74,7 +74,7 @@ def sign_request(
 
 
 def read_requested_key(request: x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
-    """The key that a request names; raise Denied if its owner has not signed the request."""
+    """Return the public key of a request; raise Denied if the request is not signed by it."""
     public = request.public_key()
     if not request.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
         raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
@@ -82,7 +82,7 @@ def read_requested_key(request: x509.CertificateSigningRequest) -> ec.EllipticCu
 
 
 def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
-    """Short enough to be read out by telephone, long enough that nobody finds another key of it."""
+    """Return a fingerprint that is short enough to read out by telephone and long enough against collisions."""
     der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return sha256(der).hexdigest()[:32]
 
@@ -90,7 +90,7 @@ def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
 def make_revocations(
     serials: dict[int, datetime], authority: x509.Certificate, key: Key, now: datetime
 ) -> x509.CertificateRevocationList:
-    """The list of what is no longer valid; it is itself valid as long as the authority is."""
+    """Return the list of revoked certificates, valid as long as the authority is."""
     builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
     builder = builder.last_update(now - CLOCK_SKEW).next_update(authority.not_valid_after_utc)
     for serial, when in serials.items():
@@ -100,7 +100,7 @@ def make_revocations(
 
 
 def identity_of(document: x509.Certificate | x509.CertificateSigningRequest) -> PeerIdentity:
-    """Who it is for; raise Denied unless it has exactly one name, of Di-PS."""
+    """Return the identity in a certificate or request; raise Denied unless it has exactly one name, of Di-PS."""
     try:
         extension = document.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
@@ -123,7 +123,7 @@ def check_validity(certificate: x509.Certificate, now: datetime, what: str) -> N
 
 
 def check_until(end: datetime, now: datetime, what: str) -> None:
-    """Raise ConfigError if it has expired."""
+    """Raise ConfigError if `end` has passed."""
     if now > end:
         raise ConfigError(f"{what} expired at {end:%Y-%m-%d %H:%M} UTC: renew it by `dips certs renew`")
 

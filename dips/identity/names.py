@@ -1,6 +1,6 @@
 """The name in a certificate: `<name>.<role>.<run>.dips`, one DNS name, never an address.
 
-Tunnels, balancers and address translation do not matter, since nobody is recognised by where it is. Names of the
+Tunnels, balancers and address translation do not matter, since no peer is identified by its address. Names of the
 processes have no dots, so that each certificate names exactly one role of one run.
 """
 
@@ -18,7 +18,7 @@ MASTER_NAME = "master"  # a run has one
 
 
 class PeerRole(StrEnum):
-    """What a process of a run may be."""
+    """The role of a process in a run."""
 
     MASTER = "master"
     SLAVE = "slave"
@@ -29,7 +29,7 @@ class PeerRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who a certificate says that its holder is."""
+    """The identity that a certificate gives its holder."""
 
     name: str
     role: PeerRole
@@ -45,17 +45,17 @@ class PeerIdentity:
 
     @property
     def label(self) -> str:
-        """What its files are called."""
+        """The base name of its files."""
         return f"{self.name}.{self.role}"
 
     @property
     def cluster_name(self) -> str:
-        """The cluster it may be: an operator who pulls joins beside the clusters, under a name that none can have."""
+        """The cluster name that it may use: an operator who pulls joins under a name that no cluster can have."""
         return self.label if self.role is PeerRole.OPERATOR else self.name
 
 
 def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:
-    """Check the names; raise ConfigError if they cannot be told apart in a certificate."""
+    """Return an identity; raise ConfigError if its names cannot be part of a certificate's name."""
     check_name(run, "run")
     check_name(name, str(role))
     if "." in name:
@@ -69,7 +69,7 @@ def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:
 
 
 def parse_san(san: str) -> PeerIdentity:
-    """Read a certificate's name; raise Denied for one that is not of Di-PS."""
+    """Parse a certificate's name; raise Denied for one that is not of Di-PS."""
     name, _, rest = san.partition(".")
     role, _, rest = rest.partition(".")
     run, dot, suffix = rest.rpartition(".")

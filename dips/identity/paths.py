@@ -1,4 +1,4 @@
-"""Where the files of a certificate lie; apart from what reads them, since a training process names them only."""
+"""The paths of a certificate's files; apart from their readers, since a training process only names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dips.identity.names import PeerRole
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they are: trusted authorities, our certificate, its key, and what is revoked."""
+    """Paths of the trusted authorities, our certificate, its key, and the revocations."""
 
     ca: Path
     cert: Path
@@ -18,7 +18,7 @@ class TlsFiles:
     crl: Path | None = None
 
     def of(self, name: str, role: PeerRole) -> TlsFiles:
-        """Fill `{name}` and `{role}` in: one section of the run file serves all its daemons."""
+        """Return the paths with `{name}` and `{role}` filled in: one section of the run file serves all its daemons."""
 
         def fill(path: Path) -> Path:
             return Path(str(path).replace("{name}", name).replace("{role}", role))

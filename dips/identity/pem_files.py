@@ -1,6 +1,6 @@
-"""Reads and writes keys, certificates and requests as files; whoever else may read a key is refused.
+"""Reads and writes keys, certificates and requests as files; a key that other users may read is refused.
 
-A file is replaced in one piece, so that a daemon that looks meanwhile sees the old or the new one.
+A file is replaced atomically, so that a concurrent reader sees the old or the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEGIN, END, CRL_END = b"-----BEGIN ", b"-----END ", b"-----END X509 CRL-----"
 
 
 def read_pem(path: Path, key: str) -> bytes:
-    """Read a small file; raise ConfigError naming `key` of the configuration, also for a file that ends half-way."""
+    """Read a small file; raise ConfigError naming `key` of the configuration, also for a truncated file."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
@@ -44,7 +44,7 @@ def read_pem(path: Path, key: str) -> bytes:
 
 
 def _find_remedy(path: Path, error: OSError) -> str:
-    """What to do about a file that is not there, or not ours."""
+    """Return the remedy for a file that is missing or belongs to another user."""
     if isinstance(error, PermissionError):
         return ": give it to the user of this process, or to its group"
     if not isinstance(error, FileNotFoundError):
@@ -55,7 +55,7 @@ def _find_remedy(path: Path, error: OSError) -> str:
 
 
 def read_key_pem(path: Path, key: str) -> bytes:
-    """Read a private key's file; raise ConfigError if others may read it."""
+    """Read a private key's file; raise ConfigError if other users may read it."""
     content = read_pem(path, key)
     require_private(path, key)
     return content
@@ -66,12 +66,12 @@ def parse_certificate(content: bytes, path: Path, key: str) -> x509.Certificate:
 
 
 def parse_certificates(content: bytes, path: Path, key: str) -> list[x509.Certificate]:
-    """All of a file: during a rollover two authorities are trusted."""
+    """Return all certificates of a file: during a rollover two authorities are trusted."""
     return _parse(x509.load_pem_x509_certificates, content, path, key, "certificate")
 
 
 def is_request(content: bytes) -> bool:
-    """Whether it begins as a request does, of whatever maker."""
+    """Whether the content begins like a certificate request, by any tool."""
     return content.lstrip().startswith((REQUEST_BEGIN, OLD_REQUEST_BEGIN))
 
 
@@ -80,7 +80,7 @@ def parse_request(content: bytes, path: Path, key: str) -> x509.CertificateSigni
 
 
 def parse_revocations(content: bytes, path: Path, key: str) -> list[x509.CertificateRevocationList]:
-    """All of a file: during a rollover each authority has its list."""
+    """Return all revocation lists of a file: during a rollover each authority has one."""
     blocks = [block + CRL_END for block in content.split(CRL_END)[:-1]]
     return [_parse(x509.load_pem_x509_crl, block, path, key, "revocation list") for block in blocks or [content]]
 
@@ -96,7 +96,7 @@ def parse_key(content: bytes, path: Path, key: str) -> Key:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write what nobody else may read."""
+    """Write a file that other users may not read."""
     _write(path, content, PRIVATE)
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         with write_aside(path) as aside:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-            os.fchmod(descriptor, mode)  # whatever the umask is
+            os.fchmod(descriptor, mode)  # independent of the umask
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             sync_path(aside)

@@ -1,7 +1,7 @@
-"""Who may ask what: one row a method, and no row is no.
+"""Rights: which roles may call which method; a method without a row may not be called.
 
-`own` is the field of the request that must bear the caller's own name: a cluster speaks for itself alone, a slave
-reports for itself alone.
+`own` is the field of the request that must have the caller's own name, since clusters and slaves speak only for
+themselves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dips.errors import Denied
 from dips.identity.names import PeerIdentity, PeerRole
 
 _ALL = frozenset(PeerRole)
-_PULLERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR})  # `dips export --master` pulls as a cluster does
+_PULLERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR})  # `dips export --master` pulls like a cluster
 _CLUSTER, _SLAVE, _MASTER = frozenset({PeerRole.CLUSTER}), frozenset({PeerRole.SLAVE}), frozenset({PeerRole.MASTER})
 _OPERATOR = frozenset({PeerRole.OPERATOR})
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Who may call a method, and in whose name."""
+    """The roles that may call a method, and the field that must name the caller."""
 
     roles: frozenset[PeerRole]
-    own: str = ""  # field of the request; empty: it speaks for nobody
-    own_of: frozenset[PeerRole] = _ALL  # the roles that `own` binds; an operator may drain any slave
+    own: str = ""  # field of the request; empty: none
+    own_of: frozenset[PeerRole] = _ALL  # the roles for which `own` is checked; an operator may drain any slave
 
 
 RIGHTS: Mapping[str, Right] = {
@@ -77,7 +77,7 @@ def check_right(caller: PeerIdentity, method: str, request: Any) -> None:
 
 
 def check_enrolled(caller: PeerIdentity, clusters: Collection[str] | None) -> None:
-    """Raise Denied for a cluster that the run file's `clusters` does not list; None lists all."""
+    """Raise Denied for a cluster that is not in the run file's `clusters`; None allows all."""
     if caller.role is PeerRole.CLUSTER and clusters is not None and caller.name not in clusters:
         raise Denied(f"{caller} is not in the run file's list `clusters`")
 

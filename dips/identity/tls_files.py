@@ -1,7 +1,6 @@
-"""The three or four files by which a daemon shows who it is and knows the others; checked before they are used.
+"""The certificate files of a daemon, verified before they are used.
 
-gRPC says "Socket closed" to whatever is wrong with them, so all that can be known here is said here: which file, what
-it is, and what to do.
+gRPC only reports "Socket closed" for any problem with them, so errors here name the file, the problem and the remedy.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from dips.identity.paths import TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class LoadedTls:
-    """What the files held when they were read together and fitted."""
+    """The contents of the files, read and verified together."""
 
     identity: PeerIdentity
     ca: bytes
     cert: bytes
     key: bytes
     until: datetime
-    revoked: frozenset[int]  # serials
-    authorities: tuple[x509.Certificate, ...] = ()  # of `ca`
+    revoked: frozenset[int]  # serial numbers
+    authorities: tuple[x509.Certificate, ...] = ()  # the certificates in `ca`
 
     def trusts(self, certificate: x509.Certificate) -> bool:
-        """Whether one of the authorities has signed it."""
+        """Whether one of the authorities has signed this certificate."""
         return any(_is_signed(certificate, authority) for authority in self.authorities)
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
-    """Read and check; raise ConfigError naming the file and the remedy."""
+    """Read and verify the files; raise ConfigError naming the file and the remedy."""
     now = now or utc_now()
     ca = pem_files.read_pem(files.ca, "tls.ca")
     cert = pem_files.read_pem(files.cert, "tls.cert")

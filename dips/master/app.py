@@ -52,9 +52,9 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
-# At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
+# Open at once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
-GRACE_S = 2.0  # calls under way at the end may finish for so long
+GRACE_S = 2.0  # grace for open calls at the end
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 cli.command("replay")(operate.replay_command)
@@ -75,12 +75,12 @@ def serve_command(
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
-    It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
+    It holds no parameters. Its durable state is <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
     One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
     starts and supervises itself; SIGTERM stops them too.
 
-    What it decided, and upon what, lies in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
+    Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
@@ -115,8 +115,8 @@ async def serve(
 ) -> int:
     """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
-    `file` is where `config` was read: it is looked at again while the master runs, and the slaves that it starts itself
-    read it. `fixed_level`: the file does not change the log's level.
+    `file` is the path of `config`: it is watched while the master runs, and the slaves that the master starts read it.
+    With `fixed_level` the file does not change the log's level.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
@@ -201,14 +201,14 @@ def _build_runtime(
 
 
 def _warn_of_other_targets(config: RunFile, ledger: Ledger, log: logs.Log) -> None:
-    """`stop` and `epochs` of a file that somebody has edited since `dips init` change nothing: the ledger has them."""
+    """Warn if `stop` or `epochs` of the file were edited since `dips init`, without effect: the ledger has them."""
     ours, known = config.make_options().targets, [e.targets for e in ledger.read_extensions()]
     if known and ours not in known:
         log.warning("targets", file=ours.describe(), run=known[-1].describe(), remedy="dips set changes the run's")
 
 
 def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
-    """The Coordinator's step, with its journal and the debug log."""
+    """Return the Coordinator's step with its journal and the debug log."""
     decide = coordinator.step if journal is None else partial(journal.step_journaled, coordinator)
 
     def step_logged(event: Event, now: float) -> list[Effect]:
@@ -220,7 +220,7 @@ def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Lo
 
 
 def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
-    """Supervise the slaves that the run file gives to this master."""
+    """Supervise the slaves that the run file assigns to this master."""
     ours = [slave for slave in config.slaves if slave.supervisor == "exec"]
     if ours and file is None:
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
@@ -241,7 +241,7 @@ def _make_call_limits(config: RunFile) -> CallLimits:
 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
-    """What every cluster must agree with; `dips-client check` compares."""
+    """Return the options and the model that every cluster must agree with; `dips-client check` compares them."""
     return {
         "run": row.run,
         "shared": config.shared.agreed,
@@ -251,7 +251,7 @@ def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
 
 
 def _name_page(config: RunFile) -> str | None:
-    """What to type into a browser; where every address of the host is meant, that is written as it stands."""
+    """Return the page's URL for a browser, with the address as in the run file even if it means every interface."""
     address = config.master.http
     if address is None:
         return None
@@ -275,7 +275,7 @@ async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
 async def _serve_http(
     config: RunFile, tls: TlsSource | None, runtime: Runtime, page: MasterPage, log: logs.Log, stack: AsyncExitStack
 ) -> None:
-    """Probes, metrics and the page, if the run file says where."""
+    """Serve probes, metrics and the page, if the run file has an address for them."""
     section = config.master
 
     def read_status() -> dict[str, Any]:
@@ -289,7 +289,9 @@ async def _serve_http(
 
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
-    """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
+    """Return the run's row after checking that ledger and run file are of one run; raise ConfigError naming both if
+    not.
+    """
     row = ledger.run_row()
     genesis.check_is_of_run(config, row)
     genesis.check_placement(config, row)
@@ -300,7 +302,7 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
 def _check_manifest(config: RunFile, row: RunRow) -> None:
     listing = config.master.directory / genesis.INITIAL_MANIFEST
     if not listing.exists():
-        return  # only a copy, for people and tools; the ledger's is the true one
+        return  # a copy for people and tools; the ledger's counts
     there, ours = Manifest.from_json(listing.read_text()), Manifest.from_json(row.manifest)
     if there.digest != ours.digest:
         lines = "; ".join(ours.describe_differences(there))

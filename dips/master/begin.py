@@ -1,6 +1,6 @@
-"""Makes the ledger of a run whose first model comes by `dips seed`: what `dips init` does, without the model's bytes.
+"""Creates the ledger of a run whose first model comes by `dips seed`: like `dips init`, without the model's bytes.
 
-The ledger's file is built aside and renamed, so a master that died over it finds none, or all of it.
+The ledger's file is built aside and renamed, so after a crash of the master there is none, or a complete one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dips.protocol.seeding import describe_other_model
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 ASIDE = ".beginning"
-BYTES_PER_LAYER = 42  # of a RunProposed: a digest of 32 digits with its head, a norm
+BYTES_PER_LAYER = 42  # of a RunProposed: a digest of 32 digits with its head, and a norm
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def propose_run(tensors: Mapping[str, genesis.Tensor], grouping: Grouping) -> RunProposed:
-    """Measure a model; raise ConfigError if it may be none: see `genesis.make_run`."""
+    """Measure a model; raise ConfigError if it cannot be a run's: see `genesis.make_run`."""
     manifest = genesis.manifest_of(tensors, grouping)
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
     norms = tuple(genesis.layer_norm(layer, tensors) for layer in manifest.layers)
@@ -44,9 +44,9 @@ def propose_run(tensors: Mapping[str, genesis.Tensor], grouping: Grouping) -> Ru
 
 
 def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float]) -> RunRow:
-    """Write the ledger of a new run.
+    """Write the ledger of a new run; return its first row.
 
-    Errors  RemoteProtocolError, CorruptManifest: what came is no model; ConfigError: a ledger is here, a mirror holds
+    Errors  RemoteProtocolError, CorruptManifest: the proposal is no model; ConfigError: a ledger exists, a mirror holds
             a run of this name, more slaves than layers
     """
     path = genesis.ledger_path(config)
@@ -64,7 +64,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
 
 
 def check_repeated(row: RunRow, proposed: RunProposed) -> None:
-    """The run has begun: raise ConfigError unless it was with this model."""
+    """Raise ConfigError unless the run, which has begun, began with this model."""
     if problem := describe_other_model(Manifest.from_json(row.manifest), row.genesis, proposed.genesis):
         raise ConfigError(f"{problem}; a new run takes another shared.run and empty directories")
 

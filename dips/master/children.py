@@ -1,6 +1,7 @@
-"""One process that the master supervises, held by its pidfd: a pid that the kernel reuses cannot be mistaken for it.
+"""One process that the master supervises, held by its pidfd, so that a pid that the kernel reuses is not mistaken for
+it.
 
-It may be our child, or one that a former master started and that we adopted; either way its death is an event.
+It may be a child, or a process that a former master started and this one adopted; either way its end is noticed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dips.private_files import umask_given
 
 
 class Child:
-    """A process that is alive, or whose death was seen. Must be created inside the event loop."""
+    """A process that is alive, or whose end was noticed. Must be created inside the event loop."""
 
     def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None, *, whole_group: bool = False) -> None:
-        """`whole_group`: what it leaves running in its process group is killed when it dies, before its number is free.
+        """With `whole_group` the rest of its process group is killed when it ends, before its pid can be reused.
 
         Raise ProcessLookupError if no process has this pid.
         """
@@ -33,7 +34,7 @@ class Child:
 
     @classmethod
     def start(cls, command: Sequence[str], log: Path, cwd: Path | None = None, *, whole_group: bool = False) -> Child:
-        """Start a process in a session of its own that appends to `log`; raise OSError if it cannot be started."""
+        """Start a process in its own session that appends to `log`; raise OSError if it cannot be started."""
         with log.open("ab") as out:  # its own descriptor: the process outlives us
             popen = subprocess.Popen(
                 command,
@@ -46,7 +47,7 @@ class Child:
             )
         try:
             return cls(popen.pid, popen, whole_group=whole_group)
-        except OSError:  # no descriptor is left: nobody would see it die
+        except OSError:  # no descriptor is left to watch it with
             popen.kill()
             popen.wait()
             raise
@@ -57,11 +58,11 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs, and for a process that is not our child."""
+        """Exit code, negative for a signal; None while it runs, and for a process that is not our child."""
         return self._popen.poll() if self._popen is not None else None
 
     def read_moved_bytes(self) -> int:
-        """What it has read and written since its start, files and sockets; 0 if that cannot be told."""
+        """Return the bytes that it has read and written since its start, files and sockets; 0 if unknown."""
         try:
             lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
             counts = dict(line.split(": ", 1) for line in lines)
@@ -70,26 +71,26 @@ class Child:
             return 0
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing if it has ended."""
+        """Send a signal, unless it has ended."""
         if self.alive:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
     def kill_group(self) -> None:
-        """Kill it and all of its process group, which it must lead; nothing if it has ended."""
-        if self.alive:  # not reaped yet: the number is still its own
+        """Kill the process and its process group, which it must lead, unless it has ended."""
+        if self.alive:  # not reaped yet, so its pid is not reused
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its death; return whether it came within `timeout_s`."""
+        """Wait for its end; return whether it ended within `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         return not self.alive
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to end, kill it after `grace_s`, and return when it is dead."""
+        """Send SIGTERM, then SIGKILL after `grace_s`; return when it has ended."""
         self.send_signal(signal.SIGTERM)
         if not await self.wait(grace_s):
             self.send_signal(signal.SIGKILL)
@@ -112,9 +113,9 @@ class Child:
 
 
 def truncate_log(log: Path, most_bytes: int) -> None:
-    """Keep a log that another process appends to below a size: its content becomes `<log>.1`, then it is emptied.
+    """Limit a log that another process appends to: above the size it is copied to `<log>.1`, then emptied.
 
-    Lines that are written between the two are lost: a log is for people.
+    Lines that are written between the two are lost, which is acceptable for a log.
     """
     with suppress(FileNotFoundError):
         if log.stat().st_size > most_bytes:

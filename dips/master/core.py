@@ -1,13 +1,12 @@
-"""Everything that a master decides, as a pure state machine: no clock, socket, thread or event loop.
+"""All decisions of a master as a pure state machine: no clock, socket, thread or event loop.
 
-It owns the Coordinator (what rounds, pushes and versions mean), the Judge (who is alive), the alignment of pushes, the
-questions that are kept open, and the outbox. A shell around it tells it what arrived and what time it is, carries out
-the actions that it returns, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py)
-are two such shells.
+It owns the Coordinator (rounds, pushes and versions), the Judge (which peers are alive), the alignment of pushes, open
+questions, and the outbox. A shell around it passes in what arrived and what time it is, carries out the returned
+actions, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py) are two such shells.
 
 What must stay true: nothing behind a Record leaves before the record is durable, answers to heartbeats included.
-Silence counts only while somebody listens: after a gap in which the shell did not run, every deadline moves, and what
-had arrived meanwhile is read before anybody is judged.
+Silence counts only while the shell runs: after a gap every deadline is shifted, and messages that arrived meanwhile are
+read before any peer is judged.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from dips.protocol.records import ClusterEnded, RangesLeased
 from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
 
-EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads what is true
-LEAST_SLEEP_S = 0.001  # a deadline that has passed does not make the shell spin
+EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads the ledger's true state
+LEAST_SLEEP_S = 0.001  # least sleep, so that the shell does not spin on a deadline that has passed
 
 Step = Callable[[Event, float], list[Effect]]
 Heartbeats = dict[
@@ -42,10 +41,11 @@ Heartbeats = dict[
 
 
 class MasterCore:
-    """One term of a master. `now` is monotonic seconds; a shell calls in this order, whenever it runs:
+    """One term of a master. `now` is monotonic seconds. A shell calls in this order, whenever it runs:
 
-    wake(now), then on_heartbeat or handle for all that has arrived, then tick(now); carry out take_actions(); sleep
-    until sleep_until(now) or until something arrives. WriteRecords is answered by on_written or on_write_failed.
+    on_wake(now), then on_heartbeat or take_event for everything that has arrived, then tick(now); it carries out
+    take_actions() and sleeps until sleep_until(now) or until something arrives. It answers WriteRecords with on_written
+    or on_write_failed.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class MasterCore:
         polls: PollOptions = PollOptions(),
         step: Step | None = None,
     ) -> None:
-        """`step` wraps `coordinator.step`, for those who journal or watch every event."""
+        """`step` wraps `coordinator.step`, to journal or watch every event."""
         self._coordinator, self._judge, self._timing, self._polls = coordinator, judge, timing, polls
         self._decide = step or coordinator.step
         self._alignment = Alignment()
         self._patience = SlavePatience(timing.compute_s)
         self._held = HeldQuestions(polls)
         self._outbox = Outbox()
-        self._expected_at = now  # when the shell meant to run again
-        self._judging_from = now  # after a gap: nobody is judged before this time
+        self._expected_at = now  # when the shell planned to run again
+        self._judging_from = now  # after a gap, no peer is judged before this time
         self.heartbeats: Heartbeats = {}
         self.heartbeat_s = timing.heartbeat_s
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def on_wake(self, now: float) -> None:
-        """The shell runs again: notice a gap if it slept for longer than it meant to."""
+        """Begin a run of the shell; detect a gap if it slept for longer than planned."""
         gap_s = now - self._expected_at
         if gap_s <= self._timing.heartbeat_s:
             return
@@ -82,10 +82,10 @@ class MasterCore:
         self._alignment.skip_gap(gap_s)
         self._patience.skip_gap(gap_s)
         self._step_event(Blind(gap_s), now)
-        self._judging_from = now + self._timing.heartbeat_s / 2  # what is still in the sockets is read first
+        self._judging_from = now + self._timing.heartbeat_s / 2  # first read what is still in the sockets
 
     def tick(self, now: float) -> None:
-        """Do what is due: judge silence, act on the Coordinator's deadlines, ask held questions again."""
+        """Do what is due: judge silence, process the Coordinator's deadlines, ask held questions again."""
         if now < self._judging_from:
             return
         if now >= self._judge.next_deadline():
@@ -97,14 +97,14 @@ class MasterCore:
             self._ask_question(question, now)
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; inf if nothing is due."""
+        """Return when `tick` has something to do; inf if nothing is due."""
         due, judged, asked = self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline()
         due = judged if judged < due else due
         due = asked if asked < due else due
         return due if due > self._judging_from else self._judging_from
 
     def sleep_until(self, now: float) -> float:
-        """When the shell must run again: at the next deadline, and at most a heartbeat from now to notice a gap."""
+        """Return when the shell must run again: at the next deadline, at most after a heartbeat, to notice a gap."""
         due, least, most = self.next_deadline(), now + LEAST_SLEEP_S, now + self._timing.heartbeat_s
         self._expected_at = due = (least if due < least else due) if due < most else most
         return due
@@ -112,15 +112,15 @@ class MasterCore:
     # ---- what arrives ----------------------------------------------------------------------------------------------
 
     def take_event(self, event: Event, now: float) -> None:
-        """Take a fact or a question; a question whose answer is Pending is held open."""
+        """Process an event; a question whose answer is Pending is held open."""
         self._ask_question(HeldQuestion(event, now + self._polls.patience_s), now)
 
     def withdraw_question(self, req: int) -> None:
-        """Whoever asked question `req` no longer waits for the answer."""
+        """Forget question `req`, whose caller no longer waits for the answer."""
         self._held.withdraw_question(req)
 
     def on_heartbeat(self, req: int, heartbeat: ClusterHeartbeat | SlaveHeartbeat, now: float) -> None:
-        """Take a heartbeat; its answer leaves as HeartbeatReply."""
+        """Process a heartbeat; its answer leaves as HeartbeatReply."""
         if isinstance(heartbeat, ClusterHeartbeat):
             answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer = self._answer_cluster(heartbeat, now)
         else:
@@ -130,30 +130,30 @@ class MasterCore:
     # ---- what leaves -----------------------------------------------------------------------------------------------
 
     def take_actions(self) -> list[Action]:
-        """Return what to do now, in order; each action is returned once."""
+        """Return the actions to carry out now, in order; each is returned once."""
         return self._outbox.take_actions()
 
     def has_unwritten(self) -> bool:
-        """Whether some record that was decided is not durable yet."""
+        """Whether some record is not durable yet."""
         return self._outbox.has_unwritten()
 
     def on_written(self) -> None:
-        """The records of the last WriteRecords are durable."""
+        """Record that the records of the last WriteRecords are durable."""
         self._outbox.on_written()
 
     def on_write_failed(self, error: Exception) -> Exit:
-        """The records of the last WriteRecords are not written: nothing more leaves, and the process must exit."""
+        """Return the Exit after the records of the last WriteRecords could not be written; nothing more leaves."""
         stale = isinstance(error, StaleTerm)
         return Exit(EXIT_STALE if stale else EXIT_LEDGER, f"a record could not be written: {error}")
 
     # ---- for people ------------------------------------------------------------------------------------------------
 
     def explain_unready(self) -> str:
-        """Why the run cannot take an outer step now; empty: it can."""
+        """Return why the run cannot take an outer step now; empty if it can."""
         return self._coordinator.explain_unready()
 
     def build_view(self, now: float) -> RunView:
-        """The run for people, as far as it is known here."""
+        """Return the view of the run, with the pace of its clusters but without the parts that lie outside the core."""
         timing, view = self._coordinator.window_timing(), self._coordinator.build_view(now)
         clusters = dict(view.clusters)
         for name, c in view.clusters.items():
@@ -169,10 +169,10 @@ class MasterCore:
         for event in self._judge.on_cluster_heartbeat(heartbeat, now):
             self._step_event(event, now)
         standing, push, pull = coordinator.cluster_standing(name, heartbeat.inc)
-        if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
+        if standing is ClusterStanding.LIVE:  # so that only names known to the Coordinator are kept
             self.heartbeats["cluster", name] = (heartbeat, now)
             self._alignment.record_heartbeat(heartbeat)
-            if push is not None:  # its commit may wait for what this heartbeat tells
+            if push is not None:  # its commit may wait for the numbers in this heartbeat
                 self._report_tokens(name, now)
         push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
         progress, lease_s = coordinator.progress(), self._timing.lease_s
@@ -184,7 +184,7 @@ class MasterCore:
             self._step_event(event, now)
         register, as_of, live = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
-        if not register or self._patience.knows(heartbeat.slave):  # so only names that the Coordinator knows are kept
+        if not register or self._patience.knows(heartbeat.slave):  # so only names known to it are kept
             progress = self._patience.judge_heartbeat(heartbeat, now)
             if progress is not None:
                 self._outbox.put_item(progress)
@@ -197,14 +197,14 @@ class MasterCore:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def _ask_question(self, question: HeldQuestion, now: float) -> None:
-        """Step one event that came from outside, for the first time or again."""
+        """Process one event from outside, for the first time or again."""
         event = question.event
         if type(event) in _COMPLETED:
             event = self._complete_event(event, now)
         self._step_event(event, now, question)
 
     def _complete_event(self, event: Event, now: float) -> Event:
-        """Tell the Coordinator first what only the Judge knows of whom the event is about."""
+        """Add what only the Judge knows about the event's peer, and report its tokens to the Coordinator first."""
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
             return replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
@@ -212,7 +212,7 @@ class MasterCore:
             return replace(event, rival_heard_s=self._judge.slave_heard_s(event.slave, now))
         if isinstance(event, ClusterExpelled):
             self._report_tokens(event.cluster, now)
-        elif isinstance(event, PushFinished):  # what it brings is held against them
+        elif isinstance(event, PushFinished):  # its claims are compared with them
             self._report_tokens(event.push.cluster, now)
         return event
 
@@ -221,7 +221,7 @@ class MasterCore:
             self._step_event(report, now)
 
     def _step_event(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
-        """Let the Coordinator decide, and put what follows on the outbox."""
+        """Let the Coordinator decide on an event, and put the effects on the outbox."""
         effects = self._decide(event, now)
         quiet = type(event) in _CHANGE_NOTHING
         if effects:
@@ -236,7 +236,7 @@ class MasterCore:
                 self._outbox.put_item(effect)
 
     def _follow_membership(self, event: Event, effects: list[Effect], now: float) -> None:
-        """An incarnation begins or ends by this step: the Judge and the links must know before anything follows."""
+        """Update the Judge and the links if this step begins or ends an incarnation, before any effect leaves."""
         for effect in effects:
             if type(effect) is ClusterEnded:
                 self._judge.forget_cluster(effect.cluster)

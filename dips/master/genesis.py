@@ -1,7 +1,7 @@
-"""Makes a run: from a model's parameters to the ledger's first rows and the files of version 0 (`dips init`).
+"""Creates a run: from a model's parameters to the ledger's first rows and the files of version 0 (`dips init`).
 
-Only this, or a verified snapshot, ever defines θ (docs/architecture.md#invariant-7). The ledger is written last, so a
-run whose making was interrupted does not exist.
+Only this, or a verified snapshot, defines θ (docs/architecture.md#invariant-7). The ledger is written last, so a run
+whose creation was interrupted does not exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensor = npt.NDArray[np.float32]
 LEDGER = "ledger.sqlite"
 INITIAL_MODEL = Path("initial") / "model.safetensors"
 INITIAL_MANIFEST = Path("initial") / "manifest.json"
-INITIAL_SHARED = Path("initial") / "shared.json"  # the ledger has only their digest; this names what differs from it
+INITIAL_SHARED = Path("initial") / "shared.json"  # the ledger has only their digest; this file has the options
 INITIAL_FILES = (INITIAL_MODEL, INITIAL_MANIFEST, INITIAL_SHARED)
 
 
@@ -56,7 +56,7 @@ def check_is_of_run(config: RunFile, row: RunRow) -> None:
 
 
 def check_placement(config: RunFile, row: RunRow) -> None:
-    """Raise ConfigError unless the ledger's layers lie on the run file's slaves."""
+    """Raise ConfigError unless the ledger's layers are on the run file's slaves."""
     placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
     if placed != named:
         raise ConfigError(
@@ -66,7 +66,7 @@ def check_placement(config: RunFile, row: RunRow) -> None:
 
 
 def _describe_differences(config: RunFile, row: RunRow) -> str:
-    """Name the keys, if what `dips init` wrote down beside the model is there."""
+    """Describe which shared options differ, by key if the copy of `dips init` beside the model exists."""
     try:
         made_with = json.loads((config.master.directory / INITIAL_SHARED).read_text())
         lines = differing_options(config.shared.agreed, made_with)
@@ -82,9 +82,9 @@ def make_run(
     """Write `<master.directory>/initial/` and the ledger of a new run; return its first row.
 
     config   names the run, the slaves and the directory
-    tensors  full fp32 parameters by name, in any order; what is frozen does not belong to θ, nor do buffers but those
-             that shared.share_buffers names
-    force    throw an existing ledger away: its run is gone
+    tensors  full fp32 parameters by name, in any order; without frozen parameters, and of buffers only those that
+             shared.share_buffers names
+    force    delete an existing ledger, and its run with it
     wall     Unix seconds, for the ledger's rows
 
     Errors   ConfigError: a ledger exists, or a mirror with a run of this name; a dtype is not float32, an element is
@@ -109,13 +109,13 @@ def make_run(
 
 
 def row_of_model(config: RunFile, manifest: Manifest, tensors: Mapping[str, Tensor]) -> RunRow:
-    """The first row of the ledger of a run that begins with this model; ConfigError as `make_row`, nothing written."""
+    """Return the first row of the ledger of a run with this model, without writing; ConfigError as for `make_row`."""
     digests = tuple(layer_digest(layer, tensors) for layer in manifest.layers)
     return make_row(config, manifest, digests, tuple(layer_norm(layer, tensors) for layer in manifest.layers))
 
 
 def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norms: tuple[float, ...]) -> RunRow:
-    """The first row of the ledger of a new run; ConfigError: more slaves than layers."""
+    """Return the first row of the ledger of a new run; raise ConfigError if there are more slaves than layers."""
     return RunRow(
         run=config.shared.run,
         config_digest=config.shared.digest,
@@ -128,7 +128,7 @@ def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norm
 
 
 def fetch_initial(store: MirrorStore, directory: Path) -> None:
-    """Bring the initial model and its manifest back from the mirror, where they are missing; v0@r0 is read from it."""
+    """Restore missing files of the initial model from the mirror; v0@r0 is read from them."""
     for name in INITIAL_FILES:
         path, there = directory / name, store.file_size(str(name))
         if path.exists() or there is None:
@@ -143,7 +143,7 @@ def fetch_initial(store: MirrorStore, directory: Path) -> None:
 
 
 def mirror_initial(config: RunFile) -> None:
-    """Whoever reads it back has the digests of the ledger. A model that `dips seed` brings is not among the files."""
+    """Copy the initial files to the mirror, without a model that `dips seed` brings. Readers verify digests."""
     if config.master.mirror is None:
         return
     directory = config.master.directory
@@ -154,10 +154,10 @@ def mirror_initial(config: RunFile) -> None:
 
 
 def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
-    """The mirrors that hold something of a run of this name; raise ConfigError if there are any, unless `force`.
+    """Return the mirrors that hold anything of a run of this name; raise ConfigError if there are any, unless `force`.
 
-    A slave that starts with an empty directory would take what lies there for its own. A slave's mirror that cannot be
-    reached from here is passed over.
+    A slave that starts with an empty directory would restore from there. A slave's mirror that cannot be reached from
+    here is skipped.
     """
     urls = [("master", config.master.mirror), *((slave.name, slave.mirror) for slave in config.slaves)]
     found = []
@@ -213,7 +213,7 @@ def _shorten_lines(lines: list[str], most: int = 5) -> str:
 
 
 def layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
-    """xxh3-128 of the layer's flat little-endian bytes, in manifest order: what a slave loads as v0@r0."""
+    """Return xxh3-128 of the layer's flat little-endian bytes, in manifest order, as a slave loads it for v0@r0."""
     digest = xxhash.xxh3_128()
     for parameter in layer.parameters:
         digest.update(np.ascontiguousarray(tensors[parameter.name], dtype="<f4").reshape(-1).view(np.uint8).data)
@@ -225,22 +225,22 @@ def layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
 
 
 def _throw_away(ledger: Path) -> None:
-    """Remove the old run's ledger, if no master holds it."""
+    """Delete the old run's ledger, if no master holds it."""
     if ledger.exists():
         with hold_ledger(ledger):
             ledger.unlink()
             remove_beside(ledger)
     shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
-    (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is thrown away, too
+    (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is deleted, too
 
 
 def write_initial(config: RunFile, manifest: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write version 0, and what lies beside it, in the place of what is there."""
+    """Write version 0 and its listings, replacing existing files."""
     model = directory / INITIAL_MODEL
     make_directory(model.parent)
     aside = model.with_suffix(".tmp")
-    metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
-    # ascontiguousarray gives a scalar one dimension.
+    metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as in files of `dips export`
+    # ascontiguousarray makes a scalar one-dimensional.
     save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
@@ -248,7 +248,7 @@ def write_initial(config: RunFile, manifest: Manifest, tensors: Mapping[str, Ten
 
 
 def put_initial(aside: Path, directory: Path) -> None:
-    """Give version 0 and what lies beside it, written under another directory of this disk, their place, durably."""
+    """Move version 0 and its listings from another directory of this disk to their place, durably."""
     make_directory((directory / INITIAL_MODEL).parent)
     for name in INITIAL_FILES:
         (aside / name).replace(directory / name)
@@ -256,7 +256,7 @@ def put_initial(aside: Path, directory: Path) -> None:
 
 
 def write_listings(config: RunFile, manifest: Manifest, directory: Path) -> None:
-    """What lies beside the model, or in its place: for people and tools, and to name what differs later."""
+    """Write the manifest and the shared options as files, for people and tools, and to name differences later."""
     make_directory((directory / INITIAL_MANIFEST).parent)
     for name, text in (
         (INITIAL_MANIFEST, manifest.to_json()),

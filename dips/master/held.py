@@ -1,4 +1,4 @@
-"""Questions that the Coordinator answered Pending: kept open, and asked again when something has changed.
+"""Questions with the answer Pending: kept open, and asked again when something has changed.
 
 A long poll costs its caller one call in about ten seconds, and the master one step for each change that may end the
 wait. Many open questions are asked again less often, so that together they cost about as much as a few. Pure.
@@ -15,11 +15,11 @@ from dips.protocol.events import Event
 
 @dataclass(frozen=True, slots=True)
 class PollOptions:
-    """How long questions stay open and how often they are asked again, in seconds."""
+    """Durations of open questions and intervals of asking them again, in seconds."""
 
-    patience_s: float = 10.0  # then Pending is the answer: well before a client's own deadline of 30 s
-    again_s: float = 2.0  # asked again after so long even if nothing was seen to change
-    pause_s: float = 0.002  # times the open questions: at least so long between two rounds of asking
+    patience_s: float = 10.0  # then the answer is Pending: well before a client's own deadline of 30 s
+    again_s: float = 2.0  # longest time until questions are asked again without a change
+    pause_s: float = 0.002  # least pause between two rounds of asking, for each open question
     longest_pause_s: float = 1.0
 
 
@@ -36,26 +36,26 @@ class HeldQuestions:
     def __init__(self, options: PollOptions) -> None:
         self._options = options
         self._held: dict[int, HeldQuestion] = {}
-        self._asked_at = -inf  # when all of them were last asked again
+        self._asked_at = -inf  # time of the last round of asking
         self._again_at = inf
 
     def hold_question(self, req: int, question: HeldQuestion, now: float) -> None:
-        """Keep a question open whose answer was Pending just now."""
+        """Keep a question open that was answered with Pending."""
         self._held[req] = question
         self._again_at = min(self._again_at, now + self._options.again_s)
 
     def withdraw_question(self, req: int) -> None:
-        """Its caller has gone."""
+        """Drop a question whose caller has gone."""
         self._held.pop(req, None)
 
     def on_change(self, now: float) -> None:
-        """Something happened that may end the wait of any of them."""
+        """Plan to ask all questions again after a change that may end the wait of any."""
         if self._held and self._again_at > now:
             pause_s = min(self._options.longest_pause_s, self._options.pause_s * len(self._held))
             self._again_at = min(self._again_at, max(now, self._asked_at + pause_s))
 
     def next_deadline(self) -> float:
-        """When to call `take_due`; inf if no question is open."""
+        """Return when to call `take_due`; inf if no question is open."""
         if not self._held:
             return inf
         until = next(iter(self._held.values())).until

@@ -1,16 +1,16 @@
-"""The journal: every event that the Coordinator stepped through, and what it ordered; evidence, not truth
-(docs/rationale.md#30).
+"""The journal: every event that the Coordinator processed, and a digest of its effects; for diagnosis, not the run's
+state (docs/rationale.md#30).
 
     journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
     {"journal": 3, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
     [12.25, ["Ticked"], "0f3a…", ["Note", "2 Order"]]
-                                                     when (master's clock), the event, digest and kinds of the effects
-    [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
+                when (master's clock), the event, digest and kinds of the effects
+    [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and its exception: the last line
 
-The event loop hands over what it stepped through and goes on: a thread encodes and writes. A disk that is full, or
-slower than the events, stops the journal with an error in the log, and not the master; later the journal begins again
-with a new segment. Nothing is fsynced: after a crash of the machine the last lines may be missing. Heartbeats are not
-in it, the Judge's verdicts are. `dips-master replay` reads it.
+The event loop only queues steps: a thread encodes and writes them. A disk that is full, or slower than the events,
+stops the journal with an error in the log, but not the master; later the journal begins again with a new segment.
+Nothing is fsynced: after a crash of the machine the last lines may be missing. It has no heartbeats, but the Judge's
+events. `dips-master replay` reads it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
 )
-AT_ONCE = 256  # steps spelled into one write
-RETRY_S = 60.0  # after it stopped, before a new segment is tried
-CLOSE_S = 2.0  # a graceful end waits so long for the disk
-_OF_NOTHING = codec.value_digest(())  # most events have no effect
+AT_ONCE = 256  # steps encoded into one write
+RETRY_S = 60.0  # after it stopped, until a new segment is tried
+CLOSE_S = 2.0  # a graceful end waits this long for the disk
+_OF_NOTHING = codec.value_digest(())  # digest of no effects, the most frequent case
 _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 
 
@@ -52,11 +52,11 @@ _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 class _Head:
     """The first line of a segment."""
 
-    state: Any  # spelled
+    state: Any  # encoded
 
 
 class JournalStep(NamedTuple):
-    """One event, and what came of it."""
+    """One event, with its effects or its exception."""
 
     now: float
     event: Event
@@ -64,7 +64,7 @@ class JournalStep(NamedTuple):
 
 
 class Journal:
-    """Called by the event loop only; the thread inside owns the files."""
+    """The journal of one term. Only the event loop calls it; its thread owns the files."""
 
     def __init__(
         self, directory: Path, run: str, term: int, segments: int, log: Log, segment_bytes: int = SEGMENT_BYTES
@@ -79,7 +79,7 @@ class Journal:
         self._thread.start()
 
     def step_journaled(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
-        """Let the Coordinator take an event; write what went in and what came out, or how it raised."""
+        """Let the Coordinator process an event; record the event with its effects, or with the exception."""
         if self.is_segment_due():
             self.begin_segment(coordinator.capture_state())
         try:
@@ -91,7 +91,7 @@ class Journal:
         return effects
 
     def is_segment_due(self) -> bool:
-        """At the start, after a full segment, and after a stop."""
+        """Whether to begin a segment: at the start, after a full segment, and after a stop."""
         if not self._begun:
             return True
         if self._writer.failed or self._stopped_at is not None:
@@ -99,7 +99,7 @@ class Journal:
         return self._writer.full
 
     def begin_segment(self, state: object) -> None:
-        """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
+        """Begin a segment with the Coordinator's whole state, which is encoded before this returns."""
         self._begun = True
         try:
             spelled = codec.encode_value(state)
@@ -112,7 +112,7 @@ class Journal:
         self._queue.put(_Head(spelled))
 
     def record_step(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
-        """The Coordinator took `event` at `now` and ordered `effects`, or raised: then it is broken."""
+        """Queue an event with its effects, or with the exception that ended the master."""
         if self._stopped_at is not None:
             return
         if self._writer.failed or self._queue.qsize() >= MOST_WAITING:
@@ -121,12 +121,12 @@ class Journal:
         self._queue.put(JournalStep(now, event, effects))
 
     def read_status(self) -> JournalView:
-        """For the status: whether it is writing, how much it wrote, and how much is waiting."""
+        """Return for the status whether it writes, how much it wrote, and how many steps wait."""
         writing = self._begun and self._stopped_at is None and not self._writer.failed
         return JournalView(writing, self._writer.bytes_written, self._queue.qsize())
 
     def close(self) -> None:
-        """Write what waits, for at most CLOSE_S."""
+        """Write the waiting steps, for at most CLOSE_S."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
 
@@ -156,7 +156,7 @@ class Journal:
 
 
 class _JournalWriter:
-    """The files; used by the journal's thread, but for the two flags."""
+    """Writes the files, on the journal's thread; two of its flags are read by the event loop."""
 
     def __init__(self, directory: Path, run: str, term: int, segments: int, log: Log, segment_bytes: int) -> None:
         self._directory, self._run, self._term, self._log = directory, run, term, log
@@ -224,7 +224,7 @@ class _JournalWriter:
 
 
 def spell_step(step: JournalStep) -> bytes:
-    """The line of one step."""
+    """Return the line of one step."""
     event = codec.encode_value(step.event)
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]
@@ -235,24 +235,24 @@ def spell_step(step: JournalStep) -> bytes:
 
 
 def count_kinds(effects: Sequence[Effect]) -> list[str]:
-    """The kinds of effects in their order, those that follow each other counted: an order to every slave is one."""
+    """Return the kinds of effects in order, with counts of equal ones in a row, such as an order to every slave."""
     runs = [(kind, len(list(same))) for kind, same in groupby(type(effect).__name__ for effect in effects)]
     return [kind if count == 1 else f"{count} {kind}" for kind, count in runs]
 
 
 def list_segments(directory: Path) -> list[Path]:
-    """The segments of a directory, oldest first."""
+    """Return the segments of a directory, oldest first."""
     found = {path: m for path in directory.glob("journal-*.jsonl") if (m := _NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: (int(found[path][1]), int(found[path][2])))
 
 
 def newest_term(directory: Path) -> int:
-    """The highest term that left a journal here; 0 for none."""
+    """Return the highest term with a journal here; 0 for none."""
     return max((int(m[1]) for path in list_segments(directory) if (m := _NAME.fullmatch(path.name))), default=0)
 
 
 def code_digest() -> str:
-    """Name the deciding code by its sources: other code may decide otherwise, and a replay says so."""
+    """Return a digest of the deciding code's sources: other code may decide differently, which a replay reports."""
     digest = hashlib.blake2b(digest_size=8)
     root = Path(dips.protocol.__path__[0])
     for path in sorted(root.rglob("*.py")):

@@ -1,8 +1,8 @@
-"""The ledger: what the master must never forget, in SQLite (WAL, synchronous=FULL). The row of a version is its birth.
+"""The ledger: the durable state of a run in SQLite (WAL, synchronous=FULL). The row of a version makes it exist.
 
 One `write_records` is one transaction: all of its records are durable when it returns, or none is. One master holds the
-file, by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when
-it is written, the Coordinator decides; this file does not know.
+file, by a lock beside it; readers (`dips history`, plots) open it read-only at any time. The Coordinator decides the
+meaning of a record and when it is written; this file does not know them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
 from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
-BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails
+BUSY_S = 10.0  # longest wait of SQLite for a reader's lock before a write fails
 
 Wall = Callable[[], float]
 
@@ -44,19 +44,21 @@ def _no_clock() -> float:
 
 
 class Ledger:
-    """One open ledger. Not safe from several threads at once; made in one and used in another is fine."""
+    """One open ledger. Not safe from several threads at once; it may be created in one and used in another."""
 
     def __init__(self, db: sqlite3.Connection, lock: PidLock | None, wall: Wall) -> None:
         self._db, self._lock, self._wall = db, lock, wall
-        self._term = 0  # ours; 0 before start_term: then nobody can have a later one
+        self._term = 0  # ours; 0 before start_term, which disables the check for a later term
 
     @classmethod
     def create(cls, path: Path | str, row: RunRow, wall: Wall = _no_clock) -> Ledger:
-        """Make the ledger of a new run; raise ConfigError if the file exists. `wall` gives Unix seconds, for people."""
+        """Create the ledger of a new run; raise ConfigError if the file exists. `wall` returns Unix seconds, for
+        people.
+        """
         if str(path) != MEMORY and Path(path).exists():
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
         lock = _take_lock(path)
-        db = _connect_file(path, "rwc")  # beside a new file SQLite removes a WAL that was left
+        db = _connect_file(path, "rwc")  # beside a new file SQLite removes a leftover WAL
         _write_durably(db)
         with _in_transaction(db) as rows:
             _run_all(db, f"{SCHEMA};\n{CHAIN}")
@@ -70,12 +72,11 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False, verified: bool = True) -> Ledger:
-        """Open a run's ledger, and hold it against a second master unless `readonly`.
+        """Open a run's ledger, and lock it against a second master unless `readonly`.
 
-        One of an older Di-PS is brought to today's format. Raise ConfigError if there is none, it is in use, or its
-        format is not known; Corrupt if it is none, CorruptLedger if a bit of it is not what was written; FailedDisk if
-        it cannot be read. Without `verified` bits are not looked at: for who reads a name or a number on which nothing
-        depends.
+        Raise ConfigError if there is none, it is in use, or its format is not known; Corrupt if it is another file,
+        CorruptLedger if a row is not as it was written; FailedDisk if it cannot be read. Without `verified` the rows
+        are not checked, for readers of a name or a number that nothing depends on.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
@@ -89,8 +90,7 @@ class Ledger:
         return cls(db, lock, wall)
 
     def start_term(self, above: int = 0) -> int:
-        """Begin the incarnation of a master: a term above `above` and every earlier one, durable on return
-        (docs/rationale.md#4)."""
+        """Begin a master's term: above `above` and every earlier one, durable on return (docs/rationale.md#4)."""
         with _in_transaction(self._db) as rows:
             term = max(self.read_term(), above) + 1
             rows.insert_row("terms", (term, self._wall()))
@@ -98,7 +98,7 @@ class Ledger:
         return self._term
 
     def read_term(self) -> int:
-        """The newest term that has begun; 0 if none has."""
+        """Return the newest term that has begun; 0 if none has."""
         (term,) = self._db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
         return int(term)
 
@@ -107,8 +107,8 @@ class Ledger:
 
         wall  Unix seconds for the rows; None: of the clock
 
-        Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
-        master that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
+        Raise StaleTerm if a later master has begun its term here: not every file system supports locks, and a master
+        that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
         """
         with _in_transaction(self._db) as rows:
             if self._term and (newest := self.read_term()) != self._term:
@@ -118,16 +118,16 @@ class Ledger:
                 write_record(rows, record, at)
 
     def serialize(self) -> bytes:
-        """The whole file as it is now, what lies in its WAL included."""
+        """Return the whole file as bytes, with the contents of its WAL."""
         return self._db.serialize()
 
     def read_state(self) -> LedgerState:
-        """Everything that a new master knows; raise Corrupt if rows contradict each other."""
+        """Return the state from which a new master starts; raise Corrupt if rows contradict each other."""
         with _one_moment(self._db):
             return read_state(self._db)
 
     def run_row(self) -> RunRow:
-        """What `dips init` wrote; raise Corrupt if it did not finish."""
+        """Return the row that `dips init` wrote; raise Corrupt if it did not finish."""
         return read_run(self._db)
 
     def read_history(self, limit: int = 100) -> list[RoundHistory]:
@@ -146,7 +146,7 @@ class Ledger:
         return find_unprocessed(self._db, every)
 
     def read_digests(self) -> dict[tuple[int, str], str]:
-        """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
+        """Return (round, slave) → digest of the manifest of that slave's snapshot."""
         return read_digests(self._db)
 
     def read_rebalances(self) -> list[RebalanceHistory]:
@@ -155,11 +155,11 @@ class Ledger:
             return read_rebalances(self._db)
 
     def read_extensions(self) -> list[ExtensionHistory]:
-        """Return what `dips init` read of the run's targets, then every `dips set`, oldest first."""
+        """Return the targets of `dips init`, then those of every `dips set`, oldest first."""
         return read_extensions(self._db)
 
     def read_audit(self, limit: int = 100) -> list[OperatorActed]:
-        """Return the newest `limit` requests of operators, oldest first, with who asked and what came of each."""
+        """Return the newest `limit` requests of operators, oldest first, with caller and outcome."""
         return read_audit(self._db, limit)
 
     def read_tunings(self) -> list[TuningHistory]:
@@ -179,7 +179,7 @@ class Ledger:
         }
 
     def close(self) -> None:
-        """Close the file and let go of the lock; twice is fine."""
+        """Close the file and release the lock. Idempotent."""
         self._db.close()
         if self._lock is not None:
             self._lock.close()
@@ -188,7 +188,7 @@ class Ledger:
 
 @contextmanager
 def hold_ledger(path: Path) -> Iterator[None]:
-    """Keep masters away from a ledger's file for a while; raise ConfigError if one holds it."""
+    """Lock a ledger's file against masters for a while; raise ConfigError if one holds it."""
     lock = _take_lock(path)
     try:
         yield
@@ -198,9 +198,9 @@ def hold_ledger(path: Path) -> Iterator[None]:
 
 
 def put_in_place(built: Path, path: Path) -> None:
-    """Give a closed ledger file its name, durably; the caller holds the ledger of that name.
+    """Rename a closed ledger file to its final name, durably; the caller holds the lock of that name.
 
-    What SQLite kept beside a file of that name before is removed first: it would play that WAL into this one.
+    SQLite's WAL beside a former file of that name is removed first: it would be applied to this one.
     """
     sync_path(built)
     remove_beside(path)
@@ -228,7 +228,7 @@ def _connect_file(path: Path | str, mode: str) -> sqlite3.Connection:
 
 
 def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
-    """The ledger, verified."""
+    """Open the ledger's file and verify it."""
     db = _connect_file(path, "ro" if readonly else "rw")
     try:
         _check_is_ours(db, path)
@@ -244,7 +244,7 @@ def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Conn
 
 
 def _write_durably(db: sqlite3.Connection) -> None:
-    """For who writes, once the file is known to be sound: to set these reads its tables."""
+    """Configure durable writes, after verification, since these pragmas read the file's tables."""
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
@@ -277,7 +277,7 @@ def _run_all(db: sqlite3.Connection, statements: str) -> None:
 
 
 def _take_lock(path: Path | str) -> PidLock | None:
-    """Hold `<ledger>.lock` until it is closed; a ledger in memory has none."""
+    """Return the lock `<ledger>.lock`, held until closed; None for a ledger in memory."""
     if str(path) == MEMORY:
         return None
     make_directory(Path(path).parent)
@@ -287,7 +287,7 @@ def _take_lock(path: Path | str) -> PidLock | None:
 
 @contextmanager
 def _in_transaction(db: sqlite3.Connection) -> Iterator[ChainedRows]:
-    """All rows that the body writes, or none of them, chained and durable when it is left; FailedDisk if not."""
+    """Write all rows of the body in one chained, durable transaction, or none; raise FailedDisk if the disk fails."""
     try:
         db.execute("BEGIN IMMEDIATE")
         rows = ChainedRows(db)
@@ -309,7 +309,7 @@ def _path_of(db: sqlite3.Connection) -> str:
 
 @contextmanager
 def _one_moment(db: sqlite3.Connection) -> Iterator[None]:
-    """All queries of the body see the same rows, whatever a living master commits meanwhile."""
+    """Give all queries of the body the same snapshot of the rows, whatever a running master commits meanwhile."""
     db.execute("BEGIN")
     try:
         yield

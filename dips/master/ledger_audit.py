@@ -1,4 +1,4 @@
-"""Reads what the ledger says of operators: who did what, what was tuned, and which clusters they keep out."""
+"""Reads operators' rows of the ledger: the audit, changed options, and quarantined clusters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dips.protocol.records import OperatorActed
 class TuningHistory:
     """One key that `dips set` changed; `wall` is Unix seconds."""
 
-    last_round: int  # the newest that had been reserved
+    last_round: int  # the newest reserved round
     wall: float
     change: TunedOption
 
 
 def read_audit(db: sqlite3.Connection, limit: int) -> list[OperatorActed]:
-    """The newest `limit` rows, oldest first."""
+    """Return the newest `limit` rows, oldest first."""
     query = """SELECT caller, action, arguments, outcome, refused, asked, passed_over FROM audit
                ORDER BY place DESC LIMIT ?"""
     rows = db.execute(query, (limit,)).fetchall()
@@ -30,13 +30,13 @@ def read_audit(db: sqlite3.Connection, limit: int) -> list[OperatorActed]:
 
 
 def read_tunings(db: sqlite3.Connection) -> list[TuningHistory]:
-    """Every key that was tuned, oldest first."""
+    """Return every change of an option, oldest first."""
     rows = db.execute("SELECT last_round, wall, key, value FROM tunings ORDER BY place")
     return [TuningHistory(last_round, wall, _read_option(key, value)) for last_round, wall, key, value in rows]
 
 
 def read_tuned(db: sqlite3.Connection) -> tuple[TunedOption, ...]:
-    """What holds now, in the order in which the keys were first tuned."""
+    """Return the present values of changed options, in the order in which the keys were first changed."""
     found: dict[str, TunedOption] = {}
     for key, value in db.execute("SELECT key, value FROM tunings ORDER BY place"):
         found[key] = _read_option(key, value)
@@ -44,7 +44,7 @@ def read_tuned(db: sqlite3.Connection) -> tuple[TunedOption, ...]:
 
 
 def read_quarantined(db: sqlite3.Connection) -> tuple[tuple[str, str], ...]:
-    """Clusters that an operator keeps out, and why."""
+    """Return the clusters that an operator has quarantined, with the reasons."""
     found: dict[str, str] = {}
     for cluster, reason in db.execute("SELECT cluster, reason FROM quarantines ORDER BY place"):
         found.pop(cluster, None)

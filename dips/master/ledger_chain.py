@@ -1,14 +1,15 @@
-"""The ledger's chain: each transaction is hashed over its rows and the hash before it, so that no bit changes unseen.
+"""The ledger's hash chain: each transaction is hashed over its rows and the hash before it, so that every changed bit
+is found.
 
-`chain` has a row for each transaction: its number, what it wrote (by table: keys, and a digest of each row; 0 for one
-that it deleted), and the hash of the link before it, of its number and of that. A row is hashed as SQLite gives it
-back, its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are held against the newest
-digest. The tables themselves are hashed by the first link.
+`chain` has a row for each transaction: its number, the rows that it wrote (by table: keys, and a digest of each row; 0
+for a deleted one), and the hash of the former link's hash, its number and these. A row is hashed as SQLite returns it,
+its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are compared with their newest digest.
+The tables' definitions are hashed by the first link.
 
 What must stay true: every row of the ledger is written through ChainedRows. A ledger is verified whenever it is opened:
-first SQLite's own integrity_check of pages and indexes, which sees no value; then every row against the chain, in one
-pass. What a flipped bit may still do is cut the end of a WAL that was left by a crash: that is an older ledger, and a
-later term in the mirror or a slave that has seen more tells (docs/rationale.md#2).
+first SQLite's own integrity_check of pages and indexes, which checks no values; then every row against the chain, in
+one pass. A flipped bit may still cut the end of a WAL that a crash left, which gives an older ledger; a later term in
+the mirror, or a slave that has seen more, reveals that (docs/rationale.md#2).
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from dips.errors import CorruptLedger
 from dips.master.ledger_errors import ADVICE, is_failing, refuse_failing
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
-DELETED = 0  # in the place of a digest; a row's own is never 0
+DELETED = 0  # in place of a digest; a row's own is never 0
 FIRST = bytes(16)  # the hash before the first link
-MOST_LINES = 3  # of what integrity_check says
+MOST_LINES = 3  # of integrity_check's output
 ROWS_READ = 1_000  # at a time
 
 Row = tuple[Any, ...]
 
 
 class ChainedRows:
-    """Writes the rows of one transaction, and remembers which; `write_link` is its last act."""
+    """Writes the rows of one transaction and remembers their keys; `write_link` must come last."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self.db = db
         self._keys: defaultdict[str, dict[int, None]] = defaultdict(dict)  # by table, in the order of writing
 
     def insert_row(self, table: str, values: Sequence[Any]) -> int:
-        """Add a row; return its rowid."""
+        """Insert a row; return its rowid."""
         return self._write_row("INSERT", table, values)
 
     def replace_row(self, table: str, values: Sequence[Any]) -> int:
-        """Add a row in the place of the one with its key; return its rowid."""
+        """Insert a row or replace the one with its key; return its rowid."""
         return self._write_row("INSERT OR REPLACE", table, values)
 
     def delete_rows(self, table: str) -> None:
@@ -58,13 +59,13 @@ class ChainedRows:
         self.db.execute(f"DELETE FROM {table}")
 
     def chain_all(self) -> None:
-        """Take up the tables themselves and every row that is there: of a ledger that has no chain yet."""
+        """Add the tables' definitions and every existing row, for a ledger that has no chain yet."""
         self._keys[SCHEMA][0] = None
         for table in _list_tables(self.db):
             self._note_rows(table)
 
     def write_link(self) -> None:
-        """Hash what was written, as it lies in the tables now, onto the chain."""
+        """Append a link with the digests of all rows written, as they are in the tables now."""
         if not self._keys:
             return
         written = [
@@ -108,13 +109,13 @@ def _hash_link(number: int, before: bytes, content: bytes) -> bytes:
 
 
 def _list_tables(db: sqlite3.Connection) -> list[str]:
-    """All tables but the chain, in the order of their names."""
+    """Return the names of all tables but the chain, sorted."""
     query = f"SELECT name FROM {SCHEMA} WHERE type = 'table' AND name NOT IN (?, 'sqlite_sequence') ORDER BY name"
     return [name for (name,) in db.execute(query, (CHAIN,))]
 
 
 def _digest_schema(db: sqlite3.Connection) -> int:
-    """Of tables and indexes as they are spelled; pages and places in the list are SQLite's own business."""
+    """Return a digest of the definitions of tables and indexes, which excludes SQLite's page numbers."""
     return _digest(tuple(db.execute(f"SELECT type, name, tbl_name, sql FROM {SCHEMA} ORDER BY name")))
 
 
@@ -122,17 +123,17 @@ def _digest_schema(db: sqlite3.Connection) -> int:
 
 
 class _Damaged(Exception):
-    """What is wrong, without saying where the file lies."""
+    """A description of the damage, without the file's path."""
 
 
 class _Claims:
-    """What the chain says of one table: keys and digests in the order of writing; the newest of a key holds."""
+    """The chain's keys and digests of one table, in the order of writing; the newest of a key counts."""
 
     def __init__(self) -> None:
         self.keys, self.digests = array("q"), array("Q")
 
     def settle(self) -> None:
-        """Leave one claim for each row that is to be there, by key."""
+        """Reduce to one digest for each row that should exist, sorted by key."""
         keys, digests = self.keys, self.digests
         if any(map(ge, keys, islice(keys, 1, None))) or DELETED in digests:
             newest = sorted(pair for pair in dict(zip(keys, digests, strict=True)).items() if pair[1] != DELETED)
@@ -145,7 +146,7 @@ def verify_pages(db: sqlite3.Connection, where: str) -> None:
 
 
 def verify_chain(db: sqlite3.Connection, where: str) -> None:
-    """Raise CorruptLedger unless every row is as the transaction left it that wrote it last, and none is missing."""
+    """Raise CorruptLedger unless every row is as its last transaction wrote it, and none is missing."""
     _verify(_check_chain, db, where)
 
 
@@ -188,7 +189,7 @@ def _check_chain(db: sqlite3.Connection) -> None:
 
 
 def _read_claims(db: sqlite3.Connection) -> dict[str, _Claims]:
-    """Walk the chain from its first link."""
+    """Walk the chain from its first link; return keys and digests by table."""
     claims: defaultdict[str, _Claims] = defaultdict(_Claims)
     before = FIRST
     links = db.execute(f"SELECT number, rows, hash FROM {CHAIN} ORDER BY number")
@@ -220,7 +221,7 @@ def _check_table(db: sqlite3.Connection, table: str, claims: _Claims) -> None:
 
 
 def _read_rows(db: sqlite3.Connection, table: str) -> Iterator[tuple[list[int], list[int]]]:
-    """Keys and digests of some rows after another, by key."""
+    """Iterate over keys and digests of a table's rows, in batches, by key."""
     rows = db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid")
     pack, digest = msgpack.Packer().pack, xxhash.xxh3_64_intdigest
     while some := rows.fetchmany(ROWS_READ):
@@ -228,7 +229,7 @@ def _read_rows(db: sqlite3.Connection, table: str) -> Iterator[tuple[list[int], 
 
 
 def _describe_difference(db: sqlite3.Connection, table: str, claims: _Claims, found: _Claims) -> str:
-    """The first row that differs, and the transaction that wrote it."""
+    """Describe the first row that differs, and the transaction that wrote it."""
     meant, there = (dict(zip(c.keys, c.digests, strict=True)) for c in (claims, found))
     key = min(k for k in meant.keys() | there.keys() if meant.get(k) != there.get(k))
     if key not in meant:
@@ -238,7 +239,7 @@ def _describe_difference(db: sqlite3.Connection, table: str, claims: _Claims, fo
 
 
 def _describe_unreadable(db: sqlite3.Connection, table: str) -> str:
-    """The row whose text is no text any more."""
+    """Describe the row whose text is no longer valid UTF-8."""
     db.text_factory = bytes
     try:
         for row in db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid"):
@@ -254,7 +255,7 @@ def _describe_unreadable(db: sqlite3.Connection, table: str) -> str:
 
 
 def _find_writer(db: sqlite3.Connection, table: str, key: int) -> int:
-    """The last transaction that wrote this row; the chain has been walked before."""
+    """Return the last transaction that wrote this row; the chain must have been verified."""
     query = f"SELECT number, rows FROM {CHAIN} ORDER BY number DESC"
     return next(
         (

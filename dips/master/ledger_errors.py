@@ -1,6 +1,7 @@
-"""What SQLite raises over a ledger's file, as our own error: these bytes are wrong, or disk or process fails.
+"""Classification of SQLite's exceptions about a ledger's file: its bytes are damaged, or the disk or the process fails.
 
-Who reads "damaged" moves a file away, so that must not be said of a full disk, or where no file descriptor is left.
+An operator who reads "damaged" moves a file away, so it must not be said of a full disk, or of missing file
+descriptors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ADVICE = (
     "master.mirror; without a mirror put a backup in its place and run `dips-master recover`, without a backup run "
     "`dips recover` (docs/guides/operations.md#restore)"
 )
-# SQLite's primary result codes that say nothing of a file's bytes.
+# SQLite's primary result codes that do not concern a file's bytes.
 FAILING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
@@ -26,19 +27,20 @@ FAILING = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_READONLY,
 }
-PRIMARY = 0xFF  # of an extended code: SQLITE_IOERR_FSYNC is an SQLITE_IOERR
+PRIMARY = 0xFF  # mask for extended codes: SQLITE_IOERR_FSYNC is an SQLITE_IOERR
 
 
 def is_failing(error: Exception) -> bool:
-    """Whether what SQLite's module raised says that the disk or this process fails."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own part of the module gives none
+    """Whether an exception of the sqlite3 module means that the disk or this process fails."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # exceptions of the module's Python part have none
     return code & PRIMARY in FAILING and code != sqlite3.SQLITE_IOERR_SHORT_READ  # a file that ends in a page
 
 
 def refuse_failing(error: Exception, path: str) -> None:
-    """Raise FailedDisk if SQLite says that the disk or this process fails; return if it says something else.
+    """Raise FailedDisk if the exception means that the disk or this process fails; else return.
 
-    CorruptLedger, where the disk would take it: SQLite does not write a file whose head asks for a later SQLite.
+    Raise CorruptLedger for a read-only error on a writable file: SQLite does not write a file whose header requires a
+    later version of SQLite.
     """
     if not is_failing(error):
         return

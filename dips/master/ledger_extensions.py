@@ -1,4 +1,4 @@
-"""Reads what the ledger says of how far the run goes: as `dips init` read it, and every `dips set` since."""
+"""Reads the run's targets from the ledger: those of `dips init`, and every change by `dips set`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dips.protocol.options import Targets
 class ExtensionHistory:
     """One `dips set`; `wall` is Unix seconds."""
 
-    last_round: int  # the newest that had been reserved
+    last_round: int  # the newest reserved round
     wall: float
-    before: Targets | None  # None: this is what `dips init` read
+    before: Targets | None  # None: the targets of `dips init`
     targets: Targets
     resumed: str  # the version at which the run had been finished; empty if it was not
 
 
 def read_extensions(db: sqlite3.Connection) -> list[ExtensionHistory]:
-    """What `dips init` read, then every extension, oldest first."""
+    """Return the targets of `dips init`, then every change, oldest first."""
     query = "SELECT tokens, versions, wall_s, epochs, resumed, last_round, wall FROM targets ORDER BY place"
     found, before = list[ExtensionHistory](), None
     for tokens, versions, wall_s, epochs, resumed, last_round, wall in db.execute(query):

@@ -1,4 +1,4 @@
-"""Reads the ledger's history for people: how each round ended, what it folded and the outcomes of its clusters."""
+"""Reads past rounds from the ledger for display: the result of each round, its folds, its clusters' outcomes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _read_rounds(db: sqlite3.Connection, query: str, values: tuple[int, ...]) ->
 def _read_pushes(
     db: sqlite3.Connection, first: int, last: int, factors: Mapping[tuple[int, int], Factors]
 ) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
-    """Folds and outcomes by their rounds; each table is walked once, a query for every round would do so as often."""
+    """Return folds and outcomes by round, with one query for each table instead of one for each round."""
     folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
     for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
         folds[row[0]].append(read_fold(row, factors.get((row[0], row[1]), ())))
@@ -75,7 +75,7 @@ def read_results_after(db: sqlite3.Connection, number: int, limit: int) -> list[
 
 
 def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
-    """The oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
+    """Return the oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
     row = db.execute(
         """SELECT v.version, v.round FROM versions v LEFT JOIN durable d USING (round)
            LEFT JOIN undone u USING (round) LEFT JOIN retired t USING (round)
@@ -109,6 +109,6 @@ def _read_result(ok: int, reason: str, numbers: str, seconds: float, wall: float
 
 
 def _describe_recovery(source: str, lost: str) -> str:
-    """What `dips history` says under a version that an operator made."""
+    """Describe a version that an operator recovered, for `dips history`."""
     names = ", ".join(json.loads(lost))
     return f"from {source}: " + (f"layers {names} lost their momentum" if names else "no momentum was lost")

@@ -1,9 +1,9 @@
-"""Keeps the ledger's mirror: every transaction lies there before anything that it says is told, or the mirror is red.
+"""The ledger's mirror: every transaction is in it before its answers leave, or the mirror is marked red.
 
 The master waits for the mirror as it waits for its own disk, up to MIRROR_S. A mirror that takes longer, is full or
-gone is not waited for from then on: rounds go on, `dips status` says how far it lags, and when it works again it is
-waited for again as soon as it has caught up. So a ledger that is restored while its mirror kept up knows everything
-that was ever told; one whose mirror lagged may not, and restore.py provides for that.
+gone is no longer waited for: rounds go on, `dips status` shows how far it lags, and it is waited for again as soon as
+it has caught up. So a ledger that is restored from a mirror that kept up has everything that was ever acknowledged;
+from one that lagged it may not, and restore.py provides for that.
 
 One daemon thread writes, in order. The queue is bounded: a mirror that falls too far behind gets a new base instead.
 """
@@ -27,8 +27,8 @@ from dips.protocol.view import LedgerMirrorView
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
-MOST_QUEUED = 1_000  # transactions; beyond it a new base is smaller than what it replaces, mostly
-LOGS_TO_A_BASE = 1_000  # then a new base, so that restoring reads no more files than these
+MOST_QUEUED = 1_000  # transactions; with more, a new base is mostly smaller than what it replaces
+LOGS_TO_A_BASE = 1_000  # transactions, then a new base, so that a restore reads no more files
 BACKOFF_S = (0.5, 30.0)  # first and longest pause between two tries of a mirror that fails
 
 
@@ -41,7 +41,7 @@ class _Waiting:
 
 
 class LedgerMirror:
-    """One term's mirror. `take_base` returns (number of transactions in it, the ledger's bytes), from any thread."""
+    """The mirror of one term. `take_base` returns (number of transactions, the ledger's bytes), from any thread."""
 
     def __init__(
         self,
@@ -60,28 +60,28 @@ class LedgerMirror:
         self._queue: deque[_Waiting] = deque()
         self._base_due, self._behind = True, True
         self._behind_since = clock()
-        self._unqueued = 0  # transactions that the next base brings
+        self._unqueued = 0  # transactions that the next base contains
         self._reason = "nothing was written yet"
         self._logs = 0
         self._ended = self._fenced = False
         self._thread = threading.Thread(target=self._keep, name="ledger-mirror", daemon=True)
 
     def start(self) -> bool:
-        """Write the first base; return whether it lies there within the patience. The thread goes on in any case."""
+        """Write the first base; return whether it was written within the patience. The thread goes on in any case."""
         self._thread.start()
         with self._changed:
             return self._changed.wait_for(lambda: not self._behind, self._patience_s)
 
     def close(self) -> None:
-        """Write nothing more; what is under way is left to itself."""
+        """Stop writing; a write in progress is not waited for."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     async def follow(self, number: int, records: Sequence[Record], wall: float) -> None:
-        """Transaction `number` is durable in the ledger; return when it is mirrored, or not waited for.
+        """Mirror transaction `number`, which is durable in the ledger; return when it is mirrored, or not waited for.
 
-        Raise StaleTerm if a later master has begun its term in the mirror: it was restored from there.
+        Raise StaleTerm if a later master has begun its term in the mirror, having been restored from there.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -100,7 +100,7 @@ class LedgerMirror:
             raise StaleTerm(self._reason)
 
     def view(self) -> LedgerMirrorView:
-        """How far it lags, for status and metrics."""
+        """Return how far the mirror lags, for status and metrics."""
         with self._changed:
             lags = self._unqueued + len(self._queue) if self._behind else 0
             behind_s = max(0.0, self._clock() - self._behind_since) if self._behind else 0.0
@@ -123,7 +123,7 @@ class LedgerMirror:
         self._behind, self._reason = True, reason
 
     def _catch_up(self) -> None:
-        """Nothing is left to write: from now on it is waited for."""
+        """Wait for the mirror from now on, since nothing is left to write."""
         if self._behind:
             self._log.info("ledger_mirror_keeps_up", mirror=self._store.url, term=self._term)
         self._behind, self._reason = False, ""
@@ -155,7 +155,7 @@ class LedgerMirror:
             return not self._ended
 
     def _require_newest(self) -> None:
-        """No later master has begun here; slaves fence this one by its term, but it should end before."""
+        """Stop if a later master has begun in this mirror; slaves fence this one, but it should end before that."""
         newest = mirror_files.newest_term(self._store)
         if newest > self._term:
             with self._changed:
@@ -188,7 +188,7 @@ class LedgerMirror:
                 self._catch_up()
 
     def _release_all(self) -> None:
-        """Who waits is not to wait for a mirror that fails."""
+        """Release all waiting transactions, which must not wait for a mirror that fails."""
         for waiting in self._queue:
             self._end(waiting)
 

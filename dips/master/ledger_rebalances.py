@@ -1,4 +1,4 @@
-"""Reads what the ledger says of placement: as `dips init` decided it, and every `dips rebalance` since."""
+"""Reads the placement from the ledger: that of `dips init`, and every change by `dips rebalance`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class RebalanceHistory:
     """One rebalance; `wall` is Unix seconds."""
 
     version: VersionId  # the head at that time
-    last_round: int  # the newest that had been reserved
+    last_round: int  # the newest reserved round
     wall: float
     before: Placement
     placement: Placement
 
 
 def read_first_placement(db: sqlite3.Connection) -> Placement:
-    """What `dips init` decided."""
+    """Return the placement of `dips init`."""
     return _placement(db.execute("SELECT slave, layers FROM placement ORDER BY place"))
 
 
 def read_rebalances(db: sqlite3.Connection) -> list[RebalanceHistory]:
-    """Every rebalance, oldest first."""
+    """Return every rebalance, oldest first."""
     rows = db.execute(
         """SELECT b.place, v.version, b.round, b.last_round, b.wall FROM rebalances b JOIN versions v USING (round)
            ORDER BY b.place"""
@@ -42,7 +42,7 @@ def read_rebalances(db: sqlite3.Connection) -> list[RebalanceHistory]:
 
 
 def removed_slaves(rebalances: list[RebalanceHistory]) -> tuple[tuple[str, VersionId], ...]:
-    """Slaves that held layers once and hold none now, each with the version until which it did."""
+    """Return slaves that once held layers and hold none now, each with the version of the rebalance that removed it."""
     removed: dict[str, VersionId] = {}
     for one in rebalances:
         removed.update((name, one.version) for name, _ in one.before)
@@ -52,7 +52,7 @@ def removed_slaves(rebalances: list[RebalanceHistory]) -> tuple[tuple[str, Versi
 
 
 def read_digests(db: sqlite3.Connection) -> dict[tuple[int, str], str]:
-    """By (round, slave): what the manifest of that slave's snapshot hashes to, as the last rebalance wrote it."""
+    """Return (round, slave) → digest of the manifest of that slave's snapshot, as the last rebalance wrote it."""
     digests = {(number, slave): digest for number, slave, digest in db.execute("SELECT * FROM digests")}
     rows = db.execute(
         """SELECT b.round, r.slave, r.digest FROM rebalanced r JOIN rebalances b ON b.place = r.rebalance

@@ -1,9 +1,9 @@
-"""Builds a ledger of a copy and what was written since, and raises what must not be given again.
+"""Rebuilds a ledger from a copy and the transactions since, and raises its counters.
 
-While a mirror kept up, nothing was ever told that is not in it. It may have lagged, and a mirror that was gone could
-not note that. So names that may have been given since are never given again: the term rises, rounds and incarnations
-leave a gap; clusters and slaves that live keep the incarnations that the ledger knows. Slaves are the witnesses: one
-that holds a version of a round in the gap makes the master refuse to serve, and name `dips-master recover`
+While a mirror keeps up, nothing is acknowledged that is not in it. It may have lagged, or have been gone without a
+trace of that. So names that may have been given since are not given again: the term rises, rounds and incarnations
+leave a gap; live clusters and slaves keep the incarnations in the ledger. Slaves are the witnesses: one that holds a
+version of a round in the gap makes the master refuse to serve, and recommend `dips-master recover`
 (docs/rationale.md#2, #4).
 """
 
@@ -16,13 +16,13 @@ from dips.master.ledger import Ledger
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved
 
-SPARE = 1_000  # numbers left out above the highest that was found: skipped rounds leave no trace on disks
+SPARE = 1_000  # numbers skipped above the highest that was found: skipped rounds leave no trace on disks
 REASON = "the ledger was restored from its mirror"
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredTransaction:
-    """What one transaction wrote, and when."""
+    """The records of one transaction, and their time."""
 
     records: tuple[Record, ...]
     wall: float
@@ -30,7 +30,7 @@ class MirroredTransaction:
 
 @dataclass(frozen=True, slots=True)
 class MirroredLedger:
-    """What a mirror holds of a ledger: a base, and the transactions since."""
+    """The contents of a ledger's mirror: a base, and the transactions since."""
 
     term: int
     base: bytes
@@ -38,7 +38,9 @@ class MirroredLedger:
 
 
 def rebuild(ledger: Ledger, term: int, transactions: Sequence[MirroredTransaction]) -> tuple[LedgerState, list[Record]]:
-    """Bring a base up to the last mirrored transaction, and leave gaps above it; return its state before, and these."""
+    """Apply all mirrored transactions to a base and leave gaps above; return the state before the gaps, and their
+    records.
+    """
     for transaction in transactions:
         ledger.write_records(transaction.records, transaction.wall)
     state = ledger.read_state()
@@ -49,7 +51,7 @@ def rebuild(ledger: Ledger, term: int, transactions: Sequence[MirroredTransactio
 
 
 def _gap_records(state: LedgerState) -> list[Record]:
-    """Rounds and incarnations leave a gap above what the copy knows."""
+    """Return the records that leave a gap in rounds and incarnations above those that the copy has."""
     low, high = state.next_round, state.next_round + SPARE
     incarnations = [peer.inc for peer in (*state.slaves, *state.clusters)]
     above = max((*incarnations, state.incarnations_above)) + SPARE

@@ -1,4 +1,4 @@
-"""How each record is stored in the ledger's tables, and how a row is read back.
+"""The ledger's rows of each kind of record, written and read back.
 
 Written inside one transaction of ledger.py; read by ledger_state.py and ledger_history.py.
 """
@@ -48,7 +48,7 @@ from dips.protocol.records import (
 
 
 def write_run(rows: ChainedRows, row: RunRow, wall: Callable[[], float]) -> None:
-    """Write what `dips init` decided, and version 0."""
+    """Write the rows of `dips init`, and version 0."""
     rows.insert_row("run", (1, row.run, row.config_digest, row.manifest))
     for place, (slave, layers) in enumerate(row.placement):
         rows.insert_row("placement", (place, slave, json.dumps(layers)))
@@ -60,7 +60,7 @@ def write_run(rows: ChainedRows, row: RunRow, wall: Callable[[], float]) -> None
 
 
 def write_record(rows: ChainedRows, record: Record, wall: float) -> None:
-    """Add one record's rows; `wall` is Unix seconds."""
+    """Insert one record's rows; `wall` is Unix seconds."""
     _WRITERS[type(record)](rows, record, wall)
 
 
@@ -73,7 +73,7 @@ def _round_reserved(rows: ChainedRows, r: RoundReserved, wall: float) -> None:
 
 
 def _version_committed(rows: ChainedRows, r: VersionCommitted, wall: float) -> None:
-    """The commit point of an outer step, with everything that it settles."""
+    """Insert the rows of the commit point of an outer step, with everything that it settles."""
     number, tokens = r.version.round, sum(fold.tokens for fold in r.folds)
     parent = (r.parent.version, r.parent.round)
     step = _spell_step(r.step, r.delta_norm, r.clipped)
@@ -151,11 +151,11 @@ def _rebalanced(rows: ChainedRows, r: Rebalanced, wall: float) -> None:
 
 def _run_finished(rows: ChainedRows, r: RunFinished, wall: float) -> None:
     row = (1, r.version.version, r.version.round, r.reason, r.at, wall)
-    rows.replace_row("finished", row)  # the one before was undone
+    rows.replace_row("finished", row)  # a former one was undone
 
 
 def _run_extended(rows: ChainedRows, r: RunExtended, wall: float) -> None:
-    """A run that was finished is so no more; this row says where it was."""
+    """Insert the new targets; a finished run goes on, and this row says where it had finished."""
     rows.delete_rows("finished")
     _write_targets(rows, r.targets, str(r.resumed) if r.resumed else "", r.at, wall)
 
@@ -195,7 +195,7 @@ def _write_recovery(rows: ChainedRows, r: VersionRecovered, wall: float) -> None
 
 def _write_result(rows: ChainedRows, r: VersionResult, wall: float) -> None:
     row = (r.version.round, r.ok, r.reason, json.dumps(dict(r.numbers)), r.seconds, wall)
-    rows.replace_row("version_results", row)  # of a master that died since
+    rows.replace_row("version_results", row)  # replaces that of a master that has died since
 
 
 _WRITERS: dict[type[Record], Callable[[ChainedRows, Any, float], None]] = {
@@ -247,17 +247,17 @@ OUTCOME_COLUMNS = (
 
 
 STEP_COLUMNS = "v.scale, v.lr, v.a, v.b, v.c, v.e, v.returned"
-THE_STEP = -1  # its place in layer_factors
+THE_STEP = -1  # place of the step's scales in layer_factors
 
 
 def read_step(row: Sequence[float | None], scales: Factors) -> OuterStep:
-    """Of STEP_COLUMNS, and what layer_factors has of it."""
+    """Build an OuterStep from STEP_COLUMNS and the step's row of layer_factors."""
     scale, *numbers = map(read_real, row)
     return OuterStep(scales or (scale,), *numbers)
 
 
 def read_factors(db: sqlite3.Connection, first: int, last: int) -> dict[tuple[int, int], Factors]:
-    """What layers have of their own in these rounds, by round and place."""
+    """Return (round, place) → factors of the layers that have their own, in these rounds."""
     rows = db.execute("SELECT round, place, factors FROM layer_factors WHERE round BETWEEN ? AND ?", (first, last))
     return {(number, place): tuple(json.loads(factors)) for number, place, factors in rows}
 
@@ -284,12 +284,12 @@ def read_begun(text: str) -> BegunRange | None:
 
 
 def read_real(value: float | None) -> float:
-    """SQLite keeps NaN as NULL."""
+    """Return NaN for NULL, as which SQLite stores it."""
     return nan if value is None else value
 
 
 def spell_ints(numbers: Sequence[int]) -> str:
-    """A list in JSON, at a third of what the encoder takes for it."""
+    """Encode a list as JSON, in a third of the encoder's time."""
     return f"[{', '.join(map(str, numbers))}]"
 
 
@@ -297,7 +297,7 @@ _read_json = json.JSONDecoder().raw_decode
 
 
 def read_ints(text: str) -> tuple[int, ...]:
-    """As `spell_ints` wrote them: a start on a long ledger reads a million lists; `json.loads` takes twice as long."""
+    """Decode a list of `spell_ints`; `json.loads` takes twice as long, and a long ledger has a million lists."""
     numbers, end = _read_json(text)
     if end != len(text):
         raise ValueError(f"expected a list of numbers and no more, got {text!r:.80}")

@@ -1,4 +1,4 @@
-"""Reads the ledger back: the state that a new master starts from."""
+"""Reads the state from which a new master starts from the ledger."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dips.protocol.records import (
 
 
 def read_state(db: sqlite3.Connection) -> LedgerState:
-    """Gather everything that a new master knows; raise Corrupt if rows contradict each other."""
+    """Return the state from which a new master starts; raise Corrupt if rows contradict each other."""
     (term,) = db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
     (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
     finished = db.execute(
@@ -68,7 +68,9 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
 
 
 def _unknown_rounds(db: sqlite3.Connection) -> tuple[tuple[int, int], ...]:
-    """The gaps of all restores since an operator closed them: `dips-master recover` leaves a row without a gap."""
+    """Return the round gaps of restores since an operator closed them: `dips-master recover` leaves a row without a
+    gap.
+    """
     query = """SELECT unknown_from, known_again FROM restores
                WHERE place > (SELECT coalesce(max(place), 0) FROM restores WHERE unknown_from = known_again)
                ORDER BY place"""
@@ -76,7 +78,7 @@ def _unknown_rounds(db: sqlite3.Connection) -> tuple[tuple[int, int], ...]:
 
 
 def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
-    """What all rounds said of each cluster that was ever known."""
+    """Return the sums over all rounds for each cluster that was ever known."""
     names = db.execute(
         "SELECT name FROM incarnations WHERE role = 'cluster' UNION SELECT cluster FROM outcomes ORDER BY 1"
     )
@@ -104,7 +106,7 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
 
 
 def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """By incarnation: tokens of the committed push that it left open and that no Outcome settled."""
+    """Return (cluster, inc) → tokens of the committed push that it left open and that no Outcome settled."""
     rows = db.execute(
         """SELECT l.cluster, l.inc, l.tokens FROM left_open l LEFT JOIN outcomes o
            ON o.cluster = l.cluster AND o.inc = l.inc AND o.seq = l.seq AND o.kind != 'skipped'
@@ -117,7 +119,9 @@ def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
 
 
 def read_run(db: sqlite3.Connection) -> RunRow:
-    """What `dips init` wrote, placed as the last rebalance left it; raise Corrupt if `dips init` did not finish."""
+    """Return the row of `dips init`, with the placement of the last rebalance; raise Corrupt if `dips init` did not
+    finish.
+    """
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
@@ -137,7 +141,7 @@ def read_run(db: sqlite3.Connection) -> RunRow:
 
 
 def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[VersionRow, ...]]:
-    """The lineage of the newest version that is not undone, oldest first; and the versions that are."""
+    """Return the lineage of the newest version that is not undone, oldest first; and the undone versions."""
     query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable OR d.round IS NOT NULL, v.tokens,
                       r.round IS NOT NULL, u.round IS NOT NULL
                FROM versions v LEFT JOIN retired r USING (round) LEFT JOIN durable d USING (round)
@@ -157,9 +161,9 @@ def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tupl
 
 
 def _read_shares(db: sqlite3.Connection, after: int) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
-    """By round that may still be undone: whose pushes its version holds, with tokens and ranges, in folding order."""
+    """Return round → (cluster, tokens, ranges) of its version's pushes as folded, for rounds that may be undone."""
     shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
-    # + keeps SQLite from walking all outcomes of a cluster for each of its folds: it makes an index of its own.
+    # + keeps SQLite from scanning all outcomes of a cluster for each of its folds: it builds an index instead.
     query = """SELECT f.round, f.cluster, o.tokens, f.ranges FROM folds f
                JOIN outcomes o ON (o.round, +o.cluster, o.inc, o.seq) = (f.round, f.cluster, f.inc, f.seq)
                WHERE f.round > ? ORDER BY f.round, f.place"""
@@ -169,7 +173,7 @@ def _read_shares(db: sqlite3.Connection, after: int) -> dict[int, list[tuple[str
 
 
 def _walk_lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
-    """Walk from the newest to v0@r0 by parents, and turn it round."""
+    """Return the lineage, by walking from the newest version to v0@r0 by parents."""
     lineage = list[VersionRow]()
     at = max(rows, key=lambda name: name.round, default=GENESIS)
     while True:
@@ -204,7 +208,7 @@ def _read_peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
 
 
 def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """Tokens accepted or gated, of each incarnation of each cluster."""
+    """Return (cluster, inc) → tokens accepted or gated."""
     query = "SELECT cluster, inc, sum(tokens) FROM outcomes WHERE kind != 'skipped' GROUP BY cluster, inc"
     return {(cluster, inc): tokens for cluster, inc, tokens in db.execute(query)}
 
@@ -247,7 +251,7 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
 
 
 def _settled_ranges(db: sqlite3.Connection) -> Intervals:
-    """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
+    """Return the ranges trained in the lineage, or gated; gated ones stay settled if their version is undone."""
     rows = db.execute(
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
            WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
@@ -256,7 +260,7 @@ def _settled_ranges(db: sqlite3.Connection) -> Intervals:
 
 
 def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:
-    """Settled in part, as the newest Outcome has it that named the range."""
+    """Return the ranges that are settled in part, by the newest Outcome that named each."""
     begun: dict[int, BegunRange] = {}
     query = "SELECT ranges, begun FROM outcomes WHERE kind != 'skipped' ORDER BY place"
     for ranges, part in db.execute(query):
@@ -273,10 +277,10 @@ def _undone_ranges(db: sqlite3.Connection) -> set[int]:
 
 
 def _leased_ranges(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-    """Of each incarnation that is not over the leases of which a range is not settled, and the newest one; in order.
+    """Return, for each live incarnation, its newest lease and those with ranges that are not settled; in order.
 
-    Of each lease those of its ranges that no Outcome of its incarnation settled. A range that was undone may be leased
-    again, to the same incarnation too: each Outcome ends the oldest of its leases.
+    Each lease has those of its ranges that no Outcome of its incarnation settled. An undone range may be leased again,
+    even to the same incarnation: each Outcome ends the oldest of its leases.
     """
     query = """SELECT DISTINCT l.cluster, l.inc FROM leases l
                LEFT JOIN incarnations_ended e ON e.cluster = l.cluster AND e.inc = l.inc WHERE e.inc IS NULL"""
@@ -289,11 +293,11 @@ def _leased_ranges(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[i
 
 
 def _read_open_leases(db: sqlite3.Connection, cluster: str, inc: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Place, seq and open ranges of each.
+    """Return (place, seq, open ranges) of each open lease.
 
-    Leases and Outcomes are walked side by side, an Outcome as soon as all of its ranges are leased: so few are open at
-    a time, and in whatever order they are taken they end the same leases. A lease that the next Outcome settles whole,
-    while none is open, as in most rounds, is not taken apart.
+    Leases and Outcomes are walked side by side, an Outcome as soon as all of its ranges are leased, so few leases are
+    open at a time; the result does not depend on the order. A lease that the next Outcome settles whole while no other
+    is open, as in most rounds, is not decoded.
     """
     leases = db.execute(
         "SELECT place, seq, ranges FROM leases WHERE cluster = ? AND inc = ? ORDER BY seq", (cluster, inc)
@@ -314,18 +318,18 @@ def _read_open_leases(db: sqlite3.Connection, cluster: str, inc: int) -> list[tu
         while text is not None and still.has_all(due := read_ints(text)):
             still.end_ranges(due)
             text = next(settled, None)
-    while text is not None:  # of what was never leased, or settled a second time
+    while text is not None:  # of ranges never leased, or settled a second time
         still.end_ranges(read_ints(text))
         text = next(settled, None)
     return still.list_leases()
 
 
 class _OpenLeases:
-    """The leases of one incarnation, the ranges of each that are not settled, and its newest lease."""
+    """The leases of one incarnation with their unsettled ranges, and its newest lease."""
 
     def __init__(self) -> None:
-        self._places: dict[int, deque[int]] = {}  # by range: its leases, the oldest first
-        self._open: dict[int, tuple[int, dict[int, None]]] = {}  # by place: seq and ranges
+        self._places: dict[int, deque[int]] = {}  # range → places of its leases, the oldest first
+        self._open: dict[int, tuple[int, dict[int, None]]] = {}  # place → (seq, ranges)
         self._newest = 0
 
     def add_lease(self, place: int, seq: int, ranges: tuple[int, ...]) -> None:
@@ -343,7 +347,7 @@ class _OpenLeases:
         return all(number in self._places for number in ranges)
 
     def end_ranges(self, ranges: tuple[int, ...]) -> None:
-        """Take each out of the oldest lease that has it; those that none has are passed over."""
+        """Remove each range from the oldest lease that has it, if any."""
         for number in filter(self._places.__contains__, ranges):
             place = self._places[number].popleft()
             if not self._places[number]:

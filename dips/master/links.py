@@ -1,7 +1,7 @@
 """The master's connections to its slaves: one gRPC channel each; orders arrive in the order in which they were given.
 
-No order waits for the answer of another (transport/ordered_calls.py): a snapshot takes minutes. When an order is sent
-again and what counts as its failure, orders.py decides. What orders mean is not known here.
+No order waits for the answer of another (transport/ordered_calls.py), since a snapshot takes minutes. orders.py decides
+when an order is sent again and what counts as its failure. The meaning of orders is not known here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESEND_PAUSE_S = 0.1  # before an order is sent again to a slave that cannot tak
 
 
 class SlaveLink:
-    """One slave at one address."""
+    """The connection to one slave at one address."""
 
     def __init__(self, slave: str, address: str, tls: TlsSource | None = None) -> None:
         self.slave, self.address, peer = slave, address, slave_peer(slave, address, tls)
@@ -41,7 +41,7 @@ class SlaveLink:
         self._timeouts: dict[SentOrder, asyncio.Timeout] = {}
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
-        """Have an order carried out; never raises for what a slave or a link does."""
+        """Have an order carried out; failures of the slave or the link are returned, not raised."""
         clock = asyncio.get_running_loop().time
         sent = SentOrder(order, clock())
         try:
@@ -58,7 +58,7 @@ class SlaveLink:
             self._timeouts.pop(sent, None)
 
     def on_progress(self, progress: SlaveProgress) -> None:
-        """The slave has worked, or waits for its disk: orders have their whole time again."""
+        """Restart the deadlines of orders whose slave has worked, or waits for its disk."""
         for sent, timeout in self._timeouts.items():
             if progress.waiting is not None and sent.order.number not in progress.waiting:
                 continue
@@ -71,7 +71,7 @@ class SlaveLink:
         await self._channel.close()
 
     async def _send_once(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
-        """Send it once; None: send it again."""
+        """Send the order once; return None to send it again."""
         try:
             reply = await self._calls.ask(messages.to_proto(sent.order), needs_listener=sent.needs_listener)
         except NobodyListens:
@@ -82,7 +82,7 @@ class SlaveLink:
 
 
 class SlaveLinks:
-    """All slaves that have registered."""
+    """The connections to all slaves that have registered."""
 
     def __init__(self, tls: TlsSource | None = None) -> None:
         self._tls = tls
@@ -90,7 +90,7 @@ class SlaveLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def learn_address(self, slave: str, address: str) -> None:
-        """Open a link to where a slave's control server listens; one to an earlier address is closed."""
+        """Open a link to the address of a slave's control server; a link to an earlier address is closed."""
         known = self._links.get(slave)
         if known is not None and known.address == address:
             return
@@ -101,7 +101,7 @@ class SlaveLinks:
         self._links[slave] = SlaveLink(slave, address, self._tls)
 
     def on_progress(self, progress: SlaveProgress) -> None:
-        """A slave has worked, or waits for its disk."""
+        """Restart the deadlines of a slave's orders, since it has worked or waits for its disk."""
         link = self._links.get(progress.slave)
         if link is not None:
             link.on_progress(progress)

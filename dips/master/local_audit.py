@@ -1,4 +1,4 @@
-"""The audit's row of a command that writes the ledger itself, while no master runs: who has the files did it."""
+"""The audit row of a command that writes the ledger itself, while no master runs: its caller is the local user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.protocol.records import OperatorActed
 
 
 def make_local_row(action: str, arguments: str) -> OperatorActed:
-    """Done by the user of this process, now; no certificate proves it."""
+    """Return a row for this process's user and the present time; no certificate proves the user."""
     return OperatorActed(f"local ({_user_name()})", action, cut_text(arguments), "done", False, time.time())
 
 

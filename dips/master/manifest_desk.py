@@ -1,7 +1,7 @@
-"""Says where a cluster's model differs from the run's, in a thread and beside the run: nothing of it reaches the core.
+"""Compares a cluster's model with the run's, in a thread and outside the core.
 
-Whoever is enrolled may offer a manifest of any size and as often as it likes. So one at a time is read, none beyond
-twice the run's own, and for no more than a tenth of the time: the others are asked to wait, which agents do.
+Any enrolled cluster may send a manifest of any size and as often as it likes. So only one is read at a time, at most
+twice as large as the run's own, and for at most a tenth of the time: other callers are asked to wait, which agents do.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from dips.protocol.events import ManifestOffered
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 from dips.wire.packed_manifest import ManifestTooLong, unpack_manifest
 
-LEAST_BYTES = 1 << 16  # of JSON that is always read: takes some milliseconds
-TIMES = 2  # the run's own JSON: a model that is larger differs in more than anybody would read
-REST = 9.0  # times as long as the last comparison took, until the next one
+LEAST_BYTES = 1 << 16  # of JSON, always read: takes some milliseconds
+TIMES = 2  # of the run's own JSON: a larger model differs in more than a person would read
+REST = 9.0  # pause until the next comparison, in durations of the last
 
 
 class ManifestDesk:
-    """Of one master. `clock` is monotonic seconds."""
+    """Compares manifests for one master. `clock` returns monotonic seconds."""
 
     def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`text`: the JSON of the run's own manifest."""
+        """`text` is the JSON of the run's own manifest."""
         self._most = min(MAX_JSON_BYTES, max(LEAST_BYTES, TIMES * len(text.encode())))
         self._ours, self._clock = Manifest.from_json(text), clock
         self._reading, self._free_at = False, clock()
 
     async def compare(self, offered: ManifestOffered) -> Acknowledged:
-        """Raise DifferentModel with the first differences, or what is wrong with it; return if it is the run's."""
+        """Raise DifferentModel with the first differences, or another error if it is no manifest; return if it is the
+        run's.
+        """
         begun = self._clock()
         if self._reading or begun < self._free_at:
             raise Busy("manifest: the master compares one model at a time: wait and ask again")

@@ -1,4 +1,4 @@
-"""How long pushes and the phases of rounds take, from what the Coordinator notes. For showing, never for deciding.
+"""Durations of pushes and of the phases of rounds, measured from the Coordinator's notes. For display only.
 
 round_opened ─ window ─ round_applying ─ apply ─ round_persisting ─ persist ─ version_committed
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from dips.telemetry.histogram import Histogram
 
-MOST_PUSHES = 4096  # granted and not yet committed; the oldest is forgotten beyond
-# A note → the phases that it ends, and the one that it begins. With `durability: async` no round persists.
+MOST_PUSHES = 4096  # granted and not yet committed; beyond this, the oldest is forgotten
+# Note → the phases that it ends, and the one that it begins. With `durability: async` no round persists.
 PHASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "round_opened": ((), "window"),
     "round_applying": (("window",), "apply"),
@@ -32,7 +32,7 @@ class RoundMeters:
         self._granted: OrderedDict[str, float] = OrderedDict()
 
     def on_note(self, kind: str, fields: Mapping[str, str], now: float) -> None:
-        """Hear of every note, in order."""
+        """Process a note; must be called with every note, in order."""
         if kind in PHASES:
             ends, begins = PHASES[kind]
             if self._phase in ends:

@@ -1,11 +1,11 @@
-"""The files of a ledger's mirror, `<mirror>/<run>/master/ledger/`: bases and what was written since.
+"""The files of a ledger's mirror, `<mirror>/<run>/master/ledger/`: bases and the transactions since.
 
     0000000003-0000000120.base   the ledger's file as it was in term 3, after the 120th transaction of that term
-    0000000003-0000000121.log    the records of the 121st, as codec.py spells them, with their wall-clock time
+    0000000003-0000000121.log    the records of the 121st, encoded by codec.py, with their wall-clock time
 
-Each begins with one line of JSON: format, run, and the length and xxh3-128 of what follows; a file that does not agree
-with its line was not written to its end, and is not believed. A ledger is the newest base of the newest term with every
-transaction that follows it without a gap.
+Each begins with one line of JSON: format, run, and the length and xxh3-128 of the rest; a file that does not match its
+line is incomplete and is not used. A ledger is the newest base of the newest term with every transaction that follows
+it without a gap.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log)")
 
 
 def newest_term(store: MirrorStore) -> int:
-    """The newest term of which something lies there; 0 if nothing does."""
+    """Return the newest term with a file in the mirror; 0 if there is none."""
     return max((int(found[1]) for found in map(_NAME.fullmatch, store.list_names(FOLDER)) if found), default=0)
 
 
 def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
-    """Write a base, then remove everything of this and earlier terms that it replaces."""
+    """Write a base, then remove all files of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
     store.write_file(f"{FOLDER}/{name}", _seal_content(run, content))
     for other in store.list_names(FOLDER):
@@ -44,16 +44,16 @@ def write_base(store: MirrorStore, run: str, term: int, number: int, content: by
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
-    """Write what a transaction wrote."""
+    """Write the file of one transaction."""
     content = json.dumps([written.wall, codec.encode_value(written.records)], separators=(",", ":")).encode()
     store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", _seal_content(run, content))
 
 
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
-    """Read the newest ledger that lies whole in the mirror, None if none does.
+    """Return the newest complete ledger in the mirror, None if there is none.
 
-    A master that is cut off may still write there: what it replaces meanwhile is read again. Raise Corrupt if what is
-    there is of another run, or cannot be read as what it says it is.
+    A master that is cut off may still write there: if it replaces files meanwhile, they are read again. Raise Corrupt
+    if a file is of another run, or cannot be decoded.
     """
     while True:
         bases = _list_bases(store)
@@ -66,13 +66,13 @@ def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
 
 
 def _list_bases(store: MirrorStore) -> list[tuple[int, int]]:
-    """Term and number of every base, the newest first."""
+    """Return term and number of every base, the newest first."""
     found = [match for match in map(_NAME.fullmatch, store.list_names(FOLDER)) if match and match[3] == "base"]
     return sorted(((int(m[1]), int(m[2])) for m in found), reverse=True)
 
 
 def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
-    """The first of these that is whole, with what follows it."""
+    """Return the first of these bases that is complete, with the transactions that follow it."""
     for term, number in bases:
         base = _read_sealed(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
         if base is not None:
@@ -81,7 +81,7 @@ def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) 
 
 
 def _read_transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
-    """All that follow a base without a gap; the last one may have been cut short by the end of its master."""
+    """Return all transactions that follow a base without a gap; the last one may be incomplete if its master ended."""
     followed = []
     while (content := _read_sealed(store, run, f"{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)) is not None:
         wall, spelled = json.loads(content)
@@ -96,7 +96,7 @@ def _seal_content(run: str, content: bytes) -> bytes:
 
 
 def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
-    """What a file holds; None if there is none, or it is not whole."""
+    """Return the content of a file; None if there is none, or it is incomplete."""
     raw = store.read_file(f"{FOLDER}/{name}", most)
     if raw is None:
         return None
@@ -107,7 +107,7 @@ def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | 
         whole = (len(content), xxhash.xxh3_128_hexdigest(content)) == (head["bytes"], head["xxh3"])
         written_by, of = head["format"], head["run"]
     except (ValueError, KeyError, TypeError):
-        return None  # cut short within its first line
+        return None  # incomplete within its first line
     if not whole:
         return None
     if written_by != FORMAT:

@@ -1,4 +1,4 @@
-"""The newest version, as its row in the ledger says: its loss, its age, whose work it holds. For showing only."""
+"""The newest version by its row in the ledger: its loss, its age, the clusters in it. For display only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dips.view.points import RoundHistory, mean_loss
 
 @dataclass(frozen=True, slots=True)
 class NewestVersion:
-    """Times are Unix seconds; None: there is none yet."""
+    """Times, loss and contributors of the newest version; times are Unix seconds, None if there is none yet."""
 
     committed: float | None = None
-    durable: float | None = None  # when the newest durable version was committed
-    clusters: int = 0  # that contributed to it
+    durable: float | None = None  # time of commit of the newest durable version
+    clusters: int = 0  # number of clusters that contributed to it
     loss: float | None = None
 
     @staticmethod
     def from_history(rounds: Iterable[RoundHistory]) -> NewestVersion:
-        """From the ledger's last rounds, oldest first."""
+        """Build it from the ledger's last rounds, oldest first."""
         newest = NewestVersion()
         for r in rounds:
             if r.version is not None and r.undone is None:
@@ -31,7 +31,7 @@ class NewestVersion:
         return newest
 
     def follow_records(self, records: Sequence[Record], wall: float) -> NewestVersion:
-        """After these were written."""
+        """Return the newest version after these records were written."""
         newest = self
         for record in records:
             if isinstance(record, VersionCommitted):
@@ -47,5 +47,5 @@ class NewestVersion:
 
 
 def _age_of(then: float | None, wall: float) -> float | None:
-    """Clocks are set back at times; no age is below 0."""
+    """Return the age, at least 0, since clocks may be set back."""
     return None if then is None else max(0.0, wall - then)

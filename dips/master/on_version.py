@@ -1,9 +1,9 @@
-"""Runs the command of `master.on_version` for every n-th version: evaluate it, export it, upload it.
+"""Runs the command of `master.on_version` for every n-th version, for example to evaluate, export or upload it.
 
-One process at a time, oldest version first, each with a bound on its time and killed with its process group. What it
-says last, a line of JSON with numbers, is written into the ledger, and so is why it failed: a version whose process has
-ended has its row, also when a master died between, and the next one is found in the ledger. Nothing waits for it: the
-Coordinator does not know of it. `keep_every` keeps the snapshots that are still to come.
+One process at a time, oldest version first, each with a time limit, after which its process group is killed. The last
+line that it prints, JSON with numbers, is written into the ledger, or the reason of its failure: a version whose
+process has ended has its row, even if a master died meanwhile, and the next one is found in the ledger. Nothing waits
+for it: the Coordinator does not know of it. `keep_every` keeps the snapshots that are still to be processed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dips.protocol.view import VersionProcessView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
-LOOK_EVERY_S = 2.0  # for a new version, and at the size of the log
-RETRY_S = 60.0  # after the ledger could not be asked or written; its process is run again
+LOOK_EVERY_S = 2.0  # interval of checks for a new version and of the log's size
+RETRY_S = 60.0  # after the ledger could not be read or written; the process is run again
 KILLED_S = 10.0  # until a killed process is gone
-LOG_BYTES = 16 << 20  # of what the processes print, and as much before
-TAIL_BYTES = 64 << 10  # of it that is read for the last line
+LOG_BYTES = 16 << 20  # of the processes' output, and as much of the former log
+TAIL_BYTES = 64 << 10  # of the log, read for the last line
 MOST_NUMBERS = 32  # of one version; more are left out
 NAME_CHARS = 64
 REASON_CHARS = 200
-PROGRAM = "dips.commands.version_process"  # not imported: it may do what a master may not
+PROGRAM = "dips.commands.version_process"  # not imported: it may load what a master may not
 
 
 class VersionProcesses:
-    """`find_due` returns the oldest n-th version without a result; `write` makes records durable."""
+    """The processes. `find_due` returns the oldest n-th version without a result; `write` makes records durable."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class VersionProcesses:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, fail: Fail) -> None:
-        """Look for versions from now on; `fail` hears of our bugs in it."""
+        """Begin to process versions; `fail` is called with exceptions of this task."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._task = start_task(self._run_forever(), fail, "on_version")
 
     async def stop(self) -> None:
-        """Kill what runs, whose version is due again, and return when it is dead."""
+        """Kill the running process, whose version stays due, and return when it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -70,7 +70,7 @@ class VersionProcesses:
             await self._child.wait(KILLED_S)
 
     def view(self) -> VersionProcessView:
-        """What runs, since when, and how the last one ended."""
+        """Return the running version, since when, and how the last one ended."""
         running, last = self._running, self._last
         return VersionProcessView(
             every=self._config.every,
@@ -108,7 +108,7 @@ class VersionProcesses:
         say("on_version ended", version=str(version), ok=ok, reason=reason, **dict(numbers))
 
     async def _run_process(self, version: VersionId) -> tuple[bool, str, tuple[tuple[str, float], ...]]:
-        """Return whether it ended well, why not, and its numbers."""
+        """Return (whether it succeeded, why not, its numbers)."""
         log = self._directory / "output.log"
         truncate_log(log, LOG_BYTES)
         begin = log.stat().st_size if log.exists() else 0
@@ -131,7 +131,7 @@ class VersionProcesses:
         return True, "", read_numbers(lines[-1] if lines else "")
 
     async def _wait_bounded(self, child: Child, log: Path) -> bool:
-        """Wait for its end; return whether it came in time."""
+        """Wait for its end; return whether it ended in time."""
         until = self._clock() + self._config.timeout_s
         while (left := until - self._clock()) > 0:
             if await child.wait(min(left, LOOK_EVERY_S)):
@@ -148,7 +148,7 @@ class VersionProcesses:
 
 
 def read_numbers(line: str) -> tuple[tuple[str, float], ...]:
-    """The finite numbers of a line that is a JSON object, by name; none of any other line."""
+    """Return the finite numbers of a line that is a JSON object, by name; none for any other line."""
     try:
         told = json.loads(line)
     except ValueError:
@@ -160,7 +160,7 @@ def read_numbers(line: str) -> tuple[tuple[str, float], ...]:
 
 
 def _read_lines(log: Path, begin: int) -> list[str]:
-    """The last lines that a process printed into a log that was `begin` bytes long before."""
+    """Return the last lines that a process logged after byte offset `begin`."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(begin if begin <= size else 0, size - TAIL_BYTES))

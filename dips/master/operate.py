@@ -21,7 +21,7 @@ def replay_command(
     journal: Annotated[Path, typer.Argument(help="A segment (journal-3-1.jsonl), or the master's directory: all.")],
     show: Annotated[bool, typer.Option("--show", help="Print every event and what it effected.")] = False,
 ) -> None:
-    """Step a fresh Coordinator through a journal, and see that it decides the same again.
+    """Step a fresh Coordinator through a journal, and check that it decides the same again.
 
     A segment begins with the Coordinator's whole state, so each can be replayed alone. The first event whose effects
     are not those of the journal is shown with both. That happens when the deciding code has changed since (said, too),
@@ -79,7 +79,7 @@ def recover_command(
     journals and snapshot directories on this machine show, above --term-above and --round-above, and a thousand more,
     since not everything that was sent is written somewhere. It says what is lost, and asks.
 
-    What is lost: the outer steps since the backup. Their snapshots are no versions any more; slaves delete them when
+    Lost are the outer steps since the backup. Their snapshots are no versions any more; slaves delete them when
     they are READY: copy what you want to keep. Clusters pull the head of the backup and go on. Data ranges that were
     trained since the backup are trained again.
 

@@ -1,9 +1,8 @@
-"""One order to a slave, from its first sending to the event that ends it: when to send it again, what is a failure.
+"""One order to a slave, from its first sending to the event that ends it: when to send it again, and what is a failure.
 
-A deadline is for silence: neither what a model's size takes is, nor the wait for a disk that a heartbeat tells of.
-
-Pure: the daemon's links and the simulated master send, and report here what came back. An order keeps its number when
-it is sent again, so the slave repeats its answer and never the work.
+A deadline limits silence: neither the time that a model's size takes, nor a wait for a disk that heartbeats report.
+Pure: the daemon's links and the simulated master send, and report the results here. An order that is sent again keeps
+its number, so the slave repeats its answer and not the work.
 """
 
 from __future__ import annotations
@@ -24,57 +23,59 @@ class SentOrder:
         self.order, self.until = order, now + order.deadline_s
 
     def left_s(self, now: float) -> float:
-        """How long the slave still has to answer."""
+        """Return how long the slave still has to answer."""
         return max(0.0, self.until - now)
 
     def on_progress(self, now: float, most_s: float = inf) -> None:
-        """Its slave works on what it was given, or waits for its disk: its whole time begins anew, up to `most_s`."""
+        """Restart the deadline, by at most `most_s`, since the slave works or waits for its disk."""
         self.until = max(self.until, now + min(self.order.deadline_s, most_s))
 
     @property
     def needs_listener(self) -> bool:
-        """Should it fail at once if nobody listens at the slave's address, instead of being sent until its deadline?
+        """Whether to fail at once if the slave's address refuses connections, instead of sending until the deadline.
 
-        OpenPush should: a trainer stands still for its slot, and can just as well ask again.
+        True for OpenPush, since a trainer waits for its slot and can ask again.
         """
         return isinstance(self.order.body, OpenPush)
 
     def on_answer(self, answer: Answer) -> OrderAnswered:
-        """The slave answered."""
+        """Return the event for the slave's answer."""
         return OrderAnswered(self.order.slave, self.order.sinc, self.order.number, answer)
 
     def on_error(self, error: DipsError, now: float) -> OrderFailed | None:
-        """The slave refused, or nothing came back; None: send the order again."""
+        """Return the event for a refusal; None, to send the order again, if the slave was unavailable before the
+        deadline.
+        """
         if isinstance(error, UnavailableSlave):
             return None if now < self.until else self.on_deadline()
         return self.on_refusal(error)
 
     def on_refusal(self, error: DipsError) -> OrderFailed:
-        """It will not be carried out."""
+        """Return the event for an order that will not be carried out."""
         return OrderFailed(self.order.slave, self.order.sinc, self.order.number, type(error), str(error))
 
     def on_deadline(self) -> OrderFailed:
-        """No answer came in time."""
+        """Return the event for an order without an answer in time."""
         return self.on_refusal(UnresponsiveSlave(f"no answer within {self.order.deadline_s:g} s"))
 
 
 class SlavePatience:
-    """What heartbeats tell of the orders under way at each slave: which are given time, and for how long.
+    """Decides from heartbeats which orders of a slave get more time, and how much.
 
-    Work gives it to all of them. Without work those have it that wait for the disk, until none of them has been worked
-    on for `compute_s`: then the disk hangs (docs/protocol.md#timing).
+    If the slave has worked, all of them do. Otherwise those that wait for the disk do, until no work was reported for
+    `compute_s`: then the disk hangs (docs/protocol.md#timing).
     """
 
     def __init__(self, compute_s: float) -> None:
         self._compute_s = compute_s
-        self._seen: dict[str, tuple[int, int]] = {}  # incarnation, bytes worked through
-        self._waiting_since: dict[str, float] = {}  # by slave: its disk has told nothing since
+        self._seen: dict[str, tuple[int, int]] = {}  # slave → (incarnation, bytes processed)
+        self._waiting_since: dict[str, float] = {}  # slave → time since which its disk has reported no work
 
     def knows(self, slave: str) -> bool:
         return slave in self._seen
 
     def judge_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveProgress | None:
-        """What this heartbeat says for its slave's orders; None: nothing."""
+        """Return the extension that a heartbeat gives its slave's orders; None if none."""
         slave, seen = heartbeat.slave, (heartbeat.sinc, heartbeat.work_bytes)
         before = self._seen.get(slave, seen)
         self._seen[slave] = seen
@@ -91,5 +92,5 @@ class SlavePatience:
         return SlaveProgress(slave, frozenset(wait.number for wait in heartbeat.waits), left_s)
 
     def skip_gap(self, gap_s: float) -> None:
-        """The master did not run for `gap_s`: what was silent meanwhile was heard by nobody."""
+        """Shift all times by `gap_s`, in which the master did not run and received no heartbeats."""
         self._waiting_since = {slave: since + gap_s for slave, since in self._waiting_since.items()}

@@ -1,8 +1,7 @@
 """The ordered outbox: effects leave in their order, and nothing behind a Record leaves before that record is durable.
 
-All records that are waiting when the writer is free become one transaction (group commit), so a slow disk costs time
-and never order. Pure: the caller writes, and says when the transaction is durable. What an effect means is not
-known here.
+All records that wait when the writer is free become one transaction (group commit), so a slow disk costs time and never
+order. Pure: the caller writes, and reports when the transaction is durable. The meaning of effects is not known here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _RECORDS = frozenset(get_args(Record))
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """Answer heartbeat `req`."""
+    """Answer to heartbeat `req`."""
 
     req: int
     answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer
@@ -29,7 +28,7 @@ class HeartbeatReply:
 
 @dataclass(frozen=True, slots=True)
 class SlaveEndpoint:
-    """A slave has said where its control server listens; its orders go there from now on."""
+    """The address of a slave's control server, to which its orders go from now on."""
 
     slave: str
     address: str
@@ -37,19 +36,19 @@ class SlaveEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class SlaveProgress:
-    """A slave's kernels or disk have worked since its last heartbeat: its orders have their whole time again.
+    """Extension of the deadlines of a slave's orders: its kernels or disk have worked since its last heartbeat.
 
-    Or nothing was worked through, and some of them wait for its disk.
+    Or it has not worked, and some of its orders wait for its disk.
     """
 
     slave: str
-    waiting: frozenset[int] | None = None  # numbers of the orders that it is for; None: all
-    most_s: float = inf  # so much time they have at most
+    waiting: frozenset[int] | None = None  # numbers of the orders that are extended; None: all
+    most_s: float = inf  # limit of the extension
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRecords:
-    """Make these records durable in one transaction, then say so: nothing behind them leaves before."""
+    """Make these records durable in one transaction, then call `on_written`: nothing behind them leaves before."""
 
     records: tuple[Record, ...]
 
@@ -57,7 +56,7 @@ class WriteRecords:
 Outgoing = (
     Order | Reply | HeartbeatReply | Note | Exit | SlaveEndpoint | SlaveProgress
 )  # what may have to wait for a record
-Action = Outgoing | WriteRecords  # what the process around the core carries out, at once and in order
+Action = Outgoing | WriteRecords  # carried out by the shell, at once and in order
 
 
 class Outbox:
@@ -68,11 +67,11 @@ class Outbox:
         self._writing = False
 
     def put_item(self, item: Outgoing | Record) -> None:
-        """Add at the end."""
+        """Append an item."""
         self._queue.append(item)
 
     def take_actions(self) -> list[Action]:
-        """Remove and return what may leave now, in order; a WriteRecords can only be the last."""
+        """Remove and return the actions that may leave now, in order; a WriteRecords can only be the last."""
         actions: list[Action] = []
         if self._writing:
             return actions
@@ -88,7 +87,7 @@ class Outbox:
         return self._writing or any(_is_record(item) for item in self._queue)
 
     def on_written(self) -> None:
-        """The transaction is durable: what stands behind it may leave."""
+        """Record that the transaction is durable: items behind it may leave."""
         self._writing = False
 
     def _begin_transaction(self) -> WriteRecords:

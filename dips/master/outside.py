@@ -1,4 +1,6 @@
-"""The ledger's thread and its mirror, the links to the slaves, and what is done for versions (`master.on_version`)."""
+"""The ledger's thread and its mirror, the links to the slaves, and the processes of `master.on_version` and
+`master.track`.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ from dips.tasks import Fail
 from dips.telemetry import logs
 from dips.transport.tls import TlsSource
 
-ROUNDS_BACK = 16  # in which the newest version is looked for
+ROUNDS_BACK = 16  # searched for the newest version
 MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caught up: rounds go on
 
 
 class MasterOutside:
-    """What the runtime reaches; `dips/master/ports.py` says as what."""
+    """The daemon's implementation of `Outside` in `dips/master/ports.py`."""
 
     def __init__(self, ledger: Ledger, tls: TlsSource | None = None) -> None:
         self._ledger, self._links = ledger, SlaveLinks(tls)
@@ -45,7 +47,7 @@ class MasterOutside:
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
-        """Mirror the ledger from now on; waits for the first base as long as for a transaction."""
+        """Begin to mirror the ledger; waits for the first base as long as for a transaction."""
         store = restore.mirror_of(config)
         if store is None:
             return
@@ -58,7 +60,7 @@ class MasterOutside:
         self._mirror.start()
 
     def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
-        """Run what the run file says for every n-th version from now on; `fail` hears of our bugs in it."""
+        """Begin to run the run file's command for every n-th version; `fail` is called with exceptions of its task."""
         section = config.master.on_version
         if section is None:
             return
@@ -70,7 +72,7 @@ class MasterOutside:
         self._on_version.start(fail)
 
     def begin_track(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
-        """Have what happens shown where the run file says; likewise."""
+        """Begin to send rounds to the trackers in the run file; `fail` is called with exceptions of its tasks."""
         section = config.master.track
         if section is None:
             return
@@ -84,7 +86,7 @@ class MasterOutside:
         return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
 
     def complete_view(self, view: RunView) -> RunView:
-        """Add the ledger's mirror, what is done for versions, and the newest version."""
+        """Return the view with the newest version, the ledger's mirror, `master.on_version` and `master.track`."""
         return replace(
             view,
             newest=self._newest.view(time.time()),
@@ -94,7 +96,7 @@ class MasterOutside:
         )
 
     async def write_records(self, records: Sequence[Record]) -> None:
-        """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
+        """Write records; return when all are durable, in the mirror too unless it lags. The loop goes on meanwhile."""
         wall = time.time()
         number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
         if self._mirror is not None:

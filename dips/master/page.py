@@ -1,4 +1,6 @@
-"""The master's side of the page (dips/view/page): watches the Coordinator, recalls the ledger, and answers who asks."""
+"""The master's side of the status page (dips/view/page): records events and effects, reads past rounds from the
+ledger, and makes the page's routes.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
     from dips.master.runtime import Runtime
 
 SAMPLES = 6  # heartbeats over which a rate is the mean
-ROUNDS_RECALLED = 1_000  # of the ledger at the start; 0.2 s for rounds of ten clusters, on one core
-READ_S = 5.0  # the loop answers, or the page says that it does not
-# What a cluster's state says of the span that is open in its lane.
+ROUNDS_RECALLED = 1_000  # read from the ledger at the start; 0.2 s for rounds of ten clusters, on one core
+READ_S = 5.0  # deadline for the event loop's answer to the page
+# State of a cluster → kind of the span that is open in its lane of the timeline.
 _BUSY_WITH = {
     ClusterState.PUSHING: SpanKind.PUSH,
     ClusterState.COMMITTED: SpanKind.WAIT,
@@ -41,20 +43,20 @@ _BUSY_WITH = {
 
 
 class MasterPage:
-    """What one term of the master shows. All but the routes' reading belongs to the event loop."""
+    """The page of one term of the master. Only the routes are called outside the event loop."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """`options` of the run, to be shown."""
+        """`options` are the run's options, which the page shows."""
         self._memory, self._options = PageMemory(), options
         self._rates = SlaveRates()
 
     def recall_ledger(self, ledger: Ledger, state: LedgerState) -> None:
-        """What the ledger has of the newest rounds; before the first step."""
+        """Read the newest rounds from the ledger; before the first step."""
         tokens, head = sum(v.tokens for v in state.versions), state.versions[-1].version
         recall_rounds(self._memory, ledger.read_history(ROUNDS_RECALLED), head, tokens)
 
     def watch_steps(self, step: Step) -> Step:
-        """The same step, seen by the page."""
+        """Wrap a step function so that the page sees events and effects."""
 
         def step_seen(event: Event, now: float) -> list[Effect]:
             effects = step(event, now)
@@ -64,7 +66,7 @@ class MasterPage:
         return step_seen
 
     def make_routes(self, runtime: Runtime) -> list[Route]:
-        """The routes for an HTTP server, which may call them in a thread of its own; called on the master's loop."""
+        """Return the routes for an HTTP server, which may call them in its own thread; called on the master's loop."""
         from dips.view.page.routes import page_routes  # starlette: only for those who serve it
 
         loop = asyncio.get_running_loop()
@@ -86,7 +88,7 @@ class MasterPage:
         return page_routes(read_in_loop)
 
     def read_state(self, runtime: Runtime) -> dict[str, Any]:
-        """The whole document as of now."""
+        """Return the whole document as of now."""
         now, wall, view = time.monotonic(), time.time(), runtime.build_view()
         busy = {name: kind for name, c in view.clusters.items() if (kind := _BUSY_WITH.get(c.state)) is not None}
         self._memory.end_idle_lanes(busy, wall)
@@ -97,7 +99,7 @@ class MasterPage:
 
 
 def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: VersionId, tokens: int) -> None:
-    """Tell the memory of rounds, oldest first; `tokens` of the lineage that ends at `head`."""
+    """Add rounds to the memory, oldest first; `tokens` are those of the lineage that ends at `head`."""
     parents = {r.version: (r.parent, r.tokens) for r in rounds if r.version is not None}
     oldest: VersionId | None = head
     while oldest in parents:
@@ -109,13 +111,13 @@ def recall_rounds(memory: PageMemory, rounds: Sequence[RoundHistory], head: Vers
 
 
 class SlaveRates:
-    """Bytes a second of each slave, from the sums that its heartbeats report."""
+    """Rates of each slave in bytes/s, computed from the sums that its heartbeats report."""
 
     def __init__(self) -> None:
         self._samples: dict[str, deque[tuple[float, int, int]]] = {}  # (when, received, sent) of the last heartbeats
 
     def measure_rates(self, slaves: Mapping[str, SlaveView], now: float) -> dict[str, tuple[float, float]]:
-        """Take the newest sums; return (in, out) of each slave that has told them twice."""
+        """Record the newest sums; return (received, sent) in bytes/s of each slave with at least two samples."""
         self._samples = {name: self._samples.get(name, deque(maxlen=SAMPLES)) for name in slaves}
         for name, peer in slaves.items():
             if peer.heartbeat is None or peer.heard_s is None:

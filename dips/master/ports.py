@@ -1,4 +1,5 @@
-"""The interfaces of the master's core and of its runtime: the state machines it drives, and what actions reach.
+"""The interfaces of the master's core and of its runtime: the state machines that it drives, and the targets of its
+actions.
 
 The daemon uses the Coordinator, the Judge, the ledger's thread and gRPC; tests use small ones that they can observe.
 """
@@ -20,7 +21,7 @@ from dips.protocol.view import RunView
 
 
 class CoordinatorLike(Protocol):
-    """What the core needs of protocol.coordinator.Coordinator."""
+    """The part of protocol.coordinator.Coordinator that the core uses."""
 
     @property
     def term(self) -> int: ...
@@ -38,7 +39,7 @@ class CoordinatorLike(Protocol):
 
 
 class JudgeLike(Protocol):
-    """What the core needs of protocol.membership.Judge."""
+    """The part of protocol.membership.Judge that the core uses."""
 
     def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]: ...
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]: ...
@@ -54,7 +55,7 @@ class JudgeLike(Protocol):
 
 
 class Outside(Protocol):
-    """What the actions reach: the ledger's thread and the slaves."""
+    """The targets of the core's actions: the ledger's thread and the slaves."""
 
     def write_records(self, records: Sequence[Record]) -> Awaitable[None]: ...
     def complete_view(self, view: RunView) -> RunView: ...

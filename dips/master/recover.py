@@ -1,8 +1,8 @@
 """Raises the counters of a ledger that was restored from a backup above every name that was used since.
 
-Terms, rounds and incarnations must never be used twice. What was used after the backup is partly on disks (journals are
+Terms, rounds and incarnations must never be used twice. Those used after the backup are partly on disks (journals are
 named by their term, snapshots by their round) and partly only in the memory of slaves and agents, so the counters jump
-a thousand past what is found: numbers cost nothing, two contents under one name do.
+a thousand past the highest that is found: unused numbers are free, while two contents with one name are not.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from dips.protocol.records import (
 
 REASON = "counters raised by dips-master recover"
 MANIFEST_FILE = "manifest.json"  # in each snapshot of a slave, and in each copy of one
-MOST_MANIFEST_BYTES = 64 << 20  # some 300 bytes a layer and parameter: a bound for what a mirror may make us read
+MOST_MANIFEST_BYTES = 64 << 20  # some 300 bytes for each layer and parameter: limits what is read from a mirror
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """What is to be done, and what it costs."""
+    """The actions of a recovery, and their cost."""
 
     state: LedgerState
-    term: int  # the next master's is above it
-    round: int  # likewise
+    term: int  # the next master's term is above it
+    round: int  # the next round is above it
     found_term: int
     found_round: int
     abandoned: tuple[VersionId, ...]  # on disks of this machine, not in the ledger, and not adopted
@@ -57,10 +57,10 @@ class RecoveryPlan:
     missing: tuple[Path, ...]  # directories that are not on this machine
     unread: tuple[str, ...]  # mirrors of slaves that cannot be read, and why
     adopted: VersionId | None
-    digests: tuple[tuple[str, str], ...]  # of what is adopted: (slave, digest of its snapshot's manifest)
+    digests: tuple[tuple[str, str], ...]  # of the adopted version: (slave, digest of its snapshot's manifest)
 
     def describe_lines(self) -> str:
-        """The plan as lines for a person."""
+        """Return the plan as lines for a person."""
         s = self.state
         lines = [
             f"ledger of run {s.row.run}: term {s.term}, rounds below {s.next_round}, head {s.versions[-1].version}",
@@ -75,7 +75,7 @@ class RecoveryPlan:
         return "\n".join([*lines, self._describe_next_head()])
 
     def carry_out(self, ledger: Ledger) -> None:
-        """Write the counters; each row says why."""
+        """Write the counters; each row has the reason."""
         ledger.start_term(above=self.term - 1)
         records: list[Record] = self._adoption_records() if self.adopted else []
         records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, RoundResult.SKIPPED, REASON, (), (), 0.0)]
@@ -104,7 +104,7 @@ class RecoveryPlan:
         return f"the run goes on from {self.head}{gone}{offer}"
 
     def _adoption_records(self) -> list[Record]:
-        """A version without folds: its bytes are on the disks, its history is lost."""
+        """Return the rows of a version without folds: its bytes are on the disks, its history is lost."""
         assert self.adopted is not None
         s = self.state
         row = VersionCommitted(
@@ -127,10 +127,10 @@ def open_ledger(config: RunFile) -> Iterator[Ledger]:
 def make_plan(
     config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int = 0, adopt: VersionId | None = None
 ) -> RecoveryPlan:
-    """Look at everything on this machine and in slaves' mirrors that carries a term or a round; changes nothing.
+    """Find everything on this machine and in slaves' mirrors that has a term or a round; changes nothing.
 
-    What stands only in a mirror counts: its slave brings it back. Raise ConfigError if the ledger is of another run, or
-    `adopt` is not newer than it or some slave has it neither here nor in its mirror.
+    Versions that are only in a mirror count, since the slave restores them. Raise ConfigError if the ledger is of
+    another run, or `adopt` is not newer than it or missing both on some slave and in its mirror.
     """
     state = ledger.read_state()
     if state.row.run != config.shared.run:
@@ -168,14 +168,16 @@ def make_plan(
 
 
 def successor(state: LedgerState) -> VersionId:
-    """The name of the version after the head, of a round that was never used."""
+    """Return the name of the version after the head, with a round that was never used."""
     return VersionId(state.versions[-1].version.version + 1, state.next_round)
 
 
 def version_of_file(
     state: LedgerState, version: VersionId, source: str, lost: tuple[str, ...], digests: tuple[tuple[str, str], ...]
 ) -> list[Record]:
-    """The rows of a version that an operator made of a file, of a reserved round; `lost`: layers without momentum."""
+    """Return the records of a version that an operator made from a file, with a reserved round; `lost`: layers without
+    momentum.
+    """
     row = VersionCommitted(
         version, state.versions[-1].version, True, (), (), NO_STEP, 0.0, False, digests, (), state.history, 0.0
     )
@@ -194,7 +196,7 @@ def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, boo
 
 
 def _manifest_digest(config: RunFile, slave: SlaveSection, version: VersionId) -> str:
-    """Of the snapshot in its directory, or else of the copy in its mirror."""
+    """Return the digest of the snapshot's manifest in the slave's directory, or else of the copy in its mirror."""
     path = slave.directory / str(version) / MANIFEST_FILE
     store = _mirror_of(config, slave)
     if path.exists() or store is None:
@@ -210,7 +212,7 @@ def _mirror_of(config: RunFile, slave: SlaveSection) -> MirrorStore | None:
 
 
 def _list_mirrors(config: RunFile) -> tuple[dict[str, list[VersionId]], tuple[str, ...]]:
-    """Which versions lie in each slave's mirror, by their names, and why mirrors cannot be read."""
+    """Return the versions in each slave's mirror, by their names, and why mirrors cannot be read."""
     found, unread = dict[str, list[VersionId]](), list[str]()
     for slave in config.slaves:
         store = _mirror_of(config, slave)
@@ -223,7 +225,9 @@ def _list_mirrors(config: RunFile) -> tuple[dict[str, list[VersionId]], tuple[st
 
 
 def _snapshot_versions(directory: Path) -> list[VersionId]:
-    """Versions by the names of a slave's snapshots; whether they are whole, the slave says when it registers."""
+    """Return the versions of a slave's snapshots by their names; whether they are complete is checked when it
+    registers.
+    """
     return _versions_of(path.name for path in directory.glob("v*@r*"))
 
 
@@ -232,6 +236,6 @@ def _versions_of(names: Iterable[str]) -> list[VersionId]:
     for name in names:
         try:
             found.append(VersionId.parse(name))
-        except ValueError:  # something else of that shape: `dips verify` looks into directories
+        except ValueError:  # another name of this form: `dips verify` checks directories
             continue
     return found

@@ -1,8 +1,8 @@
-"""What the master does again and again beside the run: look at its file, and at who may still take part.
+"""Reloads the run file and expels clusters that may no longer take part, in tasks beside the run.
 
-A cluster whose certificate was revoked, has expired or is on no list any more is refused at its next call by the guard;
-here it is expelled: the slaves drop what it moves, and its questions are answered, within a second and not at the end
-of its lease. A changed `clusters` counts at once, in the same way.
+The guard refuses the next call of a cluster whose certificate was revoked, has expired or is on no list any more; here
+it is expelled: the slaves drop its transfers, and its questions are answered, within a second and not at the end of its
+lease. A changed `clusters` has the same effect at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dips.transport.limits import CallLimits
 from dips.wire import messages
 
 CHANGEABLE = ("clusters", "limits")
-OTHERS = ("slaves.*",)  # keys that the slaves look at themselves
-RUN_FILE = "run file"  # who did it, in the ledger's audit
+OTHERS = ("slaves.*",)  # keys that the slaves watch themselves
+RUN_FILE = "run file"  # the caller in the ledger's audit
 OPERATOR_SERVICE = "/dips.v1.OperatorService/"
 NOBODY = "no certificate"
 _REQUESTS: dict[str, type] = {
@@ -39,7 +39,7 @@ _REQUESTS: dict[str, type] = {
 
 
 class MasterReload:
-    """Runs beside the runtime, on its loop: `apply_changes` for the run file's watch, `keep_expelling` as a task."""
+    """Applies changes of the run file (`apply_changes`), expels clusters (`keep_expelling`); on the master's loop."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MasterReload:
             guard.on_refused = self.report_refusal
 
     def apply_changes(self, config: RunFile, keys: list[str], told: str) -> None:
-        """Take over the keys CHANGEABLE; the ledger's audit keeps what was changed."""
+        """Apply the changes of the keys CHANGEABLE and record them in the ledger's audit."""
         if "clusters" in keys and self._guard is not None:
             self._guard.change_clusters(config.clusters)
             self._expel_clusters(self._guard)
@@ -63,14 +63,14 @@ class MasterReload:
         self._report_act(RUN_FILE, "reload", told, "done", refused=False)
 
     def report_refusal(self, who: str, method: str, request: Any, reason: str) -> None:
-        """A call that the guard refused: those of operators have rows in the ledger."""
+        """Record a call of an operator that the guard refused in the ledger's audit."""
         if not method.startswith(OPERATOR_SERVICE):
             return
         action = method.removeprefix(OPERATOR_SERVICE)
         self._report_act(who or NOBODY, action.lower(), _describe_request(action, request), reason, refused=True)
 
     async def keep_expelling(self) -> None:
-        """Until cancelled; the exception that ends it otherwise is our bug: nobody would be expelled any more."""
+        """Expel clusters until cancelled; any other exception is a bug, after which none would be expelled."""
         while self._guard is not None:
             self._expel_clusters(self._guard)
             await asyncio.sleep(LOOK_S)

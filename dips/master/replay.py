@@ -1,7 +1,7 @@
-"""Replays a journal: a fresh Coordinator takes the events of each segment, and must order the same effects again.
+"""Replays a journal: a fresh Coordinator processes the events of each segment, and must return the same effects again.
 
-Each segment stands for itself, since it begins with the whole state; where one follows another, the state at its
-beginning must be the one in which the replay of the other ended.
+Each segment can be replayed alone, since it begins with the whole state; where one follows another, it must begin with
+the state in which the replay of the other ended.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 
-Watch = Callable[[int, float, Event, list[Effect]], None]  # line, when, what happened, what was ordered
+Watch = Callable[[int, float, Event, list[Effect]], None]  # (line, time, event, effects)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of one segment; `differs` says where and how it was not the same, "" if it was."""
+    """The result for one segment; `differs` says where and how it was not the same, "" if it was."""
 
     path: Path
     term: int
     segment: int
     events: int
     effects: int
-    torn: bool  # its last line is not whole: its master was killed
-    other_code: bool  # the deciding code is not the one that wrote it
+    torn: bool  # its last line is incomplete: its master was killed
+    other_code: bool  # the deciding code differs from the one that wrote it
     differs: str
-    raised: str  # how the master was ended by its own code at the last event, and was again; "" if it was not
+    raised: str  # the exception that ended the master at the last event, and was raised again; "" if none was
     end: str  # the state after the last event, as text
     begin: str
 
@@ -54,7 +54,7 @@ def replay_journal(path: Path, watch: Watch = lambda *_: None) -> list[Replayed]
 
 
 def find_gaps(done: list[Replayed]) -> Iterator[str]:
-    """Say where a segment does not begin in the state in which the one before it ended."""
+    """Describe where a segment does not begin in the state in which the one before it ended."""
     for before, after in pairwise(done):
         follows = (after.term, after.segment) == (before.term, before.segment + 1)
         if follows and not before.torn and after.begin != before.end:
@@ -96,7 +96,7 @@ def _replay_one(path: Path, watch: Watch) -> Replayed:
 
 
 def _raise_again(machine: Coordinator, event: Event, now: float, how: str) -> tuple[str, str]:
-    """Take the event that ended the master; return how it ends us, and what is to be said if it does not."""
+    """Process the event that ended the master; return (how it ends this one, the difference if it does not)."""
     try:
         machine.step(event, now)
     except Exception as error:  # noqa: BLE001 (whatever ended the master)
@@ -117,7 +117,7 @@ def _describe_difference(
 
 
 def _read_lines(path: Path) -> Iterator[tuple[Any, bool]]:
-    """Each line as data; (None, True) for a last one that is not whole. Raise Corrupt on another that is not."""
+    """Iterate over the lines as data; (None, True) for an incomplete last one. Raise Corrupt on other invalid lines."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""Rebuilds a lost ledger from its mirror, when a master starts with none on its disk."""
+"""Rebuilds a lost ledger from its mirror, when a master starts without one on its disk."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ ASIDE = ".restoring"
 
 
 def mirror_of(config: RunFile) -> MirrorStore | None:
-    """Where this run's ledger is mirrored; None: nowhere."""
+    """Return the mirror of this run's ledger; None if it has none."""
     url, directory = config.master.mirror, config.master.directory
     return None if url is None else MirrorStore(url, config.shared.run, "master", of=directory)
 
 
 def restore_if_lost(config: RunFile, log: Log) -> None:
-    """Put the mirrored ledger and initial model in the place of lost ones; nothing if they are there, or no mirror is.
+    """Restore the ledger and the initial model from the mirror if they are lost; do nothing if they exist or have no
+    mirror.
 
-    Raise ConfigError if the ledger that is there is older than its mirror's; FailedMirror if a mirror that is needed
-    cannot be read; Corrupt if it is of another run.
+    Raise ConfigError if the existing ledger is older than its mirror's; FailedMirror if a mirror that is needed cannot
+    be read; Corrupt if it is of another run.
     """
     store, path = mirror_of(config), genesis.ledger_path(config)
     if store is None:
@@ -42,7 +43,7 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
         found = mirror_files.read_newest(store, config.shared.run)
         if found is None:
             return  # a run that has not begun
-        genesis.fetch_initial(store, config.master.directory)  # before the ledger: what has one is not restored again
+        genesis.fetch_initial(store, config.master.directory)  # first: a directory with a ledger is not restored
         state = build_file(found, path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
@@ -51,7 +52,7 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
 
 
 def build_file(found: MirroredLedger, path: Path) -> LedgerState:
-    """Write the ledger's file aside, and rename it when it is whole."""
+    """Build the ledger's file aside, and rename it when it is complete."""
     aside = path.parent / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -72,7 +73,7 @@ def build_file(found: MirroredLedger, path: Path) -> LedgerState:
 
 
 def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
-    """The disk wins over the mirror, unless a later master than all that this file knows has written to the mirror."""
+    """Raise ConfigError if a later master than this file knows has written to the mirror; otherwise the disk counts."""
     try:
         mirrored = mirror_files.newest_term(store)
     except FailedMirror as error:

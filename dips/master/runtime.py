@@ -1,7 +1,7 @@
 """The daemon's shell around the core: inbox, futures, the ledger's thread, a task for each order. It decides nothing.
 
-What must stay true: one event loop owns the core, and it never waits for the disk. What had arrived is handed over
-before the core acts on any deadline.
+What must stay true: one event loop owns the core, and it never waits for the disk. Messages that have arrived are
+passed in before the core acts on any deadline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dips.telemetry.timeline import Timeline
 from dips.view.judging import judge_run
 
 EXIT_BUG = 70  # EX_SOFTWARE
-FLUSH_S = 5.0  # a graceful stop waits so long for what is being written
+FLUSH_S = 5.0  # longest wait of a graceful stop for records being written
 
-# Notes of every round that goes well: an outer step is one line, version_committed. The timeline has them all.
+# Notes of every successful round: an outer step logs one line, version_committed. The timeline has all of them.
 ROUTINE = frozenset(
     {
         *("push_granted", "push_committed", "round_opened", "round_applying", "round_persisting", "version_durable"),
@@ -40,7 +40,7 @@ ROUTINE = frozenset(
 
 
 class Runtime:
-    """One term of a master. `clock` is monotonic seconds."""
+    """One term of a master. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -60,20 +60,20 @@ class Runtime:
         self._last_req = 0
         self._writing: asyncio.Task[None] | None = None
         self._orders: set[asyncio.Task[None]] = set()
-        self.on_slave_heartbeat: Callable[[SlaveHeartbeat], None] = lambda heartbeat: None  # told of each, at once
+        self.on_slave_heartbeat: Callable[[SlaveHeartbeat], None] = lambda heartbeat: None  # called with each
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     # ---- for servicers and app -------------------------------------------------------------------------------------
 
     def put_event(self, event: Event) -> None:
-        """Put a fact on the inbox."""
+        """Put an event on the inbox."""
         self._put_arrived(lambda now: self._core.take_event(event, now))
 
     async def ask_core(self, make: Callable[[int], Event]) -> Result:
         """Put a question on the inbox and return its answer, once everything before it is durable."""
         req, answer = self._new_answer()
         try:
-            self.put_event(make(req))  # reads what came: it may be refused
+            self.put_event(make(req))  # decoding may raise
             result: Result = await answer
             return result
         finally:
@@ -81,7 +81,7 @@ class Runtime:
             self._core.withdraw_question(req)
 
     async def take_heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
-        """Take a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
+        """Process a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
         if isinstance(heartbeat, SlaveHeartbeat):
             self.on_slave_heartbeat(heartbeat)
         req, answer = self._new_answer()
@@ -92,7 +92,7 @@ class Runtime:
             self._answers.pop(req, None)
 
     def build_view(self) -> RunView:
-        """The run as it is shown: what is known of it, heard of its peers, and judged."""
+        """Return the view of the run: the core's part and those outside it, judged with the newest heartbeats."""
         now = self._clock()
         view = self._outside.complete_view(self._core.build_view(now))
         if self._journal is not None:
@@ -100,16 +100,16 @@ class Runtime:
         return judge_run(view, self._core.heartbeats, now, self._core.heartbeat_s)
 
     def explain_unready(self) -> str:
-        """Why the run cannot take an outer step now; empty: it can."""
+        """Return why the run cannot take an outer step now; empty if it can."""
         return self._core.explain_unready()
 
     def fail(self, error: BaseException) -> None:
-        """End `run`: a task of this process has failed, which is our bug, and what it did is done by nobody now."""
+        """End `run` with EXIT_BUG: a task of this process has failed, and its work is not done any more."""
         self.stop(EXIT_BUG)
         self._log.critical("a task of this master failed", error=repr(error), exc_info=error)
 
     def stop(self, code: int = 0) -> None:
-        """End `run` with this exit code; the first call counts."""
+        """End `run` with this exit code; only the first call counts."""
         if not self._code.done():
             self._code.set_result(code)
         self._arrived.set()
@@ -132,7 +132,7 @@ class Runtime:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     async def _run_core(self) -> None:
-        """Hand over what arrived, let the core act on what is due, and sleep until there is something to do."""
+        """Pass in what arrived, let the core act on what is due, and sleep until there is something to do."""
         try:
             while not self._code.done():
                 now = self._clock()
@@ -152,7 +152,7 @@ class Runtime:
             async with asyncio.timeout(max(0.0, when - self._clock())):
                 await self._arrived.wait()
         except TimeoutError:
-            pass  # nothing arrived: that is what the deadline is for
+            pass  # nothing arrived before the deadline
         self._arrived.clear()
 
     def _put_arrived(self, arrived: Callable[[float], None]) -> None:
@@ -224,7 +224,7 @@ class Runtime:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     async def _flush_records(self) -> None:
-        """What was decided before the end leaves, unless it cannot: each write may let out another."""
+        """Write the records that were decided before the end, if possible; each write may release further ones."""
         try:
             async with asyncio.timeout(FLUSH_S):
                 while self._writing is not None and not self._writing.done():

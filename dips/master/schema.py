@@ -1,16 +1,15 @@
 """The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit, and
-`finished`, which a run reaches again after a rollback. A version is undone if `undone` names its round. `chain` has a
+`finished`, which a run reaches again after a rollback. A version is undone if `undone` has its round. `chain` has a
 hash of every row: ledger_chain.py.
 
-`at` is the master's monotonic clock, as decided upon; `wall` is Unix seconds, for people and plots. NaN is stored as
-NULL, which is what SQLite makes of it, so no column of reals says NOT NULL; a loss that nobody
-gave is NULL, too.
+`at` is the time of the decision on the master's monotonic clock; `wall` is Unix seconds, for people and plots. SQLite
+stores NaN as NULL, so columns of reals are not NOT NULL; a loss that no script gave is NULL, too.
 """
 
 from __future__ import annotations
 
-APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 1  # in user_version; raised by every change: a ledger of another number is refused
+APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: other SQLite files are foreign
+SCHEMA_VERSION = 1  # in user_version; raised by every change: a ledger with another number is refused
 
 SCHEMA = """
 CREATE TABLE run (

@@ -1,7 +1,7 @@
-"""The master's gRPC services: each call is one question, heartbeat or fact for the runtime.
+"""The master's gRPC services: each call is one question, heartbeat or event for the runtime.
 
-A question whose answer is Pending is kept open by the core (held.py). Which question is legal when, the Coordinator
-decides.
+A question whose answer is Pending is kept open by the core (held.py). The Coordinator decides which question is legal
+when.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Calls of the agents."""
+    """The service called by agents."""
 
     def __init__(self, runtime: Runtime, desk: ManifestDesk | None = None) -> None:
         """`desk` compares models; None: there is no model yet."""
@@ -85,7 +85,7 @@ class ClusterServicer(ClusterServiceServicer):
 
 
 class SlaveServicer(SlaveServiceServicer):
-    """Calls of the slaves."""
+    """The service called by slaves."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -110,7 +110,7 @@ class SlaveServicer(SlaveServiceServicer):
 
 
 class OperatorServicer(OperatorServiceServicer):
-    """Requests of an operator to the master; the ledger keeps who asked, and when."""
+    """The service called by operators; the ledger records the caller and the time of each request."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class OperatorServicer(OperatorServiceServicer):
         guard: Guard | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`begin` makes the run's ledger, or raises why not; nothing if it was made with that model."""
+        """`begin` creates the run's ledger, or raises why not; it does nothing if the run has begun with that model."""
         self._runtime, self._begin, self._guard, self._wall = runtime, begin, guard, wall
 
     async def Begin(self, request: Any, context: Any) -> operator_pb2.BeginReply:
@@ -158,11 +158,11 @@ class OperatorServicer(OperatorServiceServicer):
 
 
 class StatusServicer(StatusServiceServicer):
-    """Calls of `dips status`, of the live view and of `dips-client check`."""
+    """The service called by `dips status`, the live view and `dips-client check`."""
 
     def __init__(self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None) -> None:
-        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest; empty before
-        it has a ledger. `page`: where a browser finds the run.
+        """`agreed` holds what never changes in a run: its name, shared options, their digest, the manifest; empty
+        before it has a ledger. `page` is the URL of the page.
         """
         self._runtime, self._agreed, self._page = runtime, agreed, page
 
@@ -178,7 +178,7 @@ class StatusServicer(StatusServiceServicer):
 
 
 async def _ask_master(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
-    """Ask the master; raise the error that a Failed bears."""
+    """Ask the core; raise the error of a Failed answer."""
     result = await runtime.ask_core(make)
     if isinstance(result, Failed):
         raise result.error(result.message)

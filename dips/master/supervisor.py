@@ -1,13 +1,12 @@
 """Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
 
-A slave that dies is started again after a pause that doubles. One that the Coordinator has lost while its process is
-alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers nor
-works for `compute_s`: it may be loading a snapshot for a former master, and its heartbeats tell how far it is; or bring
-one back from its mirror before it has registered with anybody, which the bytes tell that it reads and writes. There
-are never two processes for one slave: a new one is started only when the old one is known to be dead, and the lock of
-the snapshot directory names the old one, also to a master that was started later. A master that was killed therefore
-finds its slaves alive, with θ still in memory.
-A slave's output goes to <master.directory>/slaves/.
+A slave that dies is started again after a pause that doubles. A slave that the Coordinator has lost while its process
+is alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers nor
+works for `compute_s`: it may be loading a snapshot for a former master, which its heartbeats show; or restoring one
+from its mirror before its first registration, which the bytes that it reads and writes show. There are never two
+processes for one slave: a new one is started only when the old one has certainly ended, and the lock of the snapshot
+directory identifies the old one, even to a later master. So a master that was killed finds its slaves alive, with θ
+still in memory. A slave's output goes to <master.directory>/slaves/.
 
 A master that is stopped by SIGTERM stops its slaves. One that ends for another reason (74: its ledger; 75: a later
 master exists) leaves them to the next master.
@@ -37,11 +36,11 @@ from dips.transport.backoff import Backoff
 
 FIRST_PAUSE_S = 0.5  # before a slave that died is started again; doubles
 LONGEST_PAUSE_S = 30.0
-STEADY_S = 60.0  # a process that ran for so long is restarted after the first pause again
-LOST_LEASES = 2  # a process that is alive but has been lost for so many leases hangs
+STEADY_S = 60.0  # a process that ran for this long is restarted after the first pause again
+LOST_LEASES = 2  # a live process whose slave has been lost for this many leases hangs
 END_GRACE_S = 30.0  # between SIGTERM and SIGKILL: time to finish a snapshot
-LEAST_MOVED = 1 << 20  # bytes read and written that count as work: what a process logs while it waits is less
-LOG_BYTES = 16 << 20  # of each slave's log, and as much of the one before
+LEAST_MOVED = 1 << 20  # bytes read and written that count as work: more than a waiting process logs
+LOG_BYTES = 16 << 20  # of each slave's log, and as much of the former one
 
 LOST, AWAITED = SlaveState.LOST.value, SlaveState.AWAITED.value
 
@@ -50,20 +49,20 @@ Seen = Mapping[str, SlaveView]
 
 @dataclass
 class ProcessWatch:
-    """Whether a slave's process, which is alive, hangs. Pure: times are the supervisor's."""
+    """Decides whether a live process of a slave hangs. Pure: times are the supervisor's."""
 
     timing: TimingOptions
     adopted: bool
-    sinc_before: int  # its slave's incarnation when the watch began
+    sinc_before: int  # the slave's incarnation when the watch began
     begun: float
     lost_since: float | None = None
-    moved: tuple[int, float] = (0, -inf)  # bytes that it had read and written, when they last rose by LEAST_MOVED
+    moved: tuple[int, float] = (0, -inf)  # bytes that it had read and written, and when they last rose by LEAST_MOVED
 
     def explain_hang(self, state: str, sinc: int, worked_at: float, moved: int, now: float) -> str:
-        """Why it is to be killed; empty: it does not hang.
+        """Return why the process is to be killed; empty if it does not hang.
 
         state, sinc  of its slave, as the Coordinator sees it
-        worked_at    when its heartbeats last told of work
+        worked_at    when its heartbeats last reported work
         moved        bytes that it has read and written
         """
         registered = self.adopted or sinc > self.sinc_before
@@ -84,7 +83,7 @@ class ProcessWatch:
 
 
 class Supervisor:
-    """`view_slaves` returns the slaves as the Coordinator sees them now."""
+    """Supervises slaves. `view_slaves` returns them as the Coordinator sees them now."""
 
     def __init__(
         self,
@@ -96,19 +95,19 @@ class Supervisor:
         log: Log,
         fail: Fail,
     ) -> None:
-        """`fail` hears of our bugs: slaves that nobody supervises must not go on so without a word."""
+        """`fail` is called with exceptions of the tasks, since slaves must not run unsupervised unnoticed."""
         self._config, self._slaves, self._timing, self._view, self._log = config, slaves, timing, view_slaves, log
         self._fail = fail
         self._directory = directory / "slaves"
         self._seen: Seen = {}
         self._children: dict[str, Child] = {}
-        self._worked: dict[str, tuple[int, float]] = {}  # of our slaves: bytes worked through, when they last rose
+        self._worked: dict[str, tuple[int, float]] = {}  # our slaves → (bytes processed, when they last rose)
         self._unbounded: set[Path] = set()  # logs that could not be kept below LOG_BYTES
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = asyncio.get_running_loop().time
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat) -> None:
-        """A slave says how much it has worked through; also one that has not registered with this master yet."""
+        """Record how much a slave has processed, even one that has not registered with this master yet."""
         before = self._worked.get(heartbeat.slave)
         ours = any(slave.name == heartbeat.slave for slave in self._slaves)
         if ours and (before is None or heartbeat.work_bytes != before[0]):
@@ -121,7 +120,7 @@ class Supervisor:
         self._tasks = [start_task(loop, self._fail) for loop in loops]
 
     async def stop_supervising(self, stop: bool) -> None:
-        """Stop supervising. With `stop`, end the slaves too and return when all of them are dead."""
+        """Stop supervising. With `stop`, end the slaves too and return when all of them have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -139,7 +138,7 @@ class Supervisor:
             await asyncio.sleep(self._timing.heartbeat_s)
 
     async def _bound_log(self, path: Path) -> None:
-        """A disk that is full is looked at again: the slaves are supervised meanwhile, and it is said once."""
+        """Limit a slave's log; a failure is logged once and tried again, while supervision goes on."""
         try:
             await asyncio.to_thread(truncate_log, path, LOG_BYTES)
             self._unbounded.discard(path)
@@ -167,13 +166,13 @@ class Supervisor:
             await asyncio.sleep(pause_s)
 
     def _adopt_child(self, slave: SlaveSection) -> Child | None:
-        """Take over the process that holds the directory now: a former master's slave, or one started by hand."""
+        """Adopt the process that holds the directory now: a former master's slave, or one started by hand."""
         pid = lock_holder(slave.lock)
         if not pid.isdigit():
             return None
         try:
             child = Child(int(pid), None)
-        except ProcessLookupError:  # it has died since; its lock is free now
+        except ProcessLookupError:  # it has ended since; its lock is free now
             return None
         self._log.info("slave adopted", slave=slave.name, pid=child.pid)
         return child
@@ -185,7 +184,7 @@ class Supervisor:
         return child
 
     async def _watch_child(self, slave: SlaveSection, child: Child) -> None:
-        """Return when the process is dead; kill it if it hangs."""
+        """Return when the process has ended; kill it if it hangs."""
         watch = ProcessWatch(self._timing, child.adopted, self._seen_sinc(slave), self._clock())
         while not await child.wait(self._timing.heartbeat_s):
             _, worked_at = self._worked.get(slave.name, (0, -inf))

@@ -1,7 +1,7 @@
-"""A master without a ledger: it waits for `dips seed`, or for somebody to put a ledger there, as `dips init` does.
+"""A master without a ledger: it waits for `dips seed`, or for a ledger that `dips init` or an operator puts there.
 
-Everybody is told to come again. Slaves of a run whose ledger was lost are safe from it: they hold versions that no new
-ledger has, and a master that begins with one ends at once (docs/rationale.md#4).
+All callers are asked to come again. Slaves of a run whose ledger was lost are safe from it: they hold versions that no
+new ledger has, and a master that begins with one ends at once (docs/rationale.md#4).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_serve
 from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
 
 REMEDY = "if this run had begun, put its newest ledger back and do not seed it"
-LOOK_S = 1.0  # for a ledger that `dips init` wrote
-GRACE_S = 2.0  # the answer to Begin may leave for so long
+LOOK_S = 1.0  # interval of checks for a ledger that `dips init` wrote
+GRACE_S = 2.0  # longest wait for the answer to Begin to leave
 
 
 class ModelAwaiting:
-    """Stands where a runtime will: it answers every question with what is waited for."""
+    """A stand-in for the runtime: it answers every question with what is waited for."""
 
     def __init__(self, config: RunFile) -> None:
         self._config = config
@@ -54,7 +54,7 @@ class ModelAwaiting:
         self._refuse_all()
 
     def build_view(self) -> RunView:
-        """What is waited for, and what a model must fit."""
+        """Return what is waited for, and the options that a model must fit."""
         return RunView(self._config.shared.run, WAITS, shared=self._config.shared.agreed)
 
     def _refuse_all(self) -> NoReturn:
@@ -67,7 +67,7 @@ class ModelAwaiting:
 async def wait_for_ledger(
     config: RunFile, tls: TlsSource | None, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
 ) -> str | None:
-    """Serve until there is a ledger; return host:port where this did, None if it was stopped before."""
+    """Serve until there is a ledger; return the host:port served at, None if it was stopped before."""
     begun, stopped = asyncio.Event(), asyncio.Event()
     server = control.make_server(report, guard)
     listen = config.master.listen
@@ -77,7 +77,7 @@ async def wait_for_ledger(
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, {}), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
-    await control.serve_health(server, ("",))  # the process lives; none of its services serves yet
+    await control.serve_health(server, ("",))  # the process lives, but none of its services serves yet
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, GRACE_S)
@@ -92,7 +92,7 @@ async def wait_for_ledger(
 
 
 def _is_made(config: RunFile) -> bool:
-    """A ledger is there, and who made it is done with it."""
+    """Whether there is a ledger that its creator has finished."""
     path = genesis.ledger_path(config)
     if not path.exists():
         return False
@@ -111,6 +111,6 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
 
 
 async def _begin_run(config: RunFile, begun: asyncio.Event, proposed: RunProposed) -> None:
-    """On the event loop: two that propose are served one after the other."""
+    """Create the ledger; on the event loop, so that two proposals are served one after the other."""
     begin.begin_run(config, proposed, time.time)
     begun.set()

@@ -1,23 +1,23 @@
-"""Who gets the next free slot: the queue of the clusters that wait for one (docs/rationale.md#31). Pure.
+"""The queue of clusters that wait for a slot, and who gets the next free one (docs/rationale.md#31). Pure.
 
-A cluster that finds no slot waits: it trains on and asks again at the boundaries of its inner steps. Its place is the
-number of its first ask, and stays until it pushes or its incarnation ends, whatever it is answered meanwhile; what its
-push would bring moves it ahead of at most MOST_LEAD earlier numbers. A free slot is kept for the first in the queue
-until that cluster should have asked again, by the length of its inner steps and by how it has asked so far. Later than
-that it is late: others go before it, and its place is its own again as soon as it asks. A kept slot is lent to a push
-that should be over before the cluster for which it is kept comes back.
+A cluster that finds no free slot trains on and asks again at the boundaries of its inner steps. Its place is the number
+of its first request and stays until it pushes or its incarnation ends, whatever answers it gets meanwhile. A push with
+many tokens moves its cluster ahead of at most MOST_LEAD earlier numbers. A free slot is kept for the first cluster in
+the queue until that cluster should have asked again, estimated from the length of its inner steps and from its earlier
+requests. After that time the cluster is late: others go first, and it gets its place back as soon as it asks. A kept
+slot is lent to another push that should be over before the cluster it is kept for comes back.
 
 Bounded waiting. Let N clusters share K slots, let a push hold its slot for at most H seconds, let a slot be kept for at
-most L seconds (`most_kept_s`), and let no cluster that waits be late. Then one that asks has waited at most
+most L seconds (`most_kept_s`), and let no waiting cluster be late. Then a cluster that asks has waited at most
 
     H + (N + MOST_LEAD) x (2 H + L) / K
 
-seconds when it is admitted. At most N - 1 + MOST_LEAD others go before it: those that asked earlier, each once, as a
-cluster has one place, and of those that ask later only some of the next MOST_LEAD numbers. Each of these, and the
-cluster itself, takes a slot within L of its being free, unless a push that the slot was lent to overstays. Who finds
-its slot taken lends no more, so that costs each of them H at most, once.
+seconds when it is admitted. At most N - 1 + MOST_LEAD others go before it: those that asked earlier, each once since a
+cluster has one place, and some of the next MOST_LEAD numbers. Each of these, and the cluster itself, takes a slot
+within L of the moment it becomes free, unless a push that borrowed the slot overstays. A cluster that finds its slot
+taken lends no more, so a borrower costs each of them at most H, once.
 
-All of it is memory of one master: nothing is in the ledger. After a restart, places are those of the next asks.
+The queue is kept in memory only, not in the ledger. After a restart of the master, places follow the next requests.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dataclasses import field
 from dips.dataclass import dataclass
 from dips.protocol.timers import Timers
 
-MOST_LEAD = 4  # numbers: of so many earlier ones may the heaviest push go ahead; a usual one has half of it
-LATE = 1.5  # times what is expected until its next ask; steps vary, and messages travel
-LENT = 1.5  # times what the push that a slot is lent to should take
-NEWEST_SHARE = 0.1  # of the newest push in the mean of tokens
+MOST_LEAD = 4  # earlier numbers that the push with the most tokens may overtake; a usual push overtakes half as many
+LATE = 1.5  # factor on the time expected until its next request: steps vary, and messages travel
+LENT = 1.5  # factor on the expected duration of the push that borrows a slot
+NEWEST_SHARE = 0.1  # weight of the newest push in the running mean of tokens
 
 
 Place = tuple[float, int, str]  # (number less lead, number, cluster)
@@ -42,18 +42,18 @@ class SlotAsk:
     """One request for a slot."""
 
     cluster: str
-    tokens: int  # that its push would bring
-    step_s: float  # of its inner steps; 0 while unknown
-    push_s: float  # its push should hold a slot so long; 0 while unknown
+    tokens: int  # tokens that the push would bring
+    step_s: float  # duration of its inner steps; 0 while unknown
+    push_s: float  # how long its push should hold a slot; 0 while unknown
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAnswer:
-    """What a request comes to."""
+    """The answer to a request for a slot."""
 
     admitted: bool
-    ahead: int  # clusters that go before it; those that are late do not count
-    waiting: int  # clusters that wait, itself included; those that are late do not count
+    ahead: int  # clusters before it in the queue, without those that are late
+    waiting: int  # clusters in the queue, itself included, without those that are late
 
 
 @dataclass
@@ -64,26 +64,27 @@ class Waiter:
     asked_at: float
     step_s: float
     gap_s: float = 0.0  # the longest time from one of its asks to the next
-    kept_s: float = 0.0  # from its last ask: so long is a slot kept for it
-    lends: bool = True  # no push that its slot was lent to has overstayed
-    lent: bool = False  # since its last ask
+    kept_s: float = 0.0  # how long after its last request a slot is kept for it
+    lends: bool = True  # False after a push that borrowed its slot overstayed
+    lent: bool = False  # whether its slot was lent since its last request
 
 
 @dataclass
 class SlotQueue:
-    """The clusters that wait, each in one place."""
+    """The queue: the clusters that wait for a slot, each with one place."""
 
     waiters: dict[str, Waiter] = field(default_factory=dict)
-    expected: list[Place] = field(default_factory=list)  # of those that are not late, ascending
-    lateness: Timers = field(default_factory=Timers)  # until when each of these is expected
+    expected: list[Place] = field(default_factory=list)  # places of clusters that are not late, ascending
+    lateness: Timers = field(default_factory=Timers)  # when each of these becomes late
     last_number: int = 0
-    usual_tokens: float = 0.0  # of a push that was admitted, as a running mean; 0 before the first
+    usual_tokens: float = 0.0  # running mean of the tokens of admitted pushes; 0 before the first
 
     def request_slot(self, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float) -> SlotAnswer:
-        """Take or keep a place in the queue; leave it with one of the `free` slots, if one is to be had.
+        """Answer a request for a slot: admit the push and remove its cluster from the queue, or keep its place there.
 
-        retry_s      who is refused asks at the first boundary after so many seconds
-        most_kept_s  a slot is kept for no longer
+        free         free slots
+        retry_s      a refused cluster asks again at the first boundary of its inner steps after this time
+        most_kept_s  the longest time for which a slot is kept for a cluster
         """
         self._pass_over_late(now)
         waiter = self._find_or_enter(ask, now)
@@ -102,23 +103,23 @@ class SlotQueue:
         return answer
 
     def count_waiting(self, now: float) -> int:
-        """How many wait, without those that are late."""
+        """Return the number of clusters that wait, without those that are late."""
         self._pass_over_late(now)
         return len(self.expected)
 
     def leave_queue(self, cluster: str) -> None:
-        """It does not want a slot any more, or may have none."""
+        """Remove a cluster that no longer wants a slot or may not have one."""
         self._unexpect(cluster)
         self.waiters.pop(cluster, None)
 
     def clear_queue(self) -> None:
-        """No slot is given any more."""
+        """Remove all clusters: no more slots are given."""
         self.waiters.clear()
         self.expected.clear()
         self.lateness.clear_timers()
 
     def shift_times(self, gap_s: float) -> None:
-        """The master did not run for `gap_s`: nobody is late by that."""
+        """Shift all times by `gap_s`, during which the master did not run, so that this makes no cluster late."""
         for waiter in self.waiters.values():
             waiter.asked_at += gap_s
         expected = [self.waiters[name] for *_, name in self.expected]
@@ -134,7 +135,9 @@ class SlotQueue:
         return waiter
 
     def _lead(self, tokens: int) -> float:
-        """Of how many earlier numbers it goes ahead; a push that brings what is usual has half of MOST_LEAD."""
+        """Return how many earlier numbers this push overtakes; a push with the usual number of tokens overtakes
+        MOST_LEAD / 2.
+        """
         return MOST_LEAD * tokens / (tokens + self.usual_tokens) if tokens else 0.0
 
     def _weigh(self, tokens: int) -> None:
@@ -142,12 +145,12 @@ class SlotQueue:
         self.usual_tokens += share * (tokens - self.usual_tokens)
 
     def _pass_over_late(self, now: float) -> None:
-        """Who should have asked again before now is not waited for until it does."""
+        """Stop keeping slots for clusters that should have asked again before `now`."""
         while self.lateness.first_at() < now:
             self._unexpect(self.lateness.take_first())
 
     def _unexpect(self, cluster: str) -> None:
-        """Others go before it."""
+        """Let the other clusters go before this one until it asks again."""
         waiter = self.waiters.get(cluster)
         if waiter is None:
             return
@@ -157,7 +160,9 @@ class SlotQueue:
             del self.expected[i]
 
     def _borrow(self, ask: SlotAsk, first: list[Place], now: float) -> bool:
-        """Take a slot that is kept for one of the first, if that one should not notice."""
+        """Borrow a slot that is kept for a cluster at the head of the queue, if the push should end before that one
+        asks.
+        """
         lenders = [self.waiters[name] for *_, name in first]
         until = now + LENT * ask.push_s
         if not lenders or not ask.push_s or any(not w.lends or w.asked_at + w.step_s < until for w in lenders):

@@ -1,13 +1,13 @@
-"""When clusters of aligned pace push: all at about the same time, each after as many steps as its speed allows.
+"""The pace `aligned`: all clusters push at about the same time, each after as many steps as its speed allows.
 
-The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is given
-the seconds that are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
-fast ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly.
-Pushes that share the slots begin one after the other, so that the last of them is in when the window opens.
+The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is told
+how many seconds are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
+fast ones many, and none waits. The period is the median time that the clusters would take for their own H, and changes
+slowly. Pushes that share slots begin one after the other, so that the last of them is complete when the window opens.
 
 What must stay true: a window that did not open leaves the grid as it is; a cluster that just misses a window still
-goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,
-clocks do not. Pure: heartbeats and `now` come in.
+pushes for it; one that would have too few steps pushes for the next one; a silent cluster is forgotten. Messages carry
+durations, not times. Pure: heartbeats and `now` are arguments.
 
 Source: docs/architecture.md#pace; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal
 tokens.
@@ -24,25 +24,25 @@ from dips.dataclass import dataclass
 from dips.protocol.enums import TrainerState
 from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 
-LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
-MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measurement must not move all
-LATE_SHARE = 0.25  # of the period: who is later than that goes to the next window
-LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
-NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
-MOST_AT_ONCE = 64  # members whose pushes are planned anew when one of them changes; those of more, once in PLAN_S
+LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: a push of fewer steps is not worth its bytes
+MOST_CHANGE = 1.25  # factor by which the period changes at most between windows: one odd measurement must not move all
+LATE_SHARE = 0.25  # of the period: a cluster that is later than this pushes for the next window
+LEAST_STEP_S = 1e-6  # a shorter inner step cannot have been measured
+NEVER_S = 1e9  # 30 years, the limit of all durations here: an absurd speed must not yield numbers no message can carry
+MOST_AT_ONCE = 64  # with more members, pushes are planned anew only every PLAN_S, not at each change of a member
 PLAN_S = 1.0
-STEERED_HEARTBEATS = 2  # a window needs so many: by one a cluster tells its speed, by one it learns when it is due
-WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
-MOST_PERIODS = 2  # of work since its last push: who has missed so many windows waits for none
+STEERED_HEARTBEATS = 2  # heartbeats per window: one reports a cluster's speed, one tells it when its push is due
+WORKED_SHARE = 0.5  # of the period: a cluster that has worked less since its last push took part in this window
+MOST_PERIODS = 2  # of work since its last push, after which a cluster pushes at once: it has missed as many windows
 
 
 @dataclass(frozen=True, slots=True)
 class WindowTiming:
-    """What the Coordinator knows about windows."""
+    """The Coordinator's state of windows and slots, as far as the pace depends on it."""
 
     opened_at: float | None  # when the last window opened, on the master's clock
-    slots: int  # pushes that may move at once; 0 while no slave is registered
-    model_bytes: int  # that a push moves
+    slots: int  # pushes that may be open at once; 0 while no slave is registered
+    model_bytes: int  # bytes that one push moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class _Member:
         return min(self.wanted * self.step_s, NEVER_S)
 
     def duration_s(self, timing: WindowTiming) -> float:
-        """How long its push is open; the time in which it moves is left out while its bandwidth is unknown."""
+        """Return how long its push is open; while its bandwidth is unknown, the time of the transfer is left out."""
         moving_s = timing.model_bytes / self.bytes_per_s if self.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
         return min(moving_s + self.idle_s, NEVER_S)
 
 
 class Alignment:
-    """The grid of windows, and which clusters keep to it."""
+    """The grid of windows, and the clusters that keep to it."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
@@ -77,7 +77,9 @@ class Alignment:
         self._plan_again_at = -inf
 
     def record_heartbeat(self, heartbeat: ClusterHeartbeat) -> None:
-        """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
+        """Record a cluster's speed; a cluster that does not align, or whose speed is unknown, is removed from the
+        members.
+        """
         trains = heartbeat.trainer is TrainerState.TRAINING
         if trains and heartbeat.aligned_steps > 0 and heartbeat.step_s >= LEAST_STEP_S:
             before = self._members.get(heartbeat.cluster)
@@ -90,12 +92,12 @@ class Alignment:
             self.forget_cluster(heartbeat.cluster)
 
     def forget_cluster(self, cluster: str) -> None:
-        """It is gone, or stands still: the grid does not depend on it."""
+        """Remove a cluster that has left or whose trainer stands still; the grid is not changed."""
         if self._members.pop(cluster, None) is not None:
             self._changed = True
 
     def skip_gap(self, gap_s: float) -> None:
-        """The master did not run for `gap_s`: the grid stays where the clusters, who kept working, are."""
+        """Shift the grid by whole periods after the master did not run for `gap_s`, since the clusters kept working."""
         if self._anchor is not None and self.period_s > 0:
             self._anchor += self.period_s * (gap_s // self.period_s)
 
@@ -107,7 +109,7 @@ class Alignment:
         self._follow_windows(timing, now)
         assert self._anchor is not None
         if member.since_push * member.step_s >= MOST_PERIODS * self.period_s:
-            return 0.0  # windows of others move the grid before its push can begin, again and again
+            return 0.0  # otherwise each window that others open would move the grid before this cluster's push begins
         least = max(1, ceil(member.wanted * LEAST_SHARE))
         if member.since_push < least:
             earliest = now + (least - member.since_push) * member.step_s
@@ -120,7 +122,7 @@ class Alignment:
         return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
     def explain_pace(self, cluster: str, timing: WindowTiming, now: float) -> str:
-        """Describe the cluster's pace, for people; empty if it keeps its own."""
+        """Describe the cluster's pace in a sentence for people; empty if it keeps its own pace."""
         left = self.push_in_s(cluster, timing, now)
         if left == OWN_PACE:
             return ""
@@ -132,7 +134,7 @@ class Alignment:
         )
 
     def warn_pace(self, heartbeat_s: float) -> str:
-        """Why clusters do not meet, for people; empty if they can."""
+        """Return a warning for people that clusters cannot meet at this heartbeat interval; empty if they can."""
         if len(self._members) < 2 or not 0 < self.period_s < STEERED_HEARTBEATS * heartbeat_s:
             return ""
         return (
@@ -144,7 +146,7 @@ class Alignment:
         """Move the grid to the last window, and the period a little towards what the members want."""
         opened = timing.opened_at is not None and timing.opened_at != self._opened_at
         if self._anchor is not None and not opened:
-            return  # asked at every heartbeat of every member, and changed only by a window
+            return  # called at every heartbeat of every member; only a window changes the grid
         wanted = median(m.period_s for m in self._members.values())
         if self._anchor is None:
             self.period_s, self._anchor = wanted, now + wanted
@@ -153,7 +155,9 @@ class Alignment:
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
 
     def _lead_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
-        """How long before the window its push begins: its own duration, and of those that follow it in its slot."""
+        """Return how long before the window the cluster's push begins: its own duration, and those of later pushes in
+        its slot.
+        """
         may_plan = len(self._members) <= MOST_AT_ONCE or now >= self._plan_again_at
         if (self._changed and may_plan) or timing != self._planned_for:
             self._changed, self._planned_for, self._plan_again_at = False, timing, now + PLAN_S
@@ -163,7 +167,9 @@ class Alignment:
 
 
 def plan_leads(durations: Mapping[str, float], slots: int) -> dict[str, float]:
-    """How long before the window each push begins: from behind, the longest first, each in the slot that is free."""
+    """Return how long before the window each push begins; assigned backwards, the longest first, each to the next free
+    slot.
+    """
     leads = dict[str, float]()
     longest_first = sorted(durations, key=lambda name: (-durations[name], name))
     ends = [(0.0, slot) for slot in range(max(1, min(slots, len(durations))))]  # seconds before the window

@@ -1,7 +1,9 @@
-"""In which order slaves ask the ranks of all moving pushes: computed anew when a push joins (§3.1, Figure 5; order.py).
+"""The order in which slaves ask the ranks of all moving pushes, computed anew when a push joins (§3.1, Figure 5;
+order.py).
 
-What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
-turn and nothing else, since slaves skip ranks that have nothing left. One push alone keeps the order of its OpenPush.
+The remaining bytes of a push are estimated from its cluster's bandwidth and the time since its grant. A wrong estimate
+costs only a turn, since slaves skip ranks that have nothing left. A push that moves alone keeps the order of its
+OpenPush.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.order import MOST_PAIRS, Worker, make_lines
 from dips.protocol.run_state import RunState
 
-LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
+LEAST_LEFT = 0.01  # least share that is assumed to be left of a push that is later than estimated
 
 
 def reorder_pushes(run: RunState) -> None:
-    """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
+    """Order every slave to use new places for all ranks of all moving pushes, after a push has joined."""
     moving = [(run.clusters[p.id.cluster], p) for p in run.transfers.uncommitted_pushes() if p.opened]
     pairs = sum(push.ranks for _, push in moving) * len(run.slaves)
     if len(moving) < 2 or pairs > MOST_PAIRS:
-        return  # of more pairs, each keeps its place in the rotation that came with its OpenPush
+        return  # above MOST_PAIRS each rank keeps the place in the rotation that came with its OpenPush
     slaves = list(run.slaves.values())
     nbytes = [BYTES_PER_PARAMETER * sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
     link = _slave_link(moving, len(slaves))
@@ -41,12 +43,14 @@ def reorder_pushes(run: RunState) -> None:
 
 
 def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
-    """Bytes/s that a slave's link is known to take: its share of the fastest cluster's; 1 while none was measured."""
+    """Return the bytes/s assumed of a slave's link: its share of the fastest cluster's bandwidth; 1 while none was
+    measured.
+    """
     return max((c.bytes_per_s for c, _ in moving if c.bytes_per_s), default=float(slaves)) / slaves
 
 
 def _share_left(run: RunState, cluster: Cluster, push: Push) -> float:
-    """Share of a push that is still to come, by our guess."""
+    """Return the estimated share of a push that is still to come."""
     if not push.due or not cluster.bytes_per_s:
         return 1.0
     return min(1.0, max(LEAST_LEFT, (push.due - run.now) * cluster.bytes_per_s / run.model_bytes))

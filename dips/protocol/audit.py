@@ -1,9 +1,9 @@
-"""Who did what: every request of an operator becomes a row of the ledger, with its outcome.
+"""The audit: every request of an operator becomes a row of the ledger, with its outcome.
 
-The shell says who asks (a certificate's name) and what time it is. The row stands before the answer, so nobody is told
-of a change that the ledger does not know. A question that is asked again while it is Pending, and changes nothing,
-makes no row. What changes nothing has a budget, and what the shell denied another: nobody fills the ledger by asking,
-nor hides by it what an operator asked.
+The shell passes the caller (the name in its certificate) and the wall-clock time. The row is emitted before the answer,
+so no change is acknowledged that the ledger does not have. A repetition of a pending request that changes nothing makes
+no row. Requests that change nothing share one budget of rows, requests that the shell denied another, so that neither
+can fill the ledger nor displace the rows of real changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dips.protocol.tunable import describe_changes
 
 @dataclass(frozen=True, slots=True)
 class AuditedRequest:
-    """How one kind of request is carried out, and what its row calls it."""
+    """One kind of request: its handler, and the action and arguments for its row."""
 
     action: str
     handle: Callable[[RunState, Any], None]
@@ -64,31 +64,31 @@ REQUESTS: dict[type, AuditedRequest] = {
 
 
 def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
-    """Legal any time; carry the request out, and put its row before its answer."""
+    """Legal any time; carries the request out and inserts its row before its answer."""
     begin = len(run.out)
     audited = REQUESTS[type(event.request)]
     audited.handle(run, replace(event.request, req=event.req))
     at, result = _find_reply(run.out, begin)
     changed = any(not isinstance(effect, Reply) for effect in run.out[begin:])
     if isinstance(result, Pending) and not changed:
-        return  # asked again: the first row says it
+        return  # a repetition: the first row has it
     said, refused = _describe_result(result)
     row = OperatorActed(event.caller, audited.action, audited.describe(event.request), said, refused, event.wall)
     if not row.arguments:
-        return  # nothing was named: a look
+        return  # a request that names nothing only reads
     if (made := _make_row(run, row, None if changed else run.idle_rows)) is not None:
         run.out.insert(at, made)
 
 
 def on_operator_reported(run: RunState, event: OperatorReported) -> None:
-    """The shell refused a call, or changed something by itself (a run file that was edited)."""
+    """Record a call that the shell refused, or a change that the shell made by itself (an edited run file)."""
     row = OperatorActed(event.caller, event.action, event.arguments, event.outcome, event.refused, event.wall)
     if (made := _make_row(run, row, run.denied_rows if event.refused else None)) is not None:
         run.emit_record(made)
 
 
 def _make_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> OperatorActed | None:
-    """The row with its texts bounded; None if its budget has no room."""
+    """Return the row with its texts cut to their limits; None if its budget has no room."""
     if budget is not None and not budget.take_row(run.now):
         return None
     passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
@@ -105,7 +105,7 @@ def _find_reply(out: list[Effect], begin: int) -> tuple[int, Result | None]:
 
 
 def _describe_result(result: Result | None) -> tuple[str, bool]:
-    """(what came of it, whether it was refused)."""
+    """Return (outcome in words, whether it was refused)."""
     match result:
         case Refused() | Failed():
             return f"refused: {result.reason if isinstance(result, Refused) else result.message}", True
@@ -116,6 +116,6 @@ def _describe_result(result: Result | None) -> tuple[str, bool]:
 
 
 def spell_request(request: OperatorRequest) -> tuple[str, str]:
-    """(action, arguments) of a request that was refused before it came to the Coordinator."""
+    """Return (action, arguments) for the audit row of a request that was refused before it came to the Coordinator."""
     audited = REQUESTS[type(request)]
     return audited.action, cut_text(audited.describe(request))

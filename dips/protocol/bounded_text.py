@@ -1,11 +1,11 @@
-"""Text of an operator, as the ledger, the status and the terminal may have it."""
+"""Text of an operator, cut to a length and to printable characters for the ledger, the status and the terminal."""
 
 from __future__ import annotations
 
-MOST_TEXT = 300  # characters of a caller, of arguments, of an outcome
+MOST_TEXT = 300  # characters of a caller, of arguments or of an outcome
 REPLACEMENT = "�"
 
 
 def cut_text(text: str, most: int = MOST_TEXT) -> str:
-    """At most so many characters, and none that moves a cursor or turns the direction of a line."""
+    """Cut to `most` characters; replace those that are not printable (cursor movements, bidirectional controls)."""
     return "".join(c if c.isprintable() else REPLACEMENT for c in text[:most])

@@ -1,8 +1,9 @@
-"""What a peer says of itself, held against what its heartbeats told, the time that passed and what this ledger knows.
+"""Checks of numbers that peers claim, against their heartbeats, the time that passed and this ledger.
 
-A push's tokens are its weight, its inner steps divide its norm, so neither is believed alone. Two bounds: what no
-cluster can do in the time (refused, at its fault), and what its heartbeats have told so far (it waits for the next
-one, so that a lost heartbeat costs an honest cluster a moment and never a push). Pure.
+A push is weighted by its tokens, and its norm is divided by its inner steps, so neither is believed without a check.
+There are two bounds: what no cluster can do in the time (the request is refused as the cluster's fault), and what its
+heartbeats have reported so far (the push waits for the next one, so a lost heartbeat costs an honest cluster a moment
+and never a push). Pure.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from dips.errors import RemoteProtocolError
 from dips.protocol.effects import Failed
 from dips.protocol.events import SlaveRegistered
 
-MOST_TOKENS_PER_S = 1e9  # of one cluster: ten times what the largest train
+MOST_TOKENS_PER_S = 1e9  # of one cluster: ten times the throughput of the largest
 MOST_STEPS_PER_S = 1e4  # of one cluster: no optimizer steps in less than 100 µs
-FORGIVEN_S = 3_600.0  # clusters train on while a suspended master's clock stands
+FORGIVEN_S = 3_600.0  # clusters train on while the clock of a suspended master stands still
 MOST_TERMS_AHEAD = 1_000_000  # one for each start of a master, a thousand for each recovery
-MOST_AHEAD = 1 << 32  # of seqs and rounds, which count up one by one: at ten a second 13 years
-SILENT_HEARTBEATS = 2  # missed by a process that may be dead already: another may bear its name
+MOST_AHEAD = 1 << 32  # of seqs and rounds, which rise by one: 13 years at ten a second
+SILENT_HEARTBEATS = 2  # after this many missed heartbeats a process may be dead, and another may have taken its name
 MOST_LANES = 1_024  # of a slave: each has a thread
 MOST_SNAPSHOTS = 65_536  # on a slave's disk; a few are kept
 
 
 @dataclass(frozen=True, slots=True)
 class ToldProgress:
-    """The most that heartbeats of an incarnation told: tokens consumed in it, inner steps since its agent's start."""
+    """The largest numbers in an incarnation's heartbeats: its tokens, and inner steps since its agent's start."""
 
     tokens: int = 0
     inner_steps: int = 0
 
     def raised(self, tokens: int, inner_steps: int) -> ToldProgress:
-        """What is known after another report; they may overtake each other."""
+        """Return the maximum of this and another report; reports may overtake each other."""
         return ToldProgress(max(self.tokens, tokens), max(self.inner_steps, inner_steps))
 
 
 def why_impossible(tokens: int, inner_steps: int, passed_s: float) -> str:
-    """Why no cluster can have done so much in `passed_s` seconds (inf: unknown); empty if one can."""
+    """Return why no cluster can have done this in `passed_s` seconds (inf: unknown); empty if one can."""
     for what, claimed, rate in (
         ("tokens", tokens, MOST_TOKENS_PER_S),
         ("inner_steps", inner_steps, MOST_STEPS_PER_S),
@@ -49,7 +50,7 @@ def why_impossible(tokens: int, inner_steps: int, passed_s: float) -> str:
 
 
 def why_untold(told: ToldProgress, settled: ToldProgress, tokens: int, inner_steps: int) -> str:
-    """Why heartbeats do not bear out a push that brings so much beside what is settled; empty if they do."""
+    """Return why a push exceeds what heartbeats reported beyond the settled part; empty if it does not."""
     if settled.tokens + tokens > told.tokens:
         return f"its heartbeats told of {told.tokens - settled.tokens} tokens so far, the push brings {tokens}"
     if settled.inner_steps + inner_steps > told.inner_steps:
@@ -59,7 +60,9 @@ def why_untold(told: ToldProgress, settled: ToldProgress, tokens: int, inner_ste
 
 
 def find_absurd_register(event: SlaveRegistered, term: int, next_round: int) -> Failed | None:
-    """Refuse what no later master can be the reason of: a forged number must not make this one give way."""
+    """Return an error if a registration has numbers that no later master can have caused; a forged term must not end
+    this one.
+    """
     held = [v for v in (event.memory, event.prepared, *event.complete[:MOST_SNAPSHOTS]) if v is not None]
     checks: Sequence[tuple[str, int, int]] = (
         ("term_seen", event.term_seen, term + MOST_TERMS_AHEAD),
@@ -74,7 +77,7 @@ def find_absurd_register(event: SlaveRegistered, term: int, next_round: int) -> 
 
 
 def find_absurd_seq(seq: int, highest: int) -> Failed | None:
-    """Refuse a seq after which a cluster could never name a push or pull again."""
+    """Return an error for a seq after which the cluster could never name a push or pull again."""
     if seq > highest + MOST_AHEAD:
         return Failed(RemoteProtocolError, f"seq: expected at most {highest + MOST_AHEAD}, got {seq}")
     return None

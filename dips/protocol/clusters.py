@@ -1,5 +1,6 @@
-"""Incarnations of clusters: join, leave, silence, trainers that stop and go, data ranges
-(docs/protocol.md#messages rows 2, 3)."""
+"""Handlers of clusters' incarnations: join, leave, silence, trainers that stop and go, data ranges
+(docs/protocol.md#messages rows 2, 3).
+"""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from dips.protocol.moves import ClusterState
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
 from dips.protocol.run_state import RunState
 
-MAX_CLUSTERS = 10_000  # names ever joined; bounds memory and metric labels
+MAX_CLUSTERS = 10_000  # names that ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
-REASON_CHARS = 300  # of why a cluster left
+REASON_CHARS = 300  # most characters of the reason for which a cluster left
 
 
 def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
@@ -60,9 +61,9 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
 
 
 def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) -> Refused | Pending | None:
-    """Whether another agent bears the name: refused while it is heard; waited for until its lease ends once it is not.
+    """Return an answer if another agent uses the name: Refused while it is heard, Pending once it is silent; else None.
 
-    An agent that starts again in its directory, or joins again, names the incarnation that it was.
+    An agent that starts again in its directory, or joins again, names its former incarnation and is not a rival.
     """
     if cluster is None or not cluster.live or event.former == cluster.inc or event.take_over:
         return None
@@ -73,7 +74,7 @@ def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) ->
 
 
 def _settled_pushes(cluster: Cluster) -> int:
-    """Pushes of this cluster whose work is in the run or refused for good; one in a window is about to be."""
+    """Return the number of this cluster's pushes that are accepted, gated, or in a window and about to be settled."""
     return cluster.counts["accepted"] + cluster.counts["gated"] + cluster.in_window
 
 
@@ -93,7 +94,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
             "copy the section `shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return ManifestWanted(run.manifest.digest)  # which is compared beside the run: master/manifest_desk.py
+        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/manifest_desk.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
@@ -102,7 +103,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
 
 
 def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
-    """A cluster that lives has other frozen parameters: adapters that are trained on two bases belong to neither."""
+    """Return an error if a live cluster has other frozen parameters: adapters trained on two bases cannot be merged."""
     if not event.frozen_digest:
         return None
     known = (c for c in run.clusters.values() if c.live and c.frozen_digest and c.name != event.cluster)
@@ -135,11 +136,11 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
 def end_incarnation(
     run: RunState, cluster: Cluster, cause: ClusterCause, reason: str, consumed: int, reported_lost: int = 0
 ) -> None:
-    """An incarnation is over. Its committed push counts; everything else of it is freed.
+    """End an incarnation: a committed push stays in its round, everything else is freed.
 
-    Of the tokens that it is known to have consumed, those are lost that are not settled: a push may have been settled
-    after the last heartbeat (docs/rationale.md#37). What it reported as lost with its dead trainers stays lost, also if
-    more was settled since that heartbeat than it had reported in all.
+    Tokens that it is known to have consumed and that are not settled are lost; a push may have been settled after the
+    last heartbeat (docs/rationale.md#37). Tokens that it reported as lost with dead trainers stay lost, even if more
+    was settled since that heartbeat than it had reported in all.
     """
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
@@ -161,12 +162,14 @@ def end_incarnation(
 
 
 def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
-    """Of what an incarnation reports as lost, what its cluster's sums can hold: an absurd heartbeat is cut."""
+    """Limit a reported loss to what the cluster's sums can hold, so that an absurd heartbeat cannot overflow them."""
     return max(0, min(lost, pushes.MAX_TOKENS - brought, pushes.MAX_TOKENS - cluster.tokens["lost"]))
 
 
 def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
-    """A trainer that hangs or is dead keeps its lease, and no window waits for it."""
+    """Record that a trainer hangs, died or goes on: it keeps its lease, and no window waits for it while it stands
+    still.
+    """
     cluster = run.clusters.get(event.cluster)
     if cluster is None or cluster.inc != event.inc or not cluster.live:
         return
@@ -179,7 +182,7 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
 
 
 def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
-    """What its next transfers are given; those that move keep their deadline."""
+    """Record a cluster's bandwidth for its next transfers; open transfers keep their deadline."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.bytes_per_s, cluster.measured_at = event.bytes_per_s, run.now
@@ -187,9 +190,10 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
 
 
 def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
-    """Lease data ranges; a repeated question gets the same ones.
+    """Lease data ranges; a repeated request gets the same ones.
 
-    None means no more before its own are settled, or exhausted: none ever. What others hold may come back: Pending.
+    An empty answer means none before the cluster has settled its own, or, if `exhausted`, none ever. Pending: ranges
+    that others hold may become free.
     """
     cluster = run.live_cluster(event.req, event.cluster, event.inc)
     if cluster is None:
@@ -219,7 +223,7 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
-    """End gracefully; a repetition is acknowledged again."""
+    """End an incarnation at its own request; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         cause = ClusterCause.GAVE_UP if event.reason else ClusterCause.LEFT
         reason = event.reason[:REASON_CHARS] or "left"
@@ -228,7 +232,7 @@ def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
 
 
 def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
-    """Its lease ran out."""
+    """End an incarnation whose lease has run out."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
         cluster = run.clusters[event.cluster]
@@ -236,7 +240,9 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
 
 
 def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
-    """It may take part no more: what moves is dropped on the slaves, and its questions are answered, at once."""
+    """End the incarnation of a cluster that may no longer take part; its transfers are dropped and its open questions
+    answered.
+    """
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.live:
         reason = event.reason[:REASON_CHARS]
@@ -244,7 +250,7 @@ def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:
-    """What the present incarnation has done: for its next push, and in case the next one fences it."""
+    """Record the progress of the present incarnation, for its next push and in case it is fenced."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost

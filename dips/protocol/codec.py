@@ -1,17 +1,16 @@
-"""Spells what this package holds as text, and reads it back: events, effects, and the Coordinator's whole state.
+"""Encodes the objects of this package as JSON text and decodes them: events, effects, the Coordinator's whole state.
 
-One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, RunState,
-Penalty, LastNorms and RangeBook by their attributes, and what the walk does not know is an error. Objects that change
-keep their identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are
-spelled in ascending order, so the same state gives the same text in every process. No pickle: text that names another
-class is refused.
+One walk over the objects serves all of them, so no field can be forgotten: a dataclass is encoded by its fields;
+RunState, Penalty, LastNorms and RangeBook by their attributes; any other object is an error. Mutable objects keep their
+identity: a push that is referenced by a cluster and by a round is one object again after decoding. Sets are encoded in
+ascending order, so equal states give equal text in every process. No pickle: text that names another class is refused.
 
-    scalar                         as JSON has it (Infinity and NaN as Python spells them)
+    scalar                         as in JSON (Infinity and NaN as in Python)
     ["t", …] ["l", …]              tuple, list
     ["s", …] ["f", …]              set, frozenset; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length)
     ["d", key, value, …]           dict, in its order
-    ["q", most, …]                 deque that keeps so many
-    ["r", 3]                       the fourth object that changes, again
+    ["q", most, …]                 deque of at most that many
+    ["r", 3]                       the fourth mutable object, again
     ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
     ["e", "StaleTerm"]             a class of dips.errors
     ["RunState", {"head": …, …}]   one of the four classes that are no dataclasses
@@ -55,7 +54,7 @@ from dips.protocol import (
     verdicts,
 )
 
-FORMAT = 1  # raised by every change of what a state is spelled with
+FORMAT = 1  # raised by every change of the encoding of a state
 MODULES: tuple[ModuleType, ...] = (
     codecs,
     ids,
@@ -87,7 +86,7 @@ PLAIN: tuple[type, ...] = (
     penalty.Penalty,
     last_norms.LastNorms,
     data.RangeBook,
-)  # spelled by their attributes
+)  # encoded by their attributes
 SCALARS = (bool, int, float, str, type(None))
 
 spell_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # on one line
@@ -96,22 +95,22 @@ Encoder = Callable[["_StateWriter", Any], Any]
 
 
 def encode_value(value: object) -> Any:
-    """Turn a value into lists and scalars that JSON takes; raise LocalProtocolError on what has no spelling."""
+    """Encode a value as lists and scalars that JSON has; raise LocalProtocolError on a value of an unknown class."""
     return _StateWriter().write_value(value)
 
 
 def encode_text(value: object) -> str:
-    """Spell a value on one line; equal values give equal text in every process."""
+    """Encode a value as one line of text; equal values give equal text in every process."""
     return spell_json(encode_value(value))
 
 
 def value_digest(value: object) -> str:
-    """Name a value by 64 bits of its text: to compare effects without keeping them."""
+    """Return 64 bits of a hash of a value's text, to compare effects without keeping them."""
     return blake2b(encode_text(value).encode(), digest_size=8).hexdigest()
 
 
 def decode_value(spelled: Any) -> Any:
-    """Build what `encode_value` spelled; raise Corrupt on anything else."""
+    """Decode what `encode_value` returned; raise Corrupt on anything else."""
     try:
         return _StateReader().read_value(spelled)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -119,7 +118,7 @@ def decode_value(spelled: Any) -> Any:
 
 
 def field_names(spelled: Any) -> dict[str, list[str]]:
-    """Name the fields of every class that stands in a spelled value, for the head of a file that is kept."""
+    """Return the field names of every class in an encoded value, for the head of a file."""
     found: dict[str, list[str]] = {}
     stack = [spelled]
     while stack:
@@ -134,7 +133,7 @@ def field_names(spelled: Any) -> dict[str, list[str]]:
 
 
 def class_differences(written: dict[str, list[str]]) -> list[str]:
-    """Say how classes of a file that was written by another Di-PS differ from ours; empty if none does."""
+    """Describe how classes of a file that was written by another Di-PS differ from ours; empty if none does."""
     lines = []
     for name, theirs in written.items():
         ours = _fields_of(CLASSES[name]) if name in CLASSES else None
@@ -165,12 +164,12 @@ CLASSES: dict[str, type] = _known_classes()
 
 @cache
 def _fields_of(cls: Hashable) -> list[str]:
-    """Names of a dataclass's fields in their order, but for those that are made of the others (`derived`)."""
+    """Return the names of a dataclass's fields in their order, without those computed from others (`derived`)."""
     return [f.name for f in fields(cast(Any, cls)) if "derived" not in f.metadata]
 
 
 def _is_mutable(cls: type) -> bool:
-    """Is an object of this class changed after it was made, so that it matters whether two are one?"""
+    """Whether objects of this class are mutable, so that their identity must be kept."""
     return cls in PLAIN or (is_dataclass(cls) and not cls.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
@@ -179,7 +178,7 @@ def _is_mutable(cls: type) -> bool:
 
 class _StateWriter:
     def __init__(self) -> None:
-        self._known: dict[int, int] = {}  # id of what changes → its number, or -1 for a container
+        self._known: dict[int, int] = {}  # id of a mutable object → its number, or -1 for a container
         self._numbers = 0
 
     def write_value(self, value: Any) -> Any:
@@ -190,7 +189,7 @@ class _StateWriter:
         return encoder(self, value)
 
     def number_object(self, value: Any) -> int | None:
-        """The number of an object that was met before; else remember it and return None."""
+        """Return the number of an object that was met before; else number it and return None."""
         known = self._known.get(id(value))
         if known is None:
             self._known[id(value)] = self._numbers
@@ -198,7 +197,7 @@ class _StateWriter:
         return known
 
     def check_owner(self, container: Any) -> Any:
-        """A container has one owner: held by two, it would be two when it is read."""
+        """Raise LocalProtocolError if a container is referenced twice: it would be decoded as two."""
         if id(container) in self._known:
             raise LocalProtocolError(f"a {type(container).__name__} is held twice: {container!r:.80}")
         self._known[id(container)] = -1
@@ -206,7 +205,7 @@ class _StateWriter:
 
 
 def _choose_encoder(cls: type) -> Encoder:
-    """Choose how objects of a class are spelled, once."""
+    """Return the encoder for objects of a class, and remember it."""
     if CLASSES.get(cls.__name__) is not cls:
         raise LocalProtocolError(f"{cls.__module__}.{cls.__qualname__} has no spelling; see protocol/codec.py")
     encoder: Encoder
@@ -325,7 +324,7 @@ class _StateReader:
             self._known.append(made)
         items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
         for name, item in items:
-            object.__setattr__(made, name, self.read_value(item))  # frozen ones take it only so
+            object.__setattr__(made, name, self.read_value(item))  # also works for frozen dataclasses
         if hasattr(made, "build_derived"):
             made.build_derived()
         return made

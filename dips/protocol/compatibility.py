@@ -1,4 +1,4 @@
-"""Which peers a master understands: those that speak the same number (docs/protocol.md#versions-of-formats)."""
+"""The check that a peer speaks this master's protocol number (docs/protocol.md#versions-of-formats)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
 
 
 def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
-    """Return the answer for a peer of another protocol number; None if it speaks ours."""
+    """Return the answer for a peer with another protocol number; None if it is ours."""
     if event.protocol == PROTOCOL:
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"

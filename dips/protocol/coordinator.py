@@ -1,8 +1,8 @@
 """The state machine of a master: events in, effects out (docs/architecture.md#states). No clock, no socket, no thread.
 
 Legal moves are in moves.py, the state in run_state.py and entities.py, handlers of events in slaves.py, clusters.py,
-pushes.py, pulls.py and round.py. This file holds the tables that bring them together: which handler takes an event,
-what follows when all slaves have answered an order, and when the next deadline is.
+pushes.py, pulls.py and round.py. This file holds the tables that bring them together: the handler of each event, the
+continuation of each order that all slaves have answered, and the next deadline.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Continuation = Callable[[RunState, Fanout], None]
 
 
 def _nothing_follows(run: RunState, fanout: Fanout) -> None:
-    """The order was an end in itself."""
+    """Do nothing: no step follows this order."""
 
 
 def _on_push_opened(run: RunState, fanout: Fanout) -> None:
@@ -98,7 +98,7 @@ def _on_push_opened(run: RunState, fanout: Fanout) -> None:
     asking.reorder_pushes(run)
 
 
-# What follows when every slave has answered an order of this kind.
+# The continuation of an order of each kind, once every slave has answered it.
 CONTINUATIONS: dict[FanoutKind, Continuation] = {
     FanoutKind.OPEN_PUSH: _on_push_opened,
     FanoutKind.OPEN_PULL: pulls.on_pull_opened,
@@ -132,7 +132,7 @@ def _on_push_refused(run: RunState, event: PushRefused) -> None:
 
 
 def _on_blind(run: RunState, event: Blind) -> None:
-    """The master did not run: every deadline moves by the gap (docs/rationale.md#12)."""
+    """Shift every deadline by the time in which the master did not run (docs/rationale.md#12)."""
     run.started += event.gap_s
     run.slot_queue.shift_times(event.gap_s)
     run.durability.again_at += event.gap_s
@@ -149,7 +149,7 @@ def _on_blind(run: RunState, event: Blind) -> None:
 
 
 def _on_tick(run: RunState, event: Ticked) -> None:
-    """Time has passed; what that means is decided after every event."""
+    """Do nothing by itself: deadlines are checked after every event."""
 
 
 HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
@@ -203,16 +203,18 @@ def _next_deadline(run: RunState) -> float:
 
 
 class Coordinator:
-    """All decisions of a master, from one ledger state on. `now` is the master's monotonic clock, in seconds."""
+    """All decisions of a master, beginning with the state of a ledger. `now` is the master's monotonic clock, in
+    seconds.
+    """
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
         _load_plugins(options)
         self._run = RunState(state, manifest, options, now)
-        self._due: float | None = None  # the next deadline, once somebody has asked for it; every step moves it
-        self._live: LiveTransfers | None = None  # one object for all slaves, as long as nothing changes
+        self._due: float | None = None  # the next deadline, cached until the next step
+        self._live: LiveTransfers | None = None  # one object for all slaves as long as nothing changes
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        """Take one event; return what is to be done, in order."""
+        """Process one event; return the effects to carry out, in order."""
         run = self._run
         run.now, run.out, self._due = now, [], None
         HANDLERS[type(event)](run, event)
@@ -233,7 +235,9 @@ class Coordinator:
 
     @classmethod
     def from_state(cls, state: object) -> Coordinator:
-        """Be what `state` was taken of (codec.read of its text); raise Corrupt if it is no state."""
+        """Return a Coordinator with the state that `capture_state` gave, as decoded by codec.py; raise Corrupt if it is
+        none.
+        """
         if not isinstance(state, RunState):
             raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
         made = cls.__new__(cls)
@@ -241,11 +245,11 @@ class Coordinator:
         return made
 
     def capture_state(self) -> object:
-        """Everything that it knows, to be spelled by codec.py before the next step."""
+        """Return the whole state, not copied: it must be encoded (codec.py) before the next step."""
         return self._run
 
     def next_deadline(self) -> float:
-        """When to send Ticked if nothing happens before; inf if nothing is due."""
+        """Return when to send Ticked if no event comes before; inf if nothing is due."""
         if self._due is None:
             self._due = _next_deadline(self._run)
         return self._due
@@ -258,14 +262,14 @@ class Coordinator:
 
     @property
     def proven_term(self) -> int:
-        """What clusters follow; 0 until slaves have told an old ledger, whose successor they would never hear."""
+        """Return the term for clusters to follow; 0 until slaves have proven that the ledger is not an old copy."""
         return self._run.term if self._run.is_proven else 0
 
     def progress(self) -> Progress:
         return self._run.read_progress()
 
     def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
-        """(standing, its open push, its open pull): what a heartbeat is answered with."""
+        """Return (standing, open push, open pull) of an incarnation, for the answer to its heartbeat."""
         run = self._run
         standing = run.cluster_standing(cluster, inc)
         if standing is not ClusterStanding.LIVE:
@@ -274,14 +278,16 @@ class Coordinator:
         return standing, found.push.id if found.push else None, found.pull.id if found.pull else None
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, LiveTransfers]:
-        """(must it register?, number of the last order that this list knows, all that is live)."""
+        """Return (whether the slave must register, number of the last order given, the live transfers), for heartbeat
+        answers.
+        """
         run = self._run
         known = run.slaves.get(slave)
         register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
         return register, run.orders.last_number, self.live_transfers()
 
     def live_transfers(self) -> LiveTransfers:
-        """All that is live; the same list until something changes."""
+        """Return all live transfers; the same object until they change."""
         book, live = self._run.transfers, self._live
         if live is None or live.number != book.number:
             live = LiveTransfers(book.number, tuple(book.pushes), tuple(p.id for p in book.pulls.values()))
@@ -289,25 +295,25 @@ class Coordinator:
         return live
 
     def mirror_wanted(self) -> tuple[VersionId, ...]:
-        """What the slaves' mirrors are to hold: see mirrors.py."""
+        """Return the versions that slaves' mirrors should hold: see mirrors.py."""
         return mirrors.wanted_versions(self._run)
 
     def window_timing(self) -> WindowTiming:
-        """When windows open, and what a push takes: for those who push together (pace.py)."""
+        """Return when the last window opened, the number of slots and the size of a push, for `alignment.py`."""
         run = self._run
         return WindowTiming(run.opened_at, run.roster.slots, run.model_bytes)
 
     def explain_unready(self) -> str:
-        """Why no outer step can be taken now, whatever clusters do; empty: one can."""
+        """Return why no outer step is possible now, whatever clusters do; empty if one is."""
         return view.explain_unready(self._run)
 
     def build_view(self, now: float) -> view.RunView:
-        """The run for people, as far as it is known here: every state with its cause."""
+        """Return the Coordinator's part of the view of the run: every state with its cause."""
         return view.build_view(self._run, now)
 
 
 def _load_plugins(options: Options) -> None:
-    """Raise ConfigError now, not in the first round, if a user's rule or gate cannot be loaded."""
+    """Load the user's rules and gates; raise ConfigError at start, not in the first round, if one cannot be loaded."""
     find_merge(options.outer.merge)
     find_step(options.outer.step)
     for gate in options.penalty.gates:

@@ -1,13 +1,14 @@
 """Data ranges (§4.2, docs/rationale.md#37): each is free, leased to one incarnation of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
-gated one as gated; when an incarnation ends, what it had leased and not settled is free again. How far a range was
-trained in settled pushes is known, so that whoever gets it next begins there. What only versions that
-were rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry
-that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
+gated one as gated; when an incarnation ends, what it had leased and not settled is free again. The trained part of a
+range in settled pushes is kept, so that the next holder begins there. A range that was trained only by versions that
+were rolled back is undone: leased again with `requeue: undone`, else never, since clusters still carry that work in
+their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
 
-One cluster holds no more ranges, leased and not settled, than RANGES_HELD, or HELD_TIMES what the largest of its pushes
-brought: whoever leases and trains nothing keeps few from the others. At that bound a cluster pushes, then asks again.
+A cluster holds at most RANGES_HELD ranges that are leased and not settled, or HELD_TIMES the ranges of its largest
+push, so that one that leases and does not train withholds few from the others. At that bound a cluster pushes, then
+asks again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from itertools import islice
 from dips.protocol.intervals import Intervals
 from dips.protocol.options import RANGES_HELD, DataOptions
 
-HELD_TIMES = 4  # one push's worth is under way, one is trained behind it, one is ahead, one is to grow into
-HOLDERS_NAMED = 3  # of those whose leases others wait for
+HELD_TIMES = 4  # one push's ranges under way, one's trained behind it, one's ahead, and one's to grow into
+HOLDERS_NAMED = 3  # most holders that an answer names
 
 
 @dataclass(frozen=True, slots=True)
 class BegunRange:
     """A data range of which a part is trained: the first `done` of its `of` samples, in the range's order.
 
-    Samples are what the training script cuts ranges into; another `of` says that it cuts them otherwise.
+    Samples are the units into which the training script cuts a range; a different `of` means a different cut.
     """
 
     number: int
@@ -37,7 +38,7 @@ class BegunRange:
 
 @dataclass
 class Lease:
-    """What one incarnation of a cluster holds: the answer to its last question, and all ranges that are not settled."""
+    """The ranges of one incarnation of a cluster: its last answer, and all ranges that are not settled."""
 
     seq: int = 0
     answer: tuple[int, ...] = ()
@@ -45,7 +46,7 @@ class Lease:
 
 
 class RangeBook:
-    """Who holds which range. Ranges are handed out in ascending order, freed ones first."""
+    """Holder and fate of each range. Ranges are leased in ascending order, freed ones first."""
 
     def __init__(
         self,
@@ -58,17 +59,21 @@ class RangeBook:
         used: Mapping[str, int] | None = None,
         held: int = RANGES_HELD,
     ) -> None:
-        """`used`: ranges of the largest known push of each cluster; `held`: what each may hold whatever it used."""
+        """Build the book from the ledger's rows.
+
+        used  ranges in the largest known push of each cluster
+        held  ranges that each cluster may hold, whatever it used
+        """
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
-        self.settled = Intervals() if settled is None else settled.copy()  # of long runs millions, side by side
+        self.settled = Intervals() if settled is None else settled.copy()  # a copy: in long runs there may be millions
         self.begun = {part.number: part for part in begun}  # settled in part
         self._requeue = requeue
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
         self._used, self._held = dict(used or {}), held
         self._leases: dict[tuple[str, int], Lease] = {}
-        self.leased = 0  # in all leases
+        self.leased = 0  # ranges in all leases
         for cluster, inc, seq, ranges in leased:
             lease = self._leases.setdefault((cluster, inc), Lease())
             self._enter(lease, ranges)
@@ -83,11 +88,11 @@ class RangeBook:
         return self._free.count
 
     def is_settled(self, epochs: int) -> bool:
-        """Nothing of so many epochs is left to train: no range is free, none leased."""
+        """Whether `epochs` epochs are settled: no range is free and none is leased."""
         return not self.free and not self.leased and self.per_epoch * epochs <= self.total
 
     def add_epochs(self, epochs: int) -> None:
-        """The data is trained so often in all, no fewer times than before: what is new is free."""
+        """Set the total number of epochs, not below the present one; the new ranges are free."""
         before, self.total = self.total, self.per_epoch * epochs
         self._free.append_numbers(before, self.total)
 
@@ -100,7 +105,7 @@ class RangeBook:
     ) -> tuple[tuple[int, ...], bool]:
         """Lease up to `count` ranges, or those of `claims` that are free; return them, and whether they are new.
 
-        Fewer if it would hold more than it may. Not new: the question is repeated, and so is its answer.
+        Fewer are returned at the limit of what the cluster may hold. A repeated request gets its first answer, not new.
         """
         lease = self._leases.setdefault((cluster, inc), Lease())
         if seq <= lease.seq:
@@ -116,17 +121,21 @@ class RangeBook:
         return taken, True
 
     def most_held(self, cluster: str) -> int:
-        """How many ranges this cluster may hold at once. What ended incarnations hold is of one committed push each."""
+        """Return how many ranges this cluster may hold; an ended incarnation holds at most those of one committed push
+        besides.
+        """
         return max(self._held, HELD_TIMES * self._used.get(cluster, 0))
 
     def is_exhausted(self, cluster: str, inc: int) -> bool:
-        """None is free, and nobody else holds one that could come back: nothing will ever be leased to it."""
+        """Whether no range will ever be leased to this cluster again: none is free, and no other cluster holds any."""
         return not self.free and self.leased == len(self.held_by(cluster, inc))
 
     def why_wait(self, cluster: str, inc: int, seq: int) -> str:
-        """Who must settle or free ranges before this new question has an answer; empty: it has one now.
+        """Return which clusters must settle or free ranges before this new request is answered; empty if it is answered
+        now.
 
-        A cluster that holds some itself is answered at once: it settles those first, or two would wait for each other.
+        A cluster that holds ranges itself is answered at once and settles those first; otherwise two could wait for
+        each other.
         """
         lease = self._leases.get((cluster, inc))
         if self.free or not self.leased or (lease is not None and (lease.ranges or seq <= lease.seq)):
@@ -136,17 +145,18 @@ class RangeBook:
         return f"no data range is free: {self.leased} are leased by {', '.join(holders[:HOLDERS_NAMED])}{more}"
 
     def note_used(self, cluster: str, count: int) -> None:
-        """A push of it that was accepted brought so many ranges."""
+        """Record the number of ranges in an accepted push of the cluster."""
         self._used[cluster] = max(count, self._used.get(cluster, 0))
 
     def begun_of(self, ranges: Iterable[int]) -> tuple[BegunRange, ...]:
-        """Those that are settled in part."""
+        """Return those of the ranges that are settled in part, with the part."""
         return tuple(self.begun[r] for r in ranges if r in self.begun)
 
     def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int], begun: BegunRange | None = None) -> None:
-        """Trained or gated: never leased again in this lineage; of `begun`, that part.
+        """Settle trained or gated ranges: they are never leased again in this lineage; of `begun` only a part is
+        settled.
 
-        A rollback changes no part: clusters still carry that work in their parameters.
+        A rollback does not change that part: clusters still carry that work in their parameters.
         """
         for number in ranges:
             self.settled.add_number(number)
@@ -158,7 +168,9 @@ class RangeBook:
             self._strike(lease, ranges)
 
     def undo_ranges(self, ranges: Iterable[int]) -> None:
-        """Their version was rolled back."""
+        """Undo ranges of versions that were rolled back: free them again with `requeue: undone`, else mark them as
+        undone.
+        """
         over = {number for number in ranges if self.settled.remove_number(number)}
         if self._requeue:
             self._free_all(over)
@@ -166,7 +178,7 @@ class RangeBook:
             self.undone |= over
 
     def release_lease(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
-        """Free what an ended incarnation held, but for `keep`: the ranges of its push that is not yet settled."""
+        """Free the ranges of an ended incarnation, except `keep`: those of its push that is not yet settled."""
         lease = self._leases.pop((cluster, inc), None)
         if lease is None:
             return

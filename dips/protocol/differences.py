@@ -1,4 +1,4 @@
-"""In what a cluster has always been unlike the others, which gates nobody: for status and page. Pure."""
+"""Lasting differences of a cluster from the others, for status and page; no push is gated for them. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.protocol.records import PenaltyRow
 
 
 def find_differences(row: PenaltyRow, rows: Iterable[PenaltyRow], options: PenaltyOptions) -> dict[Difference, str]:
-    """What its learned statistics say, while the gates are on that keep them."""
+    """Return the cluster's lasting differences with a sentence each, from statistics of the gates that are on."""
     found = dict[Difference, str]()
     if GateName.LOSS in options.gates and row.losses >= LEARNED and row.loss_shift > MARGIN:
         found[Difference.LOSS] = (

@@ -1,8 +1,8 @@
-"""An operator takes a slave out of service without breaking a round: READY → DRAINING.
+"""Draining: an operator takes a slave out of service without breaking a round, READY → DRAINING.
 
-While it drains, no push or pull is admitted anywhere, since each needs every slave; what is open goes to its end. Then
-the slave is DRAINING: it may be stopped and nothing is lost. It is READY again when its next process registers. A
-master that restarts has forgotten it all.
+While a slave drains, no push or pull is admitted, since each needs every slave; open ones go on to their end. Then the
+slave is DRAINING and may be stopped without loss. It is READY again when its next process registers. The request is not
+kept over a restart of the master.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAINED = "drained: it may be stopped"
 
 
 def on_drain_asked(run: RunState, event: DrainAsked) -> None:
-    """Legal for a slave that serves; a repetition is answered with how far it is."""
+    """Legal for a slave that is READY; a repetition is answered with what is still open on it."""
     slave = run.slaves.get(event.slave)
     if slave is None:
         run.reply_to(
@@ -40,7 +40,7 @@ def on_drain_asked(run: RunState, event: DrainAsked) -> None:
 
 
 def settle_drains(run: RunState) -> None:
-    """After every event: a slave that drains and has nothing open is drained; one that was lost drains no more."""
+    """Finish drains after every event: a slave with nothing open is drained; a lost slave no longer drains."""
     if not run.roster.draining:
         return
     for slave in [run.slaves[name] for name in run.roster.draining]:
@@ -53,7 +53,7 @@ def settle_drains(run: RunState) -> None:
 
 
 def _open_on(run: RunState, slave: Slave) -> str:
-    """What must end before it may be stopped; empty if nothing must."""
+    """Return what must end before the slave may be stopped; empty if nothing must."""
     if run.round is not None:
         return f"round {run.round.number} ({window.explain_round(run, run.round)})"
     if run.waiting or run.flipping is not None:

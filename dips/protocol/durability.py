@@ -1,12 +1,11 @@
-"""Snapshots and what a broken disk costs (docs/rationale.md#1, #3, #21; docs/protocol.md#messages row 13,
+"""Snapshots, and the consequences of a failing disk (docs/rationale.md#1, #3, #21; docs/protocol.md#messages row 13,
 docs/protocol.md#memory).
 
-`durability: commit`: a version is on every disk before its row. A snapshot that fails costs its round, once; if the
-next fails too, `on_persist_failure` decides. `degrade`: versions are announced with durable = false, and their
-snapshots are tried after the flip, as always with `durability: async`; the first that succeeds on every slave ends it.
-`stop`: no round is opened any more and no push granted, until a person has repaired the disk and started the master
-again; pulls go on. A slave deletes nothing, whatever its disk says; only the newest versions that are complete on all
-let older ones go.
+`durability: commit`: a version is on every disk before its row. The first snapshot that fails costs its round; if the
+next fails too, `on_persist_failure` decides. `degrade`: versions are announced with durable = false and their snapshots
+are tried after the flip, as always with `durability: async`; the first that succeeds on every slave ends this. `stop`:
+no round is opened and no push granted until a person has repaired the disk and started the master again; pulls go on. A
+slave never deletes a snapshot by itself: older ones are retired only when newer ones are complete on all slaves.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ RETRY_S = 30.0  # between two tries of a head's snapshot that failed after its c
 
 
 def row_waits_for_disks(run: RunState) -> bool:
-    """Whether the next version's row waits for every slave's disk."""
+    """Whether the next version's row must wait for every slave's disk."""
     return run.options.durability is DurabilityMode.COMMIT and run.durability.state is not DurabilityState.DEGRADED
 
 
 def reserves_disk(run: RunState) -> bool:
-    """Whether Apply finds a full disk before it computes; in vain once it is known to be full."""
+    """Whether Apply reserves disk space before it computes; not while degraded, when the disk is known to be full."""
     return run.durability.state is not DurabilityState.DEGRADED
 
 
 def on_snapshot_failed(run: RunState, reason: str) -> None:
-    """A snapshot failed, or had no room; see what follows in `state`."""
+    """Count a snapshot that failed or had no room; after FAILURES in a row change `state`."""
     d = run.durability
     d.failures += 1
     run.emit_note("persist_failed", head=run.head, in_a_row=d.failures, reason=reason)
@@ -58,7 +57,7 @@ def on_snapshot_failed(run: RunState, reason: str) -> None:
 
 
 def on_snapshot_written(run: RunState) -> None:
-    """A snapshot lies complete on every disk."""
+    """Record that a snapshot is complete on every disk."""
     d = run.durability
     d.failures, d.again_at = 0, 0.0
     if d.state is DurabilityState.DEGRADED:
@@ -70,7 +69,7 @@ def on_snapshot_written(run: RunState) -> None:
 
 
 def persist_head_if_due(run: RunState) -> None:
-    """Have the head's snapshot written if it has none: all slaves serve it, and none is making the next version."""
+    """Order the head's snapshot if it has none, all slaves serve it, and no version is being made."""
     if run.flipping is not None or run.roster.missing or run.now < run.durability.again_at or not _lacks_snapshot(run):
         return
     if run.round is not None and run.round.state is not RoundState.COLLECTING:
@@ -82,7 +81,7 @@ def persist_head_if_due(run: RunState) -> None:
 
 
 def retry_deadline(run: RunState) -> float:
-    """When to try again what failed; inf if nothing did."""
+    """Return when a failed snapshot of the head is tried again; inf if none failed."""
     return run.durability.again_at if run.durability.again_at > run.now and _lacks_snapshot(run) else inf
 
 
@@ -91,7 +90,7 @@ def _lacks_snapshot(run: RunState) -> bool:
 
 
 def on_late_snapshot_answered(run: RunState, fanout: Fanout) -> None:
-    """Every slave has answered: the version is durable, or it stays as it is until the next try."""
+    """Record that every slave has answered: the version is durable, or its snapshot is tried again later."""
     d = run.durability
     assert d.late is fanout and fanout.subject == run.head
     d.late = None
@@ -110,9 +109,9 @@ def on_late_snapshot_answered(run: RunState, fanout: Fanout) -> None:
 
 
 def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> None:
-    """One disk failed; the others may still be writing, and a new snapshot begins when all have ended.
+    """Record that one disk failed; others may still be writing, and a new snapshot begins when all have ended.
 
-    Another refusal is no failure of the disk: it is tried again later, and nothing is counted.
+    A refusal for another reason is no failure of the disk: it is tried again later, and nothing is counted.
     """
     if not issubclass(event.error, FailedDisk):
         forget_late_snapshot(run)
@@ -127,7 +126,7 @@ def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: 
 
 
 def forget_late_snapshot(run: RunState) -> None:
-    """A slave that was writing is gone, or the head is another: that snapshot no longer matters."""
+    """Forget the head's late snapshot: a slave that was writing is lost, or the head has changed."""
     run.forget_orders(frozenset({FanoutKind.PERSIST_LATE}))
     run.durability.late, run.durability.late_failed = None, ()
 
@@ -136,12 +135,13 @@ def forget_late_snapshot(run: RunState) -> None:
 
 
 def retire_versions(run: RunState, *, partial: bool = False) -> None:
-    """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first.
+    """Retire snapshots that are older than the newest few that are complete on every slave. The row comes first.
 
-    What some slave's mirror holds as its newest stays as well, see mirrors.py, and every `keep_every`-th version.
-    With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
-    slave can meet another at such a version any more, and where disks work they would pile up while one does not.
-    Versions that were rolled back go when a later one is durable, or when a disk has no room for that.
+    The newest version that a slave's mirror holds is kept as well, see mirrors.py, and every `keep_every`-th version.
+    With `partial`, when every slave serves the head and has tried to write it, versions that some slave lacks are
+    retired too: no slave can meet the others at such a version any more, and where disks work they would pile up while
+    one does not. Versions that were rolled back are retired when a later one is durable, or with `partial`, when a disk
+    has no room.
     """
     mirrors.advance_target(run)
     complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
@@ -174,7 +174,9 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
 
 
 def _archived_versions(options: Options, complete: Sequence[VersionId]) -> Sequence[VersionId]:
-    """Those of the complete versions, oldest first, that stay for people: every so many-th, the newest of them."""
+    """Return the complete versions, oldest first, that are kept as archives: each `keep_every`-th, the newest
+    `keep_most`.
+    """
     if not options.keep_every:
         return ()
     return [v for v in complete if v.version % options.keep_every == 0][-options.keep_most :]

@@ -1,6 +1,6 @@
-"""What is to be done: every output of the Coordinator, in the imperative, frozen.
+"""Effects: every output of the Coordinator, named in the imperative, frozen.
 
-Effects of one step leave in their order. Nothing behind a Record leaves before that record is durable.
+Effects of one step leave in their order. No effect behind a Record leaves before that record is durable.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from dips.protocol.records import Record
 
 @dataclass(frozen=True, slots=True)
 class OpenPush:
-    """Reserve a slot; legal above the cluster's tombstone."""
+    """Reserve a slot for a push; legal above the cluster's tombstone."""
 
     push: PushId
-    ranks: int  # that speak
+    ranks: int  # speaking ranks
     deadline_s: float
-    codec: Codec = Codec.FP32  # what its chunks carry
-    base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
-    first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
-    keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
-    seed: bool = False  # it brings v0@r0: legal for a slave that holds no version
+    codec: Codec = Codec.FP32  # encoding of its chunks
+    base: VersionId | None = None  # the version that fills the slot before the first difference arrives; None for fp32
+    first: int = 0  # rank r is worker first + r; no other moving push has the same worker numbers
+    keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
+    seed: bool = False  # the push brings v0@r0: legal for a slave that holds no version
 
 
 @dataclass(frozen=True, slots=True)
 class Reorder:
-    """Ask the ranks of an open push in another order: another push has joined; legal any time, harmless repeated."""
+    """Ask the ranks of an open push in another order, since another push has joined; legal any time. Idempotent."""
 
     push: PushId
-    places: tuple[int, ...]  # of each rank in this slave's line, over all pushes; the smallest is asked first
+    places: tuple[int, ...]  # place of each rank in this slave's line, over all pushes; the smallest is asked first
 
 
 @dataclass(frozen=True, slots=True)
 class DropPush:
-    """Free the slot and set the tombstone."""
+    """Free the slot of a push and set the tombstone."""
 
     push: PushId
     reason: str
@@ -50,7 +50,7 @@ class DropPush:
 
 @dataclass(frozen=True, slots=True)
 class KeepSeed:
-    """Hold the staged push of a seed against the digests of v0@r0 and write it to the disk."""
+    """Check the staged push of a seed against the digests of v0@r0 and write it to the disk."""
 
     push: PushId
 
@@ -67,20 +67,20 @@ class Fold:
     round: int
     push: PushId
     weight: float  # T_j / T_first; 1.0 for the first, whose buffer becomes acc
-    layer_weights: Factors = ()  # of the slave's layers, buffers excepted, if not that; one number: of all of them
+    layer_weights: Factors = ()  # of each of the slave's layers but buffers, if not `weight`; one holds for all
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
     round: int
     version: VersionId
-    step: OuterStep  # with the scales of the slave's layers, or one of all of them
-    reserve: bool = True  # the snapshot's room on the disk, before anything is computed
+    step: OuterStep  # with the scale of each of the slave's layers, or one for all
+    reserve: bool = True  # reserve disk space for the snapshot before computing
 
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write the snapshot of what is prepared (`durability: commit`), or of what is served."""
+    """Write the snapshot of the prepared version (`durability: commit`) or of the served one."""
 
     version: VersionId
 
@@ -91,19 +91,19 @@ class Commit:
 
     version: VersionId
     pulls: tuple[PullId, ...]
-    keys: tuple[RankKeys, ...] = ()  # of the ranks of each pull; empty: the lanes are plain
+    keys: tuple[RankKeys, ...] = ()  # keys of the ranks of each pull; empty: the lanes are not encrypted
 
 
 @dataclass(frozen=True, slots=True)
 class RankKeys:
-    """Public keys of the ranks of one transfer, rank by rank."""
+    """Public keys of the ranks of one transfer, in the order of ranks."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop acc, θ′, m′ and the folded pushes of a round that has no row; keep unfolded and moving pushes."""
+    """Drop acc, θ′, m′ and the folded pushes of a round without a row; keep unfolded and moving pushes."""
 
     round: int
     reason: str
@@ -113,7 +113,7 @@ class Abort:
 class OpenPull:
     pull: PullId
     version: VersionId
-    keys: tuple[str, ...] = ()  # public, of each rank; empty: the lanes are plain
+    keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +123,22 @@ class ClosePull:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Delete these snapshots; never named while one of the newest two that are complete on all slaves."""
+    """Delete these snapshots; never one of the newest two that are complete on all slaves."""
 
     versions: tuple[VersionId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitProbe:
-    """Answer PROBEs of who shows this key, for a while: it is about to measure the way to the lanes."""
+    """Answer PROBEs with this key for a while: a cluster is about to measure the path to the lanes."""
 
-    cluster: str  # in whose name it was asked; one probe key each
+    cluster: str  # the cluster that asked; one probe key each
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answer, so that a slave that was unresponsive shows that orders reach it again."""
+    """Answer, to show that orders reach a slave again that was unresponsive."""
 
 
 OrderBody = (
@@ -175,42 +175,42 @@ class Order:
     deadline_s: float
 
 
-# ---- what a slave that registers is to do next ----------------------------------------------------------------------
+# ---- what a registering slave is to do next -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """You hold the head: serve."""
+    """Serve: the slave holds the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadVersion:
-    """Load `version` from your snapshot (v0@r0: from the initial model) and register again."""
+    """Load `version` from a snapshot (v0@r0: from the initial model) and register again."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class CommitVersion:
-    """What you prepared exists: flip to it and register again."""
+    """Flip to the prepared version, which exists, and register again."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class AbortVersion:
-    """What you prepared never came to be: drop it and register again."""
+    """Drop the prepared version, which never came to exist, and register again."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterLater:
-    """Nothing can be ordered now; the reason says why. Register again after `retry_after_s`."""
+    """Register again after `retry_after_s`: no order is possible now, for the given reason."""
 
     retry_after_s: float
     reason: str
-    look_for: tuple[VersionId, ...] = ()  # bring these back from the mirror before: others have nothing newer in common
+    look_for: tuple[VersionId, ...] = ()  # to fetch from the mirror first: all others have nothing newer
 
 
 SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | RegisterLater
@@ -226,10 +226,10 @@ class Registered:
     order: SlaveOrder
     head: VersionId
     layers: tuple[int, ...]  # indices into the manifest
-    genesis: tuple[str, ...]  # xxh3-128 of each of those layers at v0@r0, in hexadecimal
-    manifest: str  # JSON; empty if the slave knows it
-    place: int = 0  # of this slave among all of the run: by it, ranks and slaves take turns
-    slaves: int = 1  # of the run
+    genesis: tuple[str, ...]  # xxh3-128 of each of these layers at v0@r0, in hexadecimal
+    manifest: str  # JSON; empty if the slave has it already
+    place: int = 0  # this slave's place among all of the run, by which ranks and slaves take turns
+    slaves: int = 1  # number of slaves in the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,21 +239,21 @@ class Joined:
     head: VersionId
     progress: Progress
     ranges: tuple[int, ...]  # still leased to this cluster, in order
-    accounted: int = 0  # tokens of the incarnation before: accepted, gated, written off, or with its last push
-    settled: int = 0  # pushes of this cluster, accepted or gated, in all its incarnations; with one in a window
-    begun: tuple[BegunRange, ...] = ()  # those of `ranges` that are settled in part
+    accounted: int = 0  # tokens of the former incarnation: accepted, gated, lost, or in its last push
+    settled: int = 0  # pushes of all incarnations of this cluster that are accepted, gated, or in a window
+    begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, of `ranges`
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestWanted:
-    """The cluster's model is not the run's: join again with the manifest itself, and hear where they differ."""
+    """The cluster's model differs from the run's: send the manifest itself; the answer will name the differences."""
 
-    digest: str  # of the run's
+    digest: str  # digest of the run's manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Accepted tokens over the run's: what drives every cluster's learning-rate schedule."""
+    """Accepted tokens and the run's target, from which every cluster computes its learning-rate schedule."""
 
     tokens: int
     tokens_target: int  # 0 if the run has no token target
@@ -266,79 +266,79 @@ class SlaveAddress:
     sinc: int
     lanes: tuple[str, ...]
     layers: tuple[int, ...]
-    key: str = ""  # public, of its lanes; empty: they are plain
+    key: str = ""  # public key of its lanes; empty: they are not encrypted
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A push may move, or a pull of `version` is pinned everywhere."""
+    """Permission to move a push, or a pull whose `version` is pinned on every slave."""
 
-    version: VersionId  # pull: what is pinned; push: the head now (information only)
+    version: VersionId  # pull: the pinned version; push: the present head, for information
     slaves: tuple[SlaveAddress, ...]
     deadline_s: float
-    codec: Codec = Codec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
-    base: VersionId | None = None  # push in a lossy codec: what its differences are to
-    first: int = 0  # rank r is worker first + r: so many ranks of other transfers walk before its own
+    codec: Codec = Codec.FP32  # of a push, as in OpenPush; for a pull the slaves decide
+    base: VersionId | None = None  # push with a lossy codec: the version that its differences refer to
+    first: int = 0  # rank r is worker first + r: its turns come after those of ranks of other transfers
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Not yet; ask again. The reason says what is waited for."""
+    """Not yet: ask again. The reason names what is waited for."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not now: train on, ask again after `retry_after_s` at an inner-step boundary."""
+    """Not now: train on, and ask again after `retry_after_s` at a boundary of inner steps."""
 
     retry_after_s: float
     reason: str
-    place: int = 0  # in the queue for a slot, the first is 1; 0: it does not wait in it
+    place: int = 0  # place in the queue for a slot, from 1; 0: not in the queue
     waiting: int = 0  # clusters in that queue
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """This push or pull is over and changed nothing; its progress goes to the next one, with the next seq."""
+    """The push or pull is over and changed nothing; its progress goes into the next one, with the next seq."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """This push has a place in a window; it survives its cluster, and dies with its round."""
+    """The push has a place in a window; it outlives its cluster, and ends with its round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The verdict of a push's round; `pull` is the grant of the pull that bears the push's seq, if it is open."""
+    """The verdict on a push; `pull` is the grant of the pull with the same seq, if that is open."""
 
     kind: OutcomeKind
     version: VersionId | None  # accepted: the version that contains it; gated: the head
     reason: str
     pull: Grant | None
     progress: Progress
-    update_s: float = 0.0  # from the close of its window to the flip; the rest of the wait was window. For people
+    update_s: float = 0.0  # from the close of its window to the flip, for people; the rest of the wait was the window
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run is over; pull `version` if you want the final model."""
+    """The run is over; `version` is the final model, which may be pulled."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Data ranges leased to the cluster; `exhausted` if none is left, in other leases neither.
+    """Data ranges leased to the cluster; `exhausted` if none is free and no other cluster holds any.
 
-    None, and not exhausted: it gets no more before ranges that it holds are settled.
+    No ranges and not exhausted: the cluster gets more only after it has settled some that it holds.
     """
 
     ranges: tuple[int, ...]
     exhausted: bool
-    begun: tuple[BegunRange, ...] = ()  # those of them that are settled in part
+    begun: tuple[BegunRange, ...] = ()  # those of `ranges` that are settled in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """The run has these targets now; it had been finished at `resumed`, and goes on."""
+    """The run's new targets; `resumed` is the version at which it had been finished, None if it was not."""
 
     targets: Targets
     resumed: VersionId | None
@@ -356,14 +356,14 @@ class Extended:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """Everything that was ever tuned, as it holds now."""
+    """All options that were ever changed by `dips set`, with their present values."""
 
     changes: tuple[TunedOption, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SeedGranted:
-    """These slaves take v0@r0 as the push of this name."""
+    """Permission to send v0@r0 to these slaves, as the push of this name."""
 
     push: PushId
     grant: Grant
@@ -371,7 +371,7 @@ class SeedGranted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request is answered with an error; `raise error(message)` at the asker."""
+    """The request failed: raise `error(message)` at the caller."""
 
     error: type[DipsError]
     message: str
@@ -399,7 +399,7 @@ Result = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer question `req`."""
+    """Answer to the question `req`."""
 
     req: int
     result: Result
@@ -407,7 +407,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Tell the log and the timeline; `kind` is a stable word, `fields` are what a person wants beside it."""
+    """A line for the log and the timeline; `kind` is a stable word, `fields` are details for people."""
 
     kind: str
     fields: tuple[tuple[str, str], ...]
@@ -415,7 +415,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Leave: a later master exists, or the ledger is older than what a slave has seen."""
+    """End the process: a later master exists, or the ledger is older than what a slave has seen."""
 
     code: int
     reason: str

@@ -1,7 +1,7 @@
-"""What the Coordinator keeps of each slave, cluster, push, pull and round: plain records that only it changes.
+"""The Coordinator's state of each slave, cluster, push, pull and round: plain records that only it changes.
 
-Legal states and moves are in moves.py, the whole of them together in run_state.py, what changes them in the modules
-that are named after them.
+Legal states and moves are in moves.py, the collection of all of them in run_state.py, the handlers that change them in
+the modules that are named after them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundS
 from dips.protocol.records import OutcomeRow
 from dips.protocol.verdicts import Verdict
 
-PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
+PACES_KEPT = 16  # latest intervals between pushes of a cluster, for the window's default and for pushes to expect
 
 Bodies = dict[str, OrderBody]  # slave → its order
 Subject = PushId | PullId | int | VersionId  # what an order is about; an int is the number of a round
@@ -31,7 +31,7 @@ Subject = PushId | PullId | int | VersionId  # what an order is about; an int is
 
 @dataclass
 class Slave:
-    """One holder of layers; the placement names it, a Register gives it an incarnation."""
+    """One holder of layers, named by the placement; Register gives it an incarnation."""
 
     name: str
     layers: tuple[int, ...]
@@ -47,13 +47,13 @@ class Slave:
     key: str = ""
     slots: int = 0
     memory: VersionId | None = None
-    offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
-    unanswered: int = 0  # orders in a row past their deadline
-    mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
-    covered: VersionId | None = None  # by its mirror, while that worked and the slave served: see mirrors.known_lag
-    mirrored: tuple[VersionId, ...] = ()  # what stays on every disk for its mirror's sake: see mirrors.py
+    offer: frozenset[VersionId] | None = None  # versions that it offers to serve; None: not computed since that changed
+    unanswered: int = 0  # orders in a row that missed their deadline
+    mirror: MirrorReport | None = None  # as last reported, also while it is lost, when its mirror is needed
+    covered: VersionId | None = None  # newest version its mirror had while both worked: see mirrors.known_lag
+    mirrored: tuple[VersionId, ...] = ()  # versions kept on every disk for its mirror: see mirrors.py
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
-    needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
+    needs_ping: bool = False  # lost as unresponsive: becomes READY only after it has answered a Ping
 
     def set_state(self, state: SlaveState, cause: SlaveCause, reason: str, now: float) -> None:
         """Enter a state, or stay in it for another reason."""
@@ -71,38 +71,38 @@ class Push:
     id: PushId
     base: VersionId
     ranks: int
-    deadline: float  # moves on, see movement.py
+    deadline: float  # extended while it makes progress, see movement.py
     deadline_s: float
-    due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
-    idle_s: float = 0.0  # in that time: open but not moving, as its cluster says
+    due: float = 0.0  # when it should be complete, by its cluster's bandwidth; 0 while that is unknown
+    idle_s: float = 0.0  # open but not moving until then, as its cluster says
     codec: Codec = Codec.FP32
-    opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
+    opened_at: float = 0.0  # its work was done before; not shifted by Blind, since clusters train meanwhile
     opened: bool = False
-    first: int = 0  # its rank r is worker first + r of all that push
+    first: int = 0  # its rank r is worker first + r of all pushes
     unstaged: dict[str, None] = field(default_factory=dict)  # slaves that do not have all of it yet
     committed: bool = False
     committed_at: float = 0.0
     tokens: int = 0
-    counted: int = 0  # of these, once it is folded: see rules/weights.py
+    counted: int = 0  # tokens that count once it is folded: see rules/weights.py
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
     begun: BegunRange | None = None
-    loss: float | None = None  # None: its script gave none
+    loss: float | None = None  # None: the training script gave none
     verdict: Verdict | None = None
     weight: float = 0.0  # as in Fold
     layer_weights: Factors = ()
-    merge_weight: float = 0.0  # before any layer's norm: by `outer.weights`
+    merge_weight: float = 0.0  # by `outer.weights`, before the norms of layers change it
     was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
-    was_against: bool = False  # and points away from those that were folded before it waited
+    was_against: bool = False  # and it points away from the pushes that were folded before it waited
 
     @property
     def layer_sq(self) -> tuple[float, ...]:
-        """Σ(θ − θ_j)² of each layer, as measured."""
+        """Σ(θ − θ_j)² of each layer, as measured; empty before."""
         return self.verdict.evidence.layer_sq if self.verdict is not None else ()
 
     @property
     def held_ranges(self) -> tuple[int, ...]:
-        """Data ranges that nobody else may have before it is settled."""
+        """Data ranges that are withheld from other clusters until the push is settled."""
         return self.ranges if self.begun is None else (*self.ranges, self.begun.number)
 
 
@@ -116,24 +116,24 @@ class Pull:
     deadline: float
     deadline_s: float
     opened: bool = False
-    first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
+    first: int = 0  # number of ranks of the pulls before it: its own take turns after those
 
 
 @dataclass
 class Seed:
-    """v0@r0 on its way to the slaves that lack it; forgotten by a master that restarts."""
+    """The transfer of v0@r0 to the slaves that lack it; not kept over a restart of the master."""
 
     push: PushId
-    seeder: str  # nonce of the process that brings it
-    deadline: float  # unless it is asked for again
-    slaves: dict[str, int]  # that have yet to keep it → the incarnation that is asked to
-    opened: bool = False  # all of them take it
+    seeder: str  # nonce of the process that sends it
+    deadline: float  # extended whenever it is asked for again
+    slaves: dict[str, int]  # slaves that have yet to keep it → their incarnation
+    opened: bool = False  # all these slaves have a slot for it
     unstaged: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The last push or pull of a cluster that ended without an Outcome: a repeated question is answered with why."""
+    """The last push or pull of a cluster that ended without an Outcome, and why, for repeated questions."""
 
     seq: int = 0  # 0: none so far
     reason: str = ""
@@ -146,7 +146,7 @@ class Cluster:
     name: str
     inc: int
     nonce: str
-    frozen_digest: str = ""  # of what it does not train; "": not known to this master
+    frozen_digest: str = ""  # digest of its frozen parameters; "": not known to this master
     state: ClusterState = ClusterState.JOINING
     cause: ClusterCause = ClusterCause.JOINED
     reason: str = "joined"  # the cause, for people
@@ -154,29 +154,29 @@ class Cluster:
     seq_high: int = 0  # the highest seq of a push or pull in this incarnation
     base: VersionId | None = None
     ranks: int = 1
-    keys: tuple[str, ...] = ()  # public, of those ranks, as its last push or pull named them
-    moving: bool = True  # its inner steps are seen moving
-    consumed: int = 0  # tokens of this incarnation in all, as last reported by the judge
-    lost: int = 0  # of those, with dead trainers
-    told: ToldProgress | None = None  # by heartbeats of this incarnation; None: nobody reported any
+    keys: tuple[str, ...] = ()  # public keys of those ranks, as of its last push or pull
+    moving: bool = True  # its inner steps advance
+    consumed: int = 0  # tokens of this incarnation in all, as last reported by the Judge
+    lost: int = 0  # part of `consumed`: tokens lost with dead trainers
+    told: ToldProgress | None = None  # reported by heartbeats of this incarnation; None: no report yet
     claims_refused: int = 0  # since this master started
-    works_since: float | None = None  # what is not settled was done since then; None: before this master's start
+    works_since: float | None = None  # begin of the work that is not settled; None: before this master's start
     settled: int = 0  # tokens of this incarnation that were accepted or gated
-    last_tokens: int = 0  # of its last accepted push; 0: it had none that is known
-    settled_steps: int = 0  # inner steps likewise, under this master
-    accounted: int = 0  # tokens of the newest incarnation that is over: settled, lost, or with its last push
-    in_window: int = 0  # pushes of all its incarnations that are committed, and not settled
-    tokens_in_window: int = 0  # of those
+    last_tokens: int = 0  # tokens of its last accepted push; 0: none is known
+    settled_steps: int = 0  # inner steps of this incarnation that were accepted or gated, under this master
+    accounted: int = 0  # tokens of the last ended incarnation: settled, lost, or in its last push
+    in_window: int = 0  # pushes of all its incarnations that are committed and not settled
+    tokens_in_window: int = 0  # tokens of those pushes
     push: Push | None = None
     pull: Pull | None = None
     dropped_push: Tombstone = Tombstone()
     closed_pull: Tombstone = Tombstone()
     outcome: OutcomeRow | None = None
     outcome_version: VersionId | None = None
-    last_outcome: OutcomeRow | None = None  # also while another push is open, and of its incarnation before
-    bytes_per_s: float | None = None  # of its transfers, by its heartbeats; kept over incarnations: it is its link's
+    last_outcome: OutcomeRow | None = None  # also of the incarnation before; None: no outcome yet
+    bytes_per_s: float | None = None  # from its heartbeats; kept over incarnations, since it belongs to the link
     measured_at: float = 0.0
-    requested_at: float | None = None  # its last RequestPush that was granted
+    requested_at: float | None = None  # time of its last RequestPush that was granted
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
     counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
     tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
@@ -204,7 +204,7 @@ class Cluster:
         self.cause, self.reason = cause, reason
 
     def begin_incarnation(self, inc: int, nonce: str, now: float) -> None:
-        """Start anew under the same name: counters stay, everything that moves is gone."""
+        """Start anew under the same name: counters stay, transfers and the outcome are dropped."""
         self.inc, self.nonce = inc, nonce
         self.state, self.cause, self.reason, self.since = ClusterState.JOINING, ClusterCause.JOINED, "joined", now
         self.seq_high, self.base, self.moving = 0, None, True
@@ -224,19 +224,19 @@ class Round:
     reason: str
     opened: float
     closes: float
-    window_s: float = 0.0  # its length before anything made it longer
-    queue: deque[Push] = field(default_factory=deque)  # committed, to be measured in this order
-    current: Push | None = None  # being measured or folded
+    window_s: float = 0.0  # planned length, before anything extended it
+    queue: deque[Push] = field(default_factory=deque)  # committed pushes that are to be measured, in this order
+    current: Push | None = None  # push that is being measured or folded
     folded: list[Push] = field(default_factory=list)
     gated: list[Push] = field(default_factory=list)
-    held: list[Push] = field(default_factory=list)  # wait in their slots for the others to be folded
-    flagged: bool = False  # some push of it does not count in some layer
+    held: list[Push] = field(default_factory=list)  # pushes that keep their slots until the others are folded
+    flagged: bool = False  # some push is left out of some layer
     acc_sq: tuple[float, ...] = ()  # Σ acc² of each layer, after the last fold
-    step: OuterStep = NO_STEP  # as its Apply named it; `dips set` may change options meanwhile
+    step: OuterStep = NO_STEP  # as in its Apply; `dips set` may change options meanwhile
     delta_norm: float = 0.0
     clipped: bool = False
     theta_digest: int = 0  # of θ′, once it is applied
-    step_norm: float = 0.0  # how far θ′ is from θ, summed over layers; 0: unknown
+    step_norm: float = 0.0  # ‖θ′ − θ‖, summed over layers; 0: unknown
 
     @property
     def pushes(self) -> list[Push]:
@@ -244,7 +244,7 @@ class Round:
 
     @property
     def count(self) -> int:
-        """How many pushes it has."""
+        """Number of pushes in the round."""
         return len(self.folded) + len(self.gated) + len(self.queue) + len(self.held) + (self.current is not None)
 
 
@@ -255,14 +255,14 @@ class Fanout:
     kind: FanoutKind
     subject: Subject
     waiting: dict[str, int] = field(default_factory=dict)  # slave that has not answered → number of its order
-    first: int = 0  # the number of its first order: its name in the order book
-    unanswered: int = 0  # its orders that are in the order book
+    first: int = 0  # number of its first order, its key in the order book
+    unanswered: int = 0  # number of its orders that are in the order book
     answers: dict[str, Answer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAdmission:
-    """The key of a cluster's last probe, and the order that tells it to the slaves."""
+    """The key of a cluster's last probe, and the order that sends it to the slaves."""
 
     key: str
     fanout: Fanout
@@ -270,11 +270,11 @@ class ProbeAdmission:
 
 @dataclass
 class Durability:
-    """How the run stands with its disks."""
+    """State of the run's snapshots."""
 
     state: DurabilityState = DurabilityState.DURABLE
     reason: str = ""
     failures: int = 0  # snapshots in a row that failed on some slave
-    late: Fanout | None = None  # the head's snapshot, being written after its commit
-    late_failed: tuple[str, ...] = ()  # why it failed, by slave, while others still write
-    again_at: float = 0.0  # the head's snapshot failed: not tried again before
+    late: Fanout | None = None  # the order to write the head's snapshot after its commit
+    late_failed: tuple[str, ...] = ()  # failures by slave, while other slaves still write
+    again_at: float = 0.0  # earliest time at which a failed snapshot of the head is tried again

@@ -1,7 +1,7 @@
-"""Every closed set of words that a decision may depend on, once; states and their legal moves stand in moves.py.
+"""All enums that decisions depend on; states and their legal moves are in moves.py.
 
-On the wire, in the ledger and in the journal each is its value; what arrives from outside becomes a member where it is
-read, or is refused there.
+On the wire, in the ledger and in the journal a member is written as its value; a value from outside is converted where
+it is read, or refused there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class LayerUnit(StrEnum):
-    """`shared.layers`: what one layer of the manifest holds the parameters of."""
+    """`shared.layers`: which parameters form one layer of the manifest."""
 
     BLOCK = "block"  # a numbered block, `layers.3`, with all modules in it
     MODULE = "module"  # a module, `layers.3.attention.wq`
@@ -22,10 +22,10 @@ class LayerUnit(StrEnum):
 
 
 class WindowRule(StrEnum):
-    """`timing.window`: what makes a window longer than `window_s`; see window.py."""
+    """`timing.window`: when a window is longer than `window_s`; see window.py."""
 
-    FIXED = "fixed"  # nothing
-    ADAPTIVE = "adaptive"  # clusters that are due soon, by what was seen of their pushes
+    FIXED = "fixed"  # never
+    ADAPTIVE = "adaptive"  # while clusters are due soon, by the times of their earlier pushes
 
 
 class OutcomeKind(StrEnum):
@@ -37,7 +37,7 @@ class OutcomeKind(StrEnum):
 
 
 class RoundResult(StrEnum):
-    """How a round ended."""
+    """The end of a round."""
 
     APPLIED = "applied"  # it made a version
     UNCHANGED = "unchanged"  # all of its pushes were gated
@@ -45,7 +45,7 @@ class RoundResult(StrEnum):
 
 
 class FanoutKind(StrEnum):
-    """What follows when all slaves have answered an order: see coordinator.CONTINUATIONS."""
+    """The step that follows when all slaves have answered an order: see coordinator.CONTINUATIONS."""
 
     OPEN_PUSH = "open_push"
     OPEN_PULL = "open_pull"
@@ -62,10 +62,10 @@ class FanoutKind(StrEnum):
 
 
 class DurabilityState(StrEnum):
-    """How the run stands with its disks."""
+    """State of the run's snapshots."""
 
     DURABLE = "durable"
-    DEGRADED = "degraded"  # versions are announced without a snapshot
+    DEGRADED = "degraded"  # versions are announced before they have a snapshot
     STOPPED = "stopped"  # no more rounds
 
 
@@ -78,7 +78,7 @@ class Role(StrEnum):
 
 
 class ClusterStanding(StrEnum):
-    """What an incarnation of a cluster is to this master."""
+    """Standing of a cluster's incarnation at this master."""
 
     LIVE = "live"
     GONE = "gone"  # its lease ran out: join again
@@ -86,12 +86,12 @@ class ClusterStanding(StrEnum):
 
 
 class ClusterCause(StrEnum):
-    """Why a cluster is in its state: set beside the reason, which says the same to a person in words."""
+    """The cause of a cluster's state, as a word for programs; the state's `reason` says the same in a sentence."""
 
     JOINED = "joined"
     RECALLED = "recalled"  # from the ledger, by a master that has just started
     PULLS = "pulls"
-    AWAITS_PULL = "awaits_pull"  # its push is settled, and it is to ask for its pull
+    AWAITS_PULL = "awaits_pull"  # its push is settled; the cluster must ask for its pull
     TRAINS = "trains"
     ASKS_PUSH = "asks_push"
     AWAITS_SLOT = "awaits_slot"
@@ -101,34 +101,34 @@ class ClusterCause(StrEnum):
     GATED = "gated"
     SKIPPED = "skipped"
     PUSH_DROPPED = "push_dropped"
-    PULL_ENDED = "pull_ended"  # before it was installed
+    PULL_ENDED = "pull_ended"  # the pull ended before its version was installed
     STALLED = "stalled"  # its trainer died or hangs
-    LEFT = "left"  # it is done
-    ENDED = "ended"  # before this master started
-    GAVE_UP = "gave_up"  # it left and said why
+    LEFT = "left"  # it ended its work as planned
+    ENDED = "ended"  # its incarnation ended before this master started
+    GAVE_UP = "gave_up"  # it left and named a reason
     SILENT = "silent"
     FENCED = "fenced"
     EXPELLED = "expelled"
 
 
 class SlaveCause(StrEnum):
-    """Why a slave is in its state, likewise."""
+    """The cause of a slave's state, as a word for programs; the state's `reason` says the same in a sentence."""
 
     UNREGISTERED = "unregistered"
     SERVES = "serves"
     LOADS = "loads"  # it was ordered to load, commit or abort a version
-    AWAITS = "awaits"  # something must happen before it can be told what to do
-    LACKS_HEAD = "lacks_head"  # what the head needs is not on its disk
-    OFFERS = "offers"  # it is asked which versions it holds
+    AWAITS = "awaits"  # it must register again, after the event that `reason` names
+    LACKS_HEAD = "lacks_head"  # the head's snapshot is not on its disk
+    OFFERS = "offers"  # the master asks which versions it holds, before a rollback
     DRAINED = "drained"
     REGISTERS = "registers"  # as a new process, or again
     SILENT = "silent"
     UNRESPONSIVE = "unresponsive"
-    REFUSED = "refused"  # it refused an order that it must be able to carry out
+    REFUSED = "refused"  # it refused to commit a version for which it was prepared
 
 
 class Severity(StrEnum):
-    """How much something asks of an operator."""
+    """How urgently a state needs an operator."""
 
     GOOD = "good"
     PLAIN = "plain"
@@ -137,20 +137,20 @@ class Severity(StrEnum):
 
 
 class RemarkSubject(StrEnum):
-    """What a remark of a cluster's agent is about."""
+    """The subject of a remark, which a cluster's agent sends in its heartbeats."""
 
     CRASH = "crash"  # the training command crashed and is started again
-    STEPS = "steps"  # it takes no inner steps
-    TOKENS = "tokens"  # it counts none
+    STEPS = "steps"  # the trainer takes no inner steps
+    TOKENS = "tokens"  # the trainer reports no tokens
     GATED = "gated"
-    RANGES = "ranges"  # it waits for data ranges
-    SCRIPT = "script"  # the training script said something
-    CERTIFICATE = "certificate"  # a renewed one is not used
-    END = "end"  # it ended without one accepted push
+    RANGES = "ranges"  # the cluster waits for data ranges
+    SCRIPT = "script"  # a notice of the training script
+    CERTIFICATE = "certificate"  # a renewed certificate cannot be used
+    END = "end"  # the training command ended without an accepted push
 
 
 class TrainerState(StrEnum):
-    """A cluster's trainer, by its heartbeat."""
+    """State of a cluster's trainer, from its heartbeat."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -158,7 +158,7 @@ class TrainerState(StrEnum):
 
 
 class Activity(StrEnum):
-    """What a trainer is busy with, as a person sees it."""
+    """Present activity of a trainer, for people."""
 
     INNER = "inner"
     PUSH = "push"
@@ -176,21 +176,21 @@ class DurabilityMode(StrEnum):
 
 
 class PersistFailurePolicy(StrEnum):
-    """What follows after two failed snapshots in a row."""
+    """`on_persist_failure`: what to do after two failed snapshots in a row."""
 
     DEGRADE = "degrade"  # go on, not durable
     STOP = "stop"  # no more rounds
 
 
 class RequeuePolicy(StrEnum):
-    """What becomes of the data ranges of versions that were rolled back."""
+    """`data.requeue`: what to do with the data ranges of versions that were rolled back."""
 
     NONE = "none"  # clusters still carry that work
     UNDONE = "undone"  # they are leased again
 
 
 class DivergencePolicy(StrEnum):
-    """What becomes of a training job whose model is not finite any more."""
+    """The action for a training job whose model is no longer finite."""
 
     RESET = "reset"  # it pulls the head and drops its optimizer's state
     RESTART = "restart"  # it is started again, and loads its last checkpoint
@@ -198,7 +198,7 @@ class DivergencePolicy(StrEnum):
 
 
 class MergeRule(StrEnum):
-    """How the pushes of a round become one pseudo-gradient."""
+    """`outer.merge`: how the pushes of a round become one pseudo-gradient."""
 
     MEAN = "mean"
     RDA = "rda"  # directions and lengths averaged apart
@@ -207,14 +207,14 @@ class MergeRule(StrEnum):
 
 
 class WeightRule(StrEnum):
-    """What a push weighs among those of its round."""
+    """`outer.weights`: the weight of a push among those of its round."""
 
     TOKENS = "tokens"
     UNIFORM = "uniform"
 
 
 class StepRule(StrEnum):
-    """The numbers by which a round steps."""
+    """`outer.step`: the coefficients of the outer step."""
 
     NESTEROV = "nesterov"
     SGD = "sgd"
@@ -222,14 +222,14 @@ class StepRule(StrEnum):
 
 
 class Difference(StrEnum):
-    """In what a cluster has always been unlike the others: flagged, and no gate's concern (gates/)."""
+    """Lasting differences of a cluster from the others; shown, and not gated (gates/)."""
 
-    LOSS = "loss"  # it is usually far above theirs
-    DIRECTION = "direction"  # its pushes have less in common with theirs than these have with each other
+    LOSS = "loss"  # its loss is usually far above the others'
+    DIRECTION = "direction"  # its pushes have less in common with the others' than those have with each other
 
 
 class GateName(StrEnum):
-    """What `penalty.gates` lists: see gates/."""
+    """Names of the gates in `penalty.gates`: see gates/."""
 
     DIPS = "dips"
     DIPS_PAPER = "dips-paper"

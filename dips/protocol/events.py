@@ -1,7 +1,7 @@
-"""What happened: every input of the Coordinator, in the past tense, frozen.
+"""Events: every input of the Coordinator, named in the past tense, frozen.
 
-`req` names the question that a Reply must answer; it means nothing else. Requests of clusters and slaves carry the
-same fields as their messages in `protos/dips/v1`, so that one table-driven converter (wire/messages.py) serves all.
+`req` names the question that a Reply answers; it has no other meaning. Requests of clusters and slaves have the same
+fields as their messages in `protos/dips/v1`, so that one table-driven converter (wire/messages.py) serves all.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.options import TunedOption
 
-# The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
-# before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
+# Number of the protocol between master, slaves and clusters. Peers send theirs with Join and Register; one without
+# sends 0. Raised by every change after which an older peer would misunderstand messages.
 PROTOCOL = 1
-LOCAL_CALLER = "local (insecure)"  # who asks where there are no certificates
+LOCAL_CALLER = "local (insecure)"  # the caller where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """What a slave's mirror holds, and why it holds no more."""
+    """The versions that a slave's mirror holds, and why it holds no more."""
 
-    held: tuple[VersionId, ...]  # copied whole, oldest round first
+    held: tuple[VersionId, ...]  # completely copied, oldest round first
     reason: str = ""  # why the last try failed; "" while all goes well
     unknown: bool = False  # this process could not list it yet, so `held` says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class SlaveRegistered:
-    """A slave names itself and what it holds; repeated until the answer is Hold."""
+    """A slave named itself and what it holds; repeated until the answer is Hold."""
 
     req: int
     slave: str
@@ -47,7 +47,7 @@ class SlaveRegistered:
     complete: tuple[VersionId, ...]  # verified snapshots on its disk, `prepared` ones too
     slots: int
     reason: str  # why it is not holding what was ordered ("" if nothing failed)
-    key: str = ""  # public, of the data lanes; empty: they are plain
+    key: str = ""  # public key of the data lanes; empty: they are not encrypted
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
@@ -58,7 +58,7 @@ class SlaveRegistered:
 
 @dataclass(frozen=True, slots=True)
 class MirrorReported:
-    """What a slave's mirror holds has changed, or how the mirror does; heartbeats repeat it."""
+    """The contents or the health of a slave's mirror changed; heartbeats repeat it."""
 
     slave: str
     sinc: int
@@ -67,7 +67,7 @@ class MirrorReported:
 
 @dataclass(frozen=True, slots=True)
 class PushStaged:
-    """All ranges of a push lie on this slave, checked; reported once, and in every heartbeat until Measure or Drop."""
+    """All of a push is on this slave, verified; reported once, and in every heartbeat until Measure or DropPush."""
 
     slave: str
     sinc: int
@@ -77,7 +77,7 @@ class PushStaged:
 
 @dataclass(frozen=True, slots=True)
 class PushRefused:
-    """A slave dropped a push on its own account: ranges overlap or leave gaps, or it stalled."""
+    """A slave dropped a push by itself: its ranges overlap or leave gaps, or it stalled."""
 
     slave: str
     sinc: int
@@ -122,15 +122,17 @@ class ClusterJoined:
     manifest_digest: str
     config_digest: str
     protocol: int = PROTOCOL
-    former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
-    take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
-    frozen_digest: str = ""  # of a sample of the parameters that are not trained; "": there are none, or not known
+    former: int = 0  # the last incarnation of this agent, or the one that its directory remembers; 0: none
+    take_over: bool = False  # an operator allowed it to fence a live incarnation
+    frozen_digest: str = ""  # of a sample of the frozen parameters; "": there are none, or unknown
     rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestOffered:
-    """After ManifestWanted: to hear where the models differ. The master compares beside its loop; no step's event."""
+    """A cluster sent its manifest after ManifestWanted, so that the answer can name the differences. Not an event of
+    Coordinator.step: the master compares outside its event loop.
+    """
 
     cluster: str
     digest: str
@@ -143,33 +145,33 @@ class PushRequested:
     push: PushId
     base: VersionId
     ranks: int  # speaking ranks, each of which says HELLO to every slave
-    tokens: int = 0  # that it would bring if it were frozen now
+    tokens: int = 0  # tokens that it would bring if it were frozen now
     step_s: float = 0.0  # time of an inner step; 0 while unknown
-    keys: tuple[str, ...] = ()  # public, of each rank; slaves whose lanes are plain need none
-    idle_s: float = 0.0  # open but not moving: until ranks that train on look at it, and between fragments
+    keys: tuple[str, ...] = ()  # public key of each rank; not needed where lanes are not encrypted
+    idle_s: float = 0.0  # expected time open but not moving: until training ranks look at it, and between fragments
 
 
 @dataclass(frozen=True, slots=True)
 class PushFinished:
-    """The ranks have DONE from every slave; asks for a place in the window."""
+    """The ranks have DONE from every slave; the cluster asks for a place in the window."""
 
     req: int
     push: PushId
     tokens: int  # consumed since the last settled freeze
     inner_steps: int
-    ranges: tuple[int, ...]  # data ranges used up since the last settled freeze
-    loss: float  # mean of its inner steps; NaN: none was given
-    begun: BegunRange | None = None  # the range after those, as far as it was trained by then
+    ranges: tuple[int, ...]  # data ranges finished since the last settled freeze
+    loss: float  # mean over its inner steps; NaN: none was given
+    begun: BegunRange | None = None  # the next range, as far as it was trained by then
 
 
 @dataclass(frozen=True, slots=True)
 class PushAborted:
-    """The cluster gives up a push that is not committed."""
+    """The cluster gave up a push that is not committed."""
 
     req: int
     push: PushId
     reason: str
-    diverged: bool = False  # its parameters were not finite, which its ranks saw before anything travelled
+    diverged: bool = False  # its ranks found its parameters not finite before they sent anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +185,13 @@ class PullRequested:
     req: int
     pull: PullId
     ranks: int
-    version: VersionId | None = None  # an older one that the disks keep; None: the head
+    version: VersionId | None = None  # an older version that the disks keep; None: the head
     keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
 
 
 @dataclass(frozen=True, slots=True)
 class PullFinished:
-    """The ranks agreed: `installed` on all, or on none."""
+    """The ranks agreed: the pull is `installed` on all of them, or on none."""
 
     req: int
     pull: PullId
@@ -198,7 +200,7 @@ class PullFinished:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAsked:
-    """A cluster is about to measure the way to the lanes, and shows this key there."""
+    """A cluster is about to measure the path to the lanes, where it shows this key."""
 
     req: int
     cluster: str
@@ -207,9 +209,9 @@ class ProbeAsked:
 
 @dataclass(frozen=True, slots=True)
 class RangesRequested:
-    """Asks for data ranges; `seq` rises with each question, so a repetition gets the same ranges.
+    """A cluster asked for data ranges; `seq` rises with each request, so a repetition gets the same ranges.
 
-    `claims` names the ranges of a checkpoint that is taken up again: those of them that are free are leased.
+    `claims` names the ranges of a checkpoint that is resumed: those of them that are free are leased.
     """
 
     req: int
@@ -222,13 +224,13 @@ class RangesRequested:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLeft:
-    """Goes gracefully; `tokens_consumed` by this incarnation in all: what no push brought in will never be pushed."""
+    """A cluster left; tokens it consumed and did not push are lost."""
 
     req: int
     cluster: str
     inc: int
     tokens_consumed: int
-    reason: str = ""  # why; empty: it is done
+    reason: str = ""  # why; empty: it is finished
 
 
 # ---- from an operator ---------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class ClusterLeft:
 
 @dataclass(frozen=True, slots=True)
 class ReadmissionAsked:
-    """Lift this cluster's quarantine."""
+    """An operator lifted this cluster's quarantine."""
 
     req: int
     cluster: str
@@ -244,7 +246,7 @@ class ReadmissionAsked:
 
 @dataclass(frozen=True, slots=True)
 class TargetChange:
-    """One of the fields of Targets, and its new value."""
+    """A new value for one of the fields of Targets."""
 
     key: str
     value: float
@@ -252,7 +254,7 @@ class TargetChange:
 
 @dataclass(frozen=True, slots=True)
 class ExtensionAsked:
-    """Change how far the run goes; what is not named stays."""
+    """An operator changed how far the run goes; targets that are not named stay."""
 
     req: int
     changes: tuple[TargetChange, ...]
@@ -260,7 +262,7 @@ class ExtensionAsked:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """Take this slave out of service when nothing is open on it."""
+    """An operator takes this slave out of service as soon as nothing is open on it."""
 
     req: int
     slave: str
@@ -268,7 +270,7 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class TuningAsked:
-    """Change options while the run goes on; what is not named stays."""
+    """An operator changed options of the running run; options that are not named stay."""
 
     req: int
     changes: tuple[TunedOption, ...]
@@ -276,7 +278,7 @@ class TuningAsked:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAsked:
-    """Gate what this cluster pushes until it is readmitted."""
+    """An operator wants all pushes of this cluster gated until it is readmitted."""
 
     req: int
     cluster: str
@@ -285,18 +287,18 @@ class QuarantineAsked:
 
 @dataclass(frozen=True, slots=True)
 class SeedAsked:
-    """Let this process bring v0@r0 to the slaves that lack it; repeated until they have it."""
+    """A process offered to send v0@r0 to the slaves that lack it; repeated until they have it."""
 
     req: int
     seeder: str  # nonce of the process
-    genesis: tuple[str, ...]  # of the model that it would bring
-    given_up: int = 0  # seq of the push that broke at its end; 0: none
+    genesis: tuple[str, ...]  # digests of the layers of its model
+    given_up: int = 0  # seq of its push that failed at the end; 0: none
     keys: tuple[str, ...] = ()  # public, of its only rank, as in PushRequested
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackAsked:
-    """Make this older version the head again; repeated until it is."""
+    """An operator makes this older version the head again; repeated until it is."""
 
     req: int
     version: VersionId
@@ -309,9 +311,9 @@ OperatorRequest = (
 
 @dataclass(frozen=True, slots=True)
 class OperatorAsked:
-    """Somebody asked something of an operator: the ledger keeps who, and what came of it."""
+    """A caller sent an operator's request; the ledger records the caller and the outcome."""
 
-    req: int  # the request's own means nothing
+    req: int  # replaces the request's own
     caller: str  # a certificate's name, or LOCAL_CALLER
     wall: float  # Unix seconds at the shell
     request: OperatorRequest
@@ -319,7 +321,7 @@ class OperatorAsked:
 
 @dataclass(frozen=True, slots=True)
 class OperatorReported:
-    """The shell refused an operator's call, or changed something by itself: the ledger keeps it."""
+    """The shell refused an operator's call, or changed something by itself; the ledger records it."""
 
     caller: str
     action: str
@@ -331,7 +333,9 @@ class OperatorReported:
 
 @dataclass(frozen=True, slots=True)
 class RunProposed:
-    """The model that a run without a ledger is to begin with, as `dips init` would measure it; never a step's event."""
+    """A process proposed the initial model of a run without a ledger, measured as by `dips init`. Not an event of
+    Coordinator.step.
+    """
 
     packed: bytes  # the manifest's JSON: wire/packed_manifest.py
     digest: str  # of the JSON
@@ -344,7 +348,7 @@ class RunProposed:
 
 @dataclass(frozen=True, slots=True)
 class TrainerChanged:
-    """The trainer of a cluster started (`moving`), hung or died (not moving)."""
+    """A cluster's trainer started (`moving`), hung or died (not moving)."""
 
     cluster: str
     inc: int
@@ -354,7 +358,7 @@ class TrainerChanged:
 
 @dataclass(frozen=True, slots=True)
 class BandwidthMeasured:
-    """A cluster's transfers move so many bytes/s, by its heartbeats; reported when it has changed."""
+    """The bandwidth of a cluster's transfers changed, by its heartbeats."""
 
     cluster: str
     inc: int
@@ -366,13 +370,13 @@ class ClusterSilent:
     cluster: str
     inc: int
     silent_s: float
-    tokens_consumed: int  # by this incarnation in all, as of its last heartbeat
-    tokens_lost: int = 0  # of those, lost with dead trainers
+    tokens_consumed: int  # of this incarnation in all, as of its last heartbeat
+    tokens_lost: int = 0  # part of them: lost with dead trainers
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterExpelled:
-    """The shell found that a cluster may take part no more: its certificate is revoked, or no list names it."""
+    """A cluster may no longer take part: its certificate is revoked, or the list of clusters does not name it."""
 
     cluster: str
     reason: str
@@ -380,18 +384,20 @@ class ClusterExpelled:
 
 @dataclass(frozen=True, slots=True)
 class TokensReported:
-    """What an incarnation has done, by its heartbeats: reported before the next one begins, and for an open push."""
+    """The progress of an incarnation, by its heartbeats; reported before the next incarnation begins, and for an open
+    push.
+    """
 
     cluster: str
     inc: int
     tokens_consumed: int
-    tokens_lost: int = 0  # of those, lost with dead trainers
+    tokens_lost: int = 0  # part of them: lost with dead trainers
     inner_steps: int = 0  # since its agent's start
 
 
 @dataclass(frozen=True, slots=True)
 class TransferAwaited:
-    """A cluster says, now and then, that its ranks come to this push or pull or move it, and its trainer is well."""
+    """A cluster's ranks still prepare or move this push or pull, and its trainer works; reported now and then."""
 
     cluster: str
     inc: int
@@ -407,7 +413,7 @@ class SlaveSilent:
 
 @dataclass(frozen=True, slots=True)
 class Blind:
-    """The master's loop did not run for `gap_s`: every deadline moves by it."""
+    """The master's event loop did not run for `gap_s`, by which every deadline is shifted."""
 
     gap_s: float
 
@@ -427,24 +433,26 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of each of the slave's layers in manifest order, for d = θ − θ_j; `finite` is False if any element is not."""
+    """Measurements of d = θ − θ_j for each of the slave's layers in manifest order; `finite` is False if any element is
+    not.
+    """
 
     layer_sq: tuple[float, ...]  # Σd²
     finite: bool
-    layer_dot: tuple[float, ...] = ()  # Σd·acc, acc being what is folded so far; empty or 0: nothing is
-    digest: int = 0  # of θ_j, below 2⁵³; those of all slaves add up modulo that to the push's
+    layer_dot: tuple[float, ...] = ()  # Σd·acc, acc being the sum folded so far; empty or 0 if nothing is folded
+    digest: int = 0  # of θ_j, below 2⁵³; the push's digest is the sum over all slaves modulo 2⁵³
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Σ acc² of each of the slave's layers in manifest order, after the fold; 0 of buffers."""
+    """Σ acc² of each of the slave's layers in manifest order, after the fold; 0 for buffers."""
 
     acc_sq: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """As a push that is θ′ would be measured, so that others can be held against it."""
+    """θ′ and m′ are computed; θ′ is measured like a push, so that pushes can be compared with it."""
 
     version: VersionId
     layer_sq: tuple[float, ...] = ()  # Σ(θ − θ′)² of each of the slave's layers; empty: unknown

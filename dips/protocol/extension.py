@@ -1,7 +1,7 @@
-"""An operator changes how far the run goes (`dips set`): its stop values and epochs, which no digest holds.
+"""Changes of the run's targets (`dips set`): its stop values and epochs, which are in no digest.
 
-The ledger keeps each change, so every later master has it; clusters learn it from their heartbeats' answers, where
-`outer.progress` is made of it. A run that is finished goes on: its end is taken back by the same row.
+The ledger keeps each change, so every later master has it; clusters learn it from the answers to their heartbeats, from
+which `outer.progress` is computed. A finished run goes on: the same row takes back its end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dips.protocol.run_state import RunState
 from dips.protocol.settlement import find_end
 
 KEYS = tuple(field.name for field in fields(Targets))
-FRACTIONS = frozenset({"wall_s"})  # the other keys count
+FRACTIONS = frozenset({"wall_s"})  # the other keys are whole numbers
 
 
 def on_extension_asked(run: RunState, event: ExtensionAsked) -> None:
-    """Legal any time; a repetition changes nothing and is answered with what holds."""
+    """Legal any time; a repetition changes nothing and is answered with the present targets."""
     if run.refuse_unproven(event.req):
         return
     try:
@@ -48,7 +48,7 @@ def _extend_run(run: RunState, targets: Targets, req: int) -> None:
 
 
 def _change_targets(present: Targets, event: ExtensionAsked) -> Targets:
-    """Raise ConfigError on a key that is none, or a value that it cannot have."""
+    """Return the changed targets; raise ConfigError on an unknown key or an impossible value."""
     for change in event.changes:
         if change.key not in KEYS:
             raise ConfigError(f"expected one of {', '.join(KEYS)}, got {change.key!r:.80}")
@@ -60,7 +60,7 @@ def _change_targets(present: Targets, event: ExtensionAsked) -> Targets:
 
 
 def _find_refusal(run: RunState, targets: Targets) -> str:
-    """Why these cannot be the run's targets; empty if they can."""
+    """Return why these cannot be the run's targets; empty if they can."""
     if run.targets.tokens and not targets.tokens:
         return "tokens: 0 would put outer.progress, and learning rates with it, back to their beginning"
     if targets.epochs < run.targets.epochs:

@@ -1,5 +1,6 @@
-"""The flip: all slaves begin to serve a committed version, pinned for those who pull it
-(docs/protocol.md#messages rows 16, 17)."""
+"""The flip: all slaves begin to serve a committed version, pinned for the clusters that pull it
+(docs/protocol.md#messages rows 16, 17).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -
 
 
 def _choose_served(run: RunState, pulling: Sequence[Cluster]) -> list[Cluster]:
-    """Those whose pulls the flip opens: as many as one order has room for keys of their ranks; the others ask."""
+    """Return the clusters whose pulls this order opens, as many as have room for their ranks' keys; the others must
+    ask.
+    """
     served, keys = list[Cluster](), 0
     for cluster in pulling:
         keys += len(cluster.keys)
@@ -42,7 +45,7 @@ def _choose_served(run: RunState, pulling: Sequence[Cluster]) -> list[Cluster]:
 
 
 def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
-    """Every slave that is not lost serves the version."""
+    """Record that every slave that is not lost serves the version, and open the pulls that wait for it."""
     run.flipping = None
     run.update_s = run.now - run.closed_at
     complete = not run.roster.missing
@@ -60,7 +63,7 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
 
 
 def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:
-    """Whether its pull was opened by this flip."""
+    """Whether the cluster's pull is opened by this flip."""
     pull = cluster.pull
     if pull is None or pull.opened or pull.version != fanout.subject or not cluster.outcome:
         return False
@@ -68,14 +71,14 @@ def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:
 
 
 def _pull_after_outcome(cluster: Cluster) -> PullId:
-    """The pull that follows the Outcome of push s bears the number s too."""
+    """Return the name of the pull after a push's Outcome: it has the same seq as the push."""
     assert cluster.outcome is not None
     push = cluster.outcome.push
     return PullId(push.cluster, push.inc, push.seq)
 
 
 def stop_waiting_for(run: RunState, slave: str) -> None:
-    """Its answers no longer count; a fanout that needs them all is ended by whoever ends its subject."""
+    """Remove a lost slave's orders; a fanout that needs all answers is ended by the handler that ends its subject."""
     for number in list(run.orders.orders_of(slave)):
         if run.orders.find_order(number) is None:
             continue  # the late snapshot was forgotten, on every slave

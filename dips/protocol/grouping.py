@@ -1,4 +1,4 @@
-"""Which parameters are one layer of the manifest, by their names alone: keys of the section `shared`."""
+"""Grouping of parameters into layers of the manifest, by their names alone: keys of the section `shared`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from dips.dataclass import dataclass
 from dips.protocol.enums import LayerUnit
 
-AVERAGED_LAYER = "<buffers>"  # the layer of shared buffers; no module's path is spelled so
+AVERAGED_LAYER = "<buffers>"  # the layer of shared buffers; no path of a module has this form
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,10 @@ class Grouping:
     """`shared.layers` and `shared.share_buffers`."""
 
     layers: LayerUnit = LayerUnit.BLOCK
-    share_buffers: tuple[str, ...] = ()  # patterns of the names that are buffers: their layer is the last
+    share_buffers: tuple[str, ...] = ()  # patterns of names of buffers; their layer is the last
 
     def layer_of(self, name: str) -> str:
-        """Name the layer of a parameter or a shared buffer."""
+        """Return the layer of a parameter or a shared buffer."""
         if is_shared_buffer(name, self.share_buffers):
             return AVERAGED_LAYER
         return block_of(name) if self.layers is LayerUnit.BLOCK else module_of(name)
@@ -34,7 +34,7 @@ def is_shared_buffer(name: str, share_buffers: Iterable[str]) -> bool:
 
 
 def block_of(parameter: str) -> str:
-    """Its path up to and with the first number, else its module."""
+    """Return the path of a parameter up to and with the first number, else its module."""
     parts = parameter.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdigit():
@@ -43,5 +43,5 @@ def block_of(parameter: str) -> str:
 
 
 def module_of(parameter: str) -> str:
-    """The path of the module that holds it; its own name if that is the model."""
+    """Return the path of the module that holds a parameter; the parameter's own name if it is the model's."""
     return parameter.rpartition(".")[0] or parameter

@@ -1,8 +1,9 @@
-"""Pushes that wait in their slots until the others of their round are folded, so that the gate `direction` sees these
-whole: of clusters that have just joined or were out of line before, and those that turn out to be against the sum.
+"""Pushes that keep their slots until the others of their round are folded, so that the gate `direction` compares them
+with the whole sum: those of clusters that have just joined or were out of line, and those that turn out to point away
+from the sum.
 
-They block nobody: when the window is over, or another push wants a slot that is not to be had, the one that was least
-out of line is measured beside what is there, and judged.
+They block no other push: when the window is over, or another push needs a slot and none is free, the one that was least
+out of line is measured and judged against the pushes folded so far.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dips.protocol.run_state import RunState
 
 
 def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
-    """Before it is measured: keep it for later if it should be judged last."""
+    """Before it is measured: hold a push that should be judged last; return whether it is held."""
     live = [c.name for c in run.clusters.values() if c.live]
     if push.was_held or not run.penalty.waits_for_others(push.id.cluster, live):
         return False
@@ -24,7 +25,7 @@ def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
 
 
 def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
-    """After it was measured: keep it for later if it points away from those before it, unless it was kept already."""
+    """After it was measured: hold a push that points away from those before it, once; return whether it is held."""
     assert push.verdict is not None
     undecided = push.verdict.accepted or push.verdict.gate is GateName.DIRECTION
     if push.was_held or not run.penalty.gates_direction or not undecided or not is_against(push.verdict.evidence):
@@ -35,7 +36,7 @@ def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
 
 
 def take_held(run: RunState, r: Round) -> Push | None:
-    """The push that is to be judged now; None while all can wait, or there is none."""
+    """Return the held push that is to be judged now; None while all can wait, or if there is none."""
     if not r.held or not (window.is_over(run, r) or _slot_is_wanted(run)):
         return None
     push = min(r.held, key=lambda p: run.penalty.suspicion_of(p.id.cluster))
@@ -50,7 +51,7 @@ def _hold(run: RunState, r: Round, push: Push, reason: str) -> None:
 
 
 def let_go(r: Round) -> list[Push]:
-    """The round is skipped: they wait for the next one, which decides anew."""
+    """Return the held pushes of a skipped round; they wait for the next round, which decides anew."""
     held, r.held = r.held, []
     for push in held:
         push.was_against = False
@@ -58,7 +59,7 @@ def let_go(r: Round) -> list[Push]:
 
 
 def count_against(r: Round) -> int:
-    """How many of the round wait because they point away from its sum, the one that is judged now included."""
+    """Return how many pushes of the round wait because they point away from its sum, the one being judged included."""
     current = [r.current] if r.current is not None else []
     return sum(push.was_against for push in (*r.held, *current))
 

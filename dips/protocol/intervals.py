@@ -1,6 +1,7 @@
-"""A set of whole numbers as disjoint intervals: many of them in few words. Pure.
+"""A compact set of integers as disjoint intervals. Pure.
 
-A number is added, removed or found in O(log n) comparisons, n intervals, which lie in ascending order and never touch.
+Adding, removing and finding a number take O(log n) comparisons for n intervals, which are in ascending order and never
+touch.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Intervals:
-    """Interval i holds the numbers from begins[i] to below ends[i]."""
+    """A set of integers: interval i holds the numbers from begins[i] to below ends[i]."""
 
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    count: int = 0  # of numbers
+    count: int = 0  # of numbers in the set
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Intervals:
-        """These; where they ascend, each costs as little as the last."""
+        """Build a set of these numbers; ascending input is the cheapest."""
         made = cls()
         for number in numbers:
             made.add_number(number)
         return made
 
     def copy(self) -> Intervals:
-        """The same numbers, to be changed apart."""
+        """Return an independent copy."""
         return Intervals(list(self.begins), list(self.ends), self.count)
 
     def gaps_below(self, total: int) -> Intervals:
-        """0 … total − 1 but for those that are here."""
+        """Return the numbers of 0 … total − 1 that are not in this set."""
         made, begin = Intervals(), 0
         for taken, end in zip(self.begins, self.ends, strict=True):
             made._append(begin, min(taken, total))
@@ -48,7 +49,7 @@ class Intervals:
             yield from range(begin, end)
 
     def add_number(self, number: int) -> None:
-        """Add one; nothing if it is there."""
+        """Add a number. Idempotent."""
         i = bisect_right(self.begins, number)  # where an interval that begins with it would stand
         if i and number < self.ends[i - 1]:
             return
@@ -67,7 +68,7 @@ class Intervals:
             self.ends.insert(i, number + 1)
 
     def remove_number(self, number: int) -> bool:
-        """Remove one; return whether it was there."""
+        """Remove a number; return whether it was in the set."""
         i = bisect_left(self.ends, number + 1)  # the first interval that does not end before it
         if i == len(self.ends) or self.begins[i] > number:
             return False
@@ -85,13 +86,13 @@ class Intervals:
         return True
 
     def take_smallest(self) -> int:
-        """Remove the smallest, which must be there."""
+        """Remove and return the smallest number; the set must not be empty."""
         number = self.begins[0]
         self.remove_number(number)
         return number
 
     def append_numbers(self, begin: int, end: int) -> None:
-        """Add begin … end − 1, all of them above every number that is there."""
+        """Add begin … end − 1, all of which must be above every number in the set."""
         if self.ends and self.ends[-1] == begin < end:
             self.ends[-1] = end
             self.count += end - begin

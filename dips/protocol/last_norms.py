@@ -1,6 +1,6 @@
-"""The last accepted norms of all clusters, ascending: a cluster's own is held against the median of the others.
+"""The last accepted norms of all clusters, sorted, to compare a cluster's norm with the median of the others'.
 
-Pure. Kept beside the penalty's statistics, so that a median costs no look at every cluster.
+Pure. Kept beside the penalty's statistics, so that a median does not visit every cluster.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dips.protocol.records import PenaltyRow
 
 
 class LastNorms:
-    """One norm of each cluster that has an accepted push; of those that have warmed up only, if asked for."""
+    """The last norm of each cluster with an accepted push; with `warm_only`, of those that have warmed up."""
 
     def __init__(self, rows: Iterable[PenaltyRow], warm_only: bool = False) -> None:
         self.warm_only = warm_only
         self.ordered = sorted(row.last_norm for row in rows if self._counts(row))
 
     def replace_row(self, old: PenaltyRow | None, new: PenaltyRow) -> None:
-        """A cluster's statistics have changed."""
+        """Update a cluster's norm after its statistics have changed."""
         if old is not None and self._counts(old):
             del self.ordered[bisect_left(self.ordered, old.last_norm)]
         if self._counts(new):
             insort(self.ordered, new.last_norm)
 
     def median_without(self, row: PenaltyRow) -> float | None:
-        """The median of the others' norms; None if there are none."""
+        """Return the median of the other clusters' norms; None if there are none."""
         skip = bisect_left(self.ordered, row.last_norm) if self._counts(row) else len(self.ordered)
         count = len(self.ordered) - self._counts(row)
         if not count:

@@ -1,12 +1,12 @@
-"""The manifest: the ordered list of layers that every party must agree on, made from full (unsharded) parameters.
+"""The manifest: the ordered list of layers that all processes must agree on, made from full (unsharded) parameters.
 
-A layer is the unit of placement: a list of parameters that one slave holds. It depends on the model alone, never on
-how a cluster shards it, so clusters with different layouts train the same global model. Parameters are grouped by the
-name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`); with
-`shared.layers: module` all by their module, for rules that look at each layer alone.
+A layer is the unit of placement: a list of parameters that one slave holds. The manifest depends on the model alone,
+never on how a cluster shards it, so clusters with different layouts train the same global model. Parameters are grouped
+by the name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`);
+with `shared.layers: module` all by their module, for rules that look at each layer alone.
 
-Buffers that the clusters share (`shared.share_buffers`) stand in one layer of their own, the last: the outer step
-averages it by tokens, without learning rate and momentum, and no norm contains it.
+Buffers that the clusters share (`shared.share_buffers`) form one layer of their own, the last: the outer step averages
+it by tokens, without learning rate and momentum, and no norm contains it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
 MAX_JSON_BYTES = (
     20 << 20
 )  # of a manifest: 300,000 parameters of names like model.layers.17.mlp.experts.113.up_proj.weight
-MOST_LAYERS = 100_000  # orders bring a number for each of a slave's layers: 800 kB of the 1 MiB of a message
+MOST_LAYERS = 100_000  # orders carry a number for each of a slave's layers: 800 kB of a message's 1 MiB
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
 
 
@@ -45,7 +45,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Parameters that live together on one slave."""
+    """Parameters that are placed together on one slave."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -60,11 +60,11 @@ class Layer:
 
     @property
     def averaged(self) -> bool:
-        """It holds buffers: the outer step averages them."""
+        """Whether this is the layer of shared buffers, which the outer step averages."""
         return self.name == AVERAGED_LAYER
 
     def param_offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in the layer's flat array, in elements."""
+        """Return where each parameter begins in the layer's flat array, in elements."""
         starts, at = [], 0
         for parameter in self.parameters:
             starts.append(at)
@@ -74,7 +74,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All layers of the model; a layer's index here is its name on the wire."""
+    """All layers of the model; a layer's index here identifies it on the wire."""
 
     layers: tuple[Layer, ...]
 
@@ -84,7 +84,9 @@ class Manifest:
 
     @cached_property
     def blocks(self) -> frozenset[int]:
-        """The layers of numbered blocks; the others are embeddings, the last norm, the output, shared buffers."""
+        """Indices of layers that are numbered blocks; the others are embeddings, the last norm, the output, shared
+        buffers.
+        """
         return frozenset(i for i, l in enumerate(self.layers) if any(part.isdigit() for part in l.name.split(".")))
 
     @cached_property
@@ -92,12 +94,14 @@ class Manifest:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As `json.dumps` spells it; by hand, since 50,000 lists would make a trainer collect its garbage."""
+        """Return the same text as `json.dumps`; built by hand, since 50,000 lists would trigger a trainer's garbage
+        collector.
+        """
         return f'{{"format":1,"layers":[{",".join(map(_spell_layer, self.layers))}]}}'
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what `to_json` wrote; raise CorruptManifest on anything else."""
+        """Parse the text of `to_json`; raise CorruptManifest on anything else."""
         if len(text) > MAX_JSON_BYTES:
             raise CorruptManifest(f"expected a manifest of at most {MAX_JSON_BYTES} bytes, got {len(text)}")
         try:
@@ -125,10 +129,10 @@ class Manifest:
     def from_shapes(
         cls, shapes: Iterable[tuple[str, tuple[int, ...]]], grouping: Grouping = PLAIN_GROUPING
     ) -> Manifest:
-        """Group (name, full shape) pairs into layers; layers and parameters in the order of their names.
+        """Group (name, full shape) pairs into layers; layers and parameters are in the order of their names.
 
-        Every framework lists a model's parameters in an order of its own, and a pipeline's ranks list parts of it: the
-        order of names, numbers in them counted as numbers, is the one that all can make.
+        Frameworks list a model's parameters in different orders, and a pipeline's ranks list only parts of them; the
+        order of names, with numbers in them compared as numbers, is one that all can compute.
         """
         groups: dict[str, list[Parameter]] = {}
         keys = _PartKeys()
@@ -138,7 +142,7 @@ class Manifest:
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
     def describe_differences(self, other: Manifest, most: int = 5) -> list[str]:
-        """Say where `other` differs from this one, at most `most` lines, for an error that a person reads."""
+        """Describe where `other` differs from this one, in at most `most` lines, for an error message."""
         mine = {p.name: p.shape for layer in self.layers for p in layer.parameters}
         theirs = {p.name: p.shape for layer in other.layers for p in layer.parameters}
         lines = [f"{n}: expected shape {s}, it is missing" for n, s in mine.items() if n not in theirs]
@@ -151,7 +155,7 @@ class Manifest:
 
 
 def _describe_moved(mine: Manifest, theirs: Manifest) -> list[str]:
-    """What is a buffer in one of the two and a parameter in the other."""
+    """Describe names that are a buffer in one of the two and a parameter in the other."""
     kinds = [{p.name: layer.averaged for layer in m.layers for p in layer.parameters} for m in (mine, theirs)]
     words = {True: "a buffer of shared.share_buffers", False: "a parameter"}
     return [
@@ -169,13 +173,13 @@ def _spell_layer(layer: Layer) -> str:
 def _check_name(raw: object) -> str:
     if not isinstance(raw, str):
         raise TypeError(f"expected a name, got {raw!r:.80}")
-    if not raw.isprintable():  # it comes to terminals; half a surrogate pair, which no file can spell, is none either
+    if not raw.isprintable():  # it is printed to terminals; lone surrogates cannot be encoded
         raise ValueError(f"expected a name that prints, got {raw!r:.80}")
     return raw
 
 
 def _check_shape(raw: object) -> tuple[int, ...]:
-    """A full shape; a dimension of 0 is legal, `true`, 2.0 and Infinity are no whole numbers."""
+    """Check a full shape and return it; a dimension of 0 is legal, `true`, 2.0 and Infinity are not."""
     if not isinstance(raw, list) or len(raw) > MAX_DIMENSIONS:
         raise TypeError(f"expected a shape of at most {MAX_DIMENSIONS} dimensions, got {raw!r:.80}")
     for dimension in raw:
@@ -185,16 +189,16 @@ def _check_shape(raw: object) -> tuple[int, ...]:
 
 
 def unmatched_patterns(manifest: Manifest, share_buffers: Iterable[str]) -> list[str]:
-    """Patterns that name no buffer of the model."""
+    """Return the patterns that match no buffer of the model."""
     buffers = [p.name for layer in manifest.layers if layer.averaged for p in layer.parameters]
     return [pattern for pattern in share_buffers if not any(fnmatchcase(name, pattern) for name in buffers)]
 
 
 class _PartKeys(dict[str, tuple[int, str]]):
-    """The keys of the parts of names: they are few, and a model has tens of thousands of names."""
+    """Cache of sort keys for the parts of names: parts are few, while a model has tens of thousands of names."""
 
     def natural_key(self, name: str) -> list[tuple[int, str]]:
-        """A key that puts `layers.2` before `layers.10`."""
+        """Return a key that sorts `layers.2` before `layers.10`."""
         return [self[part] for part in name.split(".")]
 
     def __missing__(self, part: str) -> tuple[int, str]:

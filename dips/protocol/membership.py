@@ -1,9 +1,9 @@
-"""The failure detector: heartbeats in, verdicts out (docs/rationale.md#12, #24, #30). Silence counts only while the
-master runs.
+"""The failure detector: turns heartbeats, and their absence, into events (docs/rationale.md#12, #24, #30). Silence
+counts only while the master runs.
 
-It keeps one lease for each incarnation of a cluster or slave, on the master's monotonic clock, and watches whether a
-trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a heartbeat, only the verdicts;
-nothing here knows rounds or versions.
+It keeps one lease for each incarnation of a cluster or slave, on the master's monotonic clock, and watches the inner
+steps of trainers and the speed of transfers. The Coordinator never sees a heartbeat, only the events; this module knows
+no rounds and no versions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
 
-HANG_STEPS = 5  # a trainer whose inner steps are not seen for so many times their median may hang
-REPORTS = 4  # a transfer that is awaited is reported so often in the least time that it is given
+HANG_STEPS = 5  # a trainer without a new inner step for this multiple of their duration may hang
+REPORTS = 4  # how often an awaited transfer is reported within `least_transfer_s`
 
 
 @dataclass
@@ -44,35 +44,35 @@ class _Cluster:
         0,
     )  # inner steps, activity, bytes moved: a change is progress
     moving: bool = True
-    tokens_consumed: int = 0  # by this incarnation in all
+    tokens_consumed: int = 0  # of this incarnation in all
     tokens_lost: int = 0
     reported: TokensReported | None = None
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    step_s: float = 0.0  # of an inner step, as it says; 0 while unknown
-    awaited: tuple[int, float] = (0, 0.0)  # seq of the last push or pull told to be awaited, when
+    step_s: float = 0.0  # duration of an inner step, as reported; 0 while unknown
+    awaited: tuple[int, float] = (0, 0.0)  # seq of the push or pull last reported as awaited, and when
 
 
 @dataclass
 class _Slave:
     sinc: int
     heard_at: float
-    mirror: MirrorReport | None = None  # as last told
+    mirror: MirrorReport | None = None  # as last reported
 
 
 class Judge:
-    """Leases of all live peers; `now` is the master's monotonic clock, in seconds."""
+    """The leases of all live peers; `now` is the master's monotonic clock, in seconds."""
 
     def __init__(self, options: TimingOptions) -> None:
         self._options = options
         self._clusters: dict[str, _Cluster] = {}
         self._slaves: dict[str, _Slave] = {}
-        # No verdict is due before this time; None: not known. A heartbeat moves its own deadlines away, so what was the
-        # earliest of all stays a bound, and all are looked at once in a lease, not at every heartbeat.
+        # No event is due before this time; None: unknown. A heartbeat moves its own deadlines back, so the earliest
+        # deadline stays a lower bound: all peers are checked once in a lease, not at every heartbeat.
         self._due: float | None = None
 
     @classmethod
     def from_state(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
-        """After a start of the master every known peer gets one full lease before it is judged."""
+        """Return a Judge that gives every peer of the ledger one full lease after a start of the master."""
         judge = cls(options)
         for peer in state.clusters:
             if not peer.ended:
@@ -80,7 +80,7 @@ class Judge:
         return judge
 
     def welcome_cluster(self, cluster: str, inc: int, now: float) -> None:
-        """An incarnation begins; an older one of the same name is forgotten."""
+        """Start the lease of an incarnation; an older one of the same name is forgotten."""
         known = self._clusters.get(cluster)
         if known is None or known.inc < inc:
             self._clusters[cluster] = _Cluster(inc, now, now)
@@ -93,17 +93,17 @@ class Judge:
             self._look_at(now + self._options.lease_s)
 
     def heard_s(self, cluster: str, now: float) -> float:
-        """How long ago the incarnation that lives was heard, at most a lease."""
+        """Return the seconds since the cluster's live incarnation was heard, at most a lease."""
         known = self._clusters.get(cluster)
         return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
 
     def slave_heard_s(self, slave: str, now: float) -> float:
-        """The same of a slave."""
+        """Return the seconds since the slave's live incarnation was heard, at most a lease."""
         known = self._slaves.get(slave)
         return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
 
     def report_tokens(self, cluster: str) -> list[Event]:
-        """What an incarnation has done by its heartbeats, if they told more since the last report."""
+        """Return an event with the progress of the cluster's incarnation, if it has changed since the last one."""
         known = self._clusters.get(cluster)
         if known is None:
             return []
@@ -116,7 +116,9 @@ class Judge:
         self._clusters.pop(cluster, None)
 
     def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
-        """Renew the lease; report a trainer that began or ceased to move, and a bandwidth that has changed."""
+        """Renew the lease; return events for a trainer that began or ceased to move and for a bandwidth that has
+        changed.
+        """
         known = self._clusters.get(heartbeat.cluster)
         if known is None or known.inc != heartbeat.inc:
             return []
@@ -133,7 +135,9 @@ class Judge:
         return found + self._find_awaited(known, heartbeat, now)
 
     def _find_awaited(self, known: _Cluster, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
-        """The push or pull that a trainer in the middle of a step will come to, reported only now and then."""
+        """Return an event for the push or pull that a cluster in the middle of a step awaits, at most a few times per
+        deadline.
+        """
         seq, (told, at) = heartbeat.transfer_seq, known.awaited
         if not seq or not known.moving or (told == seq and now - at < self._options.least_transfer_s / REPORTS):
             return []
@@ -141,7 +145,9 @@ class Judge:
         return [TransferAwaited(heartbeat.cluster, heartbeat.inc, seq)]
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
-        """Renew the lease; repeat what lies staged, so that a lost Staged heals; report a mirror that has changed."""
+        """Renew the lease; return events for staged pushes, which makes up for a lost PushStaged, and for a changed
+        mirror.
+        """
         known = self._slaves.get(heartbeat.slave)
         if known is None or known.sinc != heartbeat.sinc:
             return []
@@ -153,7 +159,7 @@ class Judge:
         return found
 
     def judge_silence(self, now: float) -> list[Event]:
-        """Who has been silent for a lease, in a fixed order; each is reported once."""
+        """Return an event for each peer that has been silent for a lease, in a fixed order; each is reported once."""
         self._due = None
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
@@ -170,7 +176,7 @@ class Judge:
         return found
 
     def skip_gap(self, gap_s: float) -> None:
-        """The master did not run for `gap_s`: the silence was its own."""
+        """Shift all leases by `gap_s`, in which the master did not run and heard no peer."""
         self._due = None
         for cluster in self._clusters.values():
             cluster.heard_at += gap_s
@@ -179,7 +185,7 @@ class Judge:
             slave.heard_at += gap_s
 
     def next_deadline(self) -> float:
-        """When the next verdict may be due, or a time before that; inf if there are no peers."""
+        """Return when the next event may be due, or an earlier time; inf if there are no peers."""
         if self._due is None:
             lease = self._options.lease_s
             due = [c.heard_at + lease for c in self._clusters.values()]
@@ -189,7 +195,7 @@ class Judge:
         return self._due
 
     def _look_at(self, when: float) -> None:
-        """A verdict may be due at this time."""
+        """Record that an event may be due at this time."""
         if self._due is not None and when < self._due:
             self._due = when
 
@@ -203,7 +209,7 @@ class Judge:
         return [TrainerChanged(name, cluster.inc, moving, reason)]
 
     def _hang_s(self, cluster: _Cluster) -> float:
-        """By its own steps, which take as long as they take, and at least `hang_s`."""
+        """Return after how many seconds without progress a trainer hangs: by its own steps, at least `hang_s`."""
         return max(self._options.hang_s, HANG_STEPS * cluster.step_s)
 
     def _hang_reason(self, cluster: _Cluster) -> str:
@@ -215,10 +221,10 @@ _TRANSFERS = (Activity.PUSH, Activity.PULL)
 
 
 def _waits_for_others(heartbeat: ClusterHeartbeat) -> bool:
-    """Whether this trainer has a reason to stand still. One that moves bytes has none: they must be seen moving.
+    """Whether the trainer stands still for a good reason. While it moves bytes it has none: they must be seen moving.
 
-    Nor has one whose transfer is open and not begun: its ranks come to it within an inner step, and one that hangs
-    before its first byte must not hold its slot for ever.
+    Nor has it one while its transfer is open and not begun: its ranks come to it within an inner step, and a trainer
+    that hangs before its first byte must not hold its slot for ever.
     """
     transfers, moved, total = heartbeat.activity in _TRANSFERS, heartbeat.bytes_moved, heartbeat.bytes_total
     comes_to_it = transfers and bool(heartbeat.transfer_seq) and not total

@@ -1,13 +1,14 @@
-"""What the slaves' mirrors hold: which version each copies next, and which stay on every disk for their sake.
+"""The contents of slaves' mirrors: which version each copies next, and which stay on every disk for a mirror's sake.
 
-A mirror is of use only if the version that it holds is offered by all other slaves too. So the master names what is
-copied, as it names what is persisted (docs/rationale.md#3): one target for all, the newest durable version; the next
-one when every mirror that works holds it. The newest version that a mirror holds stays on every slave's disk until that
-mirror holds a newer one: then a lost disk costs what its mirror lags behind, and no more. A mirror that fails, or whose
-slave is away, holds up no other; nothing here holds up a round.
+A mirror is of use only if all other slaves offer the version that it holds. So the master names the version to copy, as
+it does for snapshots (docs/rationale.md#3): one target for all, the newest durable version; then the next one, when
+every working mirror holds it. The newest version in a mirror stays on every slave's disk until that mirror holds a
+newer one, so a lost disk costs no more than its mirror's lag. A mirror that fails, or whose slave is away, does not
+delay the others; no mirror delays a round.
 
-"Not known" is not "nothing". A process that could not list its mirror yet leaves what this master heard last; if it has
-heard nothing, whatever the ledger has not retired may lie there, since a former master kept it for that, and stays.
+Unknown contents are not empty contents. If a slave's process could not list its mirror yet, the last report to this
+master holds; without one, every version that the ledger has not retired may be in the mirror, since a former master
+kept it for that, and stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dips.protocol.run_state import RunState
 
 
 def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
-    """A mirror holds something else than before, or fails for another reason."""
+    """Record that a mirror's contents or the reason of its failure changed."""
     slave = run.slaves.get(event.slave)
     if slave is None or slave.sinc != event.sinc:
         return
@@ -37,7 +38,7 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
 
 
 def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> None:
-    """A slave's mirror holds this; None: it has none."""
+    """Record the report of a slave's mirror; None: it has no mirror."""
     if report is not None and report.unknown:
         last = slave.mirror or replace(report, held=tuple(v for v in run.versions if _is_kept(run, v)))
         report = replace(last, reason=report.reason)
@@ -47,22 +48,22 @@ def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> Non
 
 
 def note_covered(slave: Slave) -> None:
-    """It serves, so this word of its mirror is its own; one that fails covers nothing, however little it lags."""
+    """Record the newest version in a serving slave's mirror, for `known_lag`; a failing mirror covers no version."""
     known = slave.mirror is not None and not slave.mirror.reason and not slave.mirror.unknown
     slave.covered = slave.mirrored[-1] if known and slave.mirrored else None
 
 
 def known_lag(run: RunState, slave: Slave) -> int:
-    """How many outer steps its mirror lacked when last it served, as it told then; 0 if that is not known
+    """Return how many outer steps a slave's mirror lacked when the slave last served; 0 if unknown
     (docs/guides/operations.md#a-lost-disk).
 
-    What a process says that does not serve is not believed here: it may have an old disk, or a stolen certificate.
+    Reports of a slave that does not serve are not used: its process may have an old disk, or a stolen certificate.
     """
     return run.head.version - slave.covered.version if slave.covered in run.versions else 0
 
 
 def count_mirror(run: RunState, slave: Slave) -> None:
-    """Its mirror, or the lineage, has changed: count anew what stays for its sake."""
+    """Update the counts of versions kept for this slave's mirror, after its mirror or the lineage has changed."""
     stays = _stays_for(run, slave)
     for versions, change in ((slave.mirrored, -1), (stays, 1)):
         for version in versions:
@@ -73,7 +74,7 @@ def count_mirror(run: RunState, slave: Slave) -> None:
 
 
 def advance_target(run: RunState) -> None:
-    """Name the newest durable version as the next to copy, unless some mirror is still busy with the present one."""
+    """Name the newest durable version as the next to copy, unless some mirror still copies the present one."""
     target = run.mirror_target
     if target is not None and _is_kept(run, target) and _is_awaited(run, target):
         return
@@ -84,7 +85,7 @@ def advance_target(run: RunState) -> None:
 
 
 def _is_awaited(run: RunState, target: VersionId) -> bool:
-    """Whether some mirror is still to copy it."""
+    """Whether some working mirror has yet to copy this version."""
     behind = run.roster.perhaps_behind
     while behind:
         slave = run.slaves[next(iter(behind))]
@@ -95,12 +96,14 @@ def _is_awaited(run: RunState, target: VersionId) -> bool:
 
 
 def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
-    """The newest version of the lineage that each mirror holds or may hold, oldest first: they stay on every disk."""
+    """Return the newest version of the lineage in each mirror, known or possible, oldest first; these stay on every
+    disk.
+    """
     return tuple(sorted(run.mirrored))
 
 
 def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
-    """What mirrors are to hold; the last one is to be copied, the others are not to be deleted."""
+    """Return the versions that mirrors should hold; the last is to be copied, the others are not to be deleted."""
     if run.mirror_target is None:
         return ()
     older = (v for v in mirrored_versions(run) if v != run.mirror_target)
@@ -108,7 +111,7 @@ def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
 
 
 def _stays_for(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
-    """The newest version that lies in this mirror and is on offer; of an unknown one all that may be that."""
+    """Return the newest offered version in this mirror; if its contents are unknown, all versions that may be in it."""
     if slave.mirror is None:
         return ()
     on_offer = sorted(v for v in slave.mirror.held if _is_kept(run, v))
@@ -116,7 +119,7 @@ def _stays_for(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
 
 
 def measure_lag(run: RunState, slave: Slave, now: float) -> tuple[str | None, int, float]:
-    """The newest version in a mirror, the outer steps that it lacks, and the seconds since it held the head."""
+    """Return (newest version in the slave's mirror or None, outer steps it lacks, seconds since it held the head)."""
     known = slave.mirrored and slave.mirror is not None and not slave.mirror.unknown
     newest = slave.mirrored[-1] if known else None
     version = newest.version if newest is not None else 0
@@ -126,11 +129,11 @@ def measure_lag(run: RunState, slave: Slave, now: float) -> tuple[str | None, in
 
 
 def _is_kept(run: RunState, version: VersionId) -> bool:
-    """Whether its snapshots are on offer: in the lineage and not retired; v0@r0 needs no mirror."""
+    """Whether snapshots of the version are on offer: it is in the lineage and not retired. v0@r0 needs no mirror."""
     row = run.versions.get(version)
     return row is not None and not row.retired and version.version > 0
 
 
 def _lacks(slave: Slave, target: VersionId) -> bool:
-    """Whether a mirror that works does not hold it yet."""
+    """Whether a working mirror does not hold this version yet."""
     return slave.mirror is not None and not slave.mirror.reason and target not in slave.mirror.held

@@ -1,11 +1,12 @@
-"""How long a push or pull may be open: as long as its cluster says that its ranks come to it, or move it
-(docs/rationale.md#19, #31).
+"""Extension of open transfers: a push or pull stays open as long as its cluster reports that its ranks prepare or move
+it (docs/rationale.md#19, #31).
 
-They may be in the middle of an inner step that lasts longer than any constant, before it moves and when all of it is
-here; and what moves takes as long as its bytes take. So it is kept as long as the cluster's heartbeats name it and its
-trainer is seen to train, or to move bytes; what stalls is ended by the slaves and ranks that see it stall. A deadline
-ends what nobody names. `min_push_bps` says what is too slow.
-How a pull is closed stands here too: a push that is asked for after it does that as well.
+Ranks may be in an inner step that lasts longer than any constant, before they move bytes and after all bytes have
+arrived; and a transfer takes as long as its bytes take. So it stays open as long as the cluster's heartbeats name it
+and its trainer is seen to train or to move bytes; a stalled transfer is ended by the slaves and ranks that see it
+stall. A deadline ends a transfer that no heartbeat names. `min_push_bps` is the limit below which a link is too slow.
+
+Closing a pull is here as well, since a later request for a push closes it, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dips.protocol.run_state import RunState
 
 
 def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
-    """It has the whole of its time again; nothing for one that is over, or for a push on a link that is too slow."""
+    """Restart the deadline of a transfer that its cluster awaits; not of one that is over, nor of a push on a too slow
+    link.
+    """
     cluster = run.clusters.get(event.cluster)
     if cluster is None or cluster.inc != event.inc:
         return
@@ -31,7 +34,7 @@ def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
 
 
 def close_pull(run: RunState, cluster: Cluster, cause: ClusterCause, reason: str) -> None:
-    """Unpin on every slave; the cluster trains on."""
+    """Close a pull: unpin its version on every slave; the cluster trains on."""
     pull = cluster.pull
     assert pull is not None
     cluster.pull = None

@@ -10,7 +10,7 @@ from dips.errors import LocalProtocolError
 
 
 class RoundState(StrEnum):
-    """One attempt at an outer step. The ledger row is the edge PERSISTING → IDLE."""
+    """States of a round. The ledger row is the edge PERSISTING → IDLE."""
 
     IDLE = "idle"
     COLLECTING = "collecting"
@@ -67,7 +67,7 @@ State = TypeVar("State", RoundState, ClusterState, SlaveState)
 
 
 def check_move(table: Mapping[State, frozenset[State]], old: State, new: State, what: str) -> State:
-    """Return `new` if it may follow `old`; anything else is our own bug."""
+    """Return `new` if it may follow `old`; raise LocalProtocolError otherwise."""
     if new not in table[old]:
         raise LocalProtocolError(
             f"{what}: {old} may not become {new}; legal: {', '.join(sorted(table[old])) or 'nothing'}"

@@ -1,6 +1,6 @@
-"""Scores of norms (docs/architecture.md#penalty): a push's against its cluster's own, and the cap above all of them.
+"""Scores of norms (docs/architecture.md#penalty): of a push against its cluster's own past, and the hard cap.
 
-Pure functions of the statistics; what moves them is in penalty_rows.py.
+Pure functions of the statistics, which penalty_rows.py updates.
 """
 
 from __future__ import annotations
@@ -15,55 +15,54 @@ from dips.protocol.records import PenaltyRow, ScoreHistory
 from dips.protocol.spread import spread_factor
 
 LEAST_SIGMA = 1e-30
-OWN_REFERENCE = 2  # accepted pushes that a cluster's hard cap is made of; before, it is the others' if there are any
-MOST_TIMES_STEPS = 16.0  # the usual inner steps: what counts of a claim against the hard cap, a factor of 4 in G
+OWN_REFERENCE = 2  # accepted pushes from which a cluster's own hard cap is made; before, the others' is used
+MOST_TIMES_STEPS = 16.0  # of the usual inner steps: more do not count against the hard cap: at most a factor of 4 in G
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a gate knows besides the push itself."""
+    """The knowledge of a gate besides the push itself."""
 
     options: PenaltyOptions
-    row: PenaltyRow  # the cluster's own
-    rows: Mapping[str, PenaltyRow]  # everybody's
+    row: PenaltyRow  # of the push's cluster
+    rows: Mapping[str, PenaltyRow]  # of all clusters
     norms: LastNorms
-    warm_norms: LastNorms  # of those that have warmed up
+    warm_norms: LastNorms  # norms of clusters that have warmed up
     history: ScoreHistory
     genesis_norm: float  # ‖θ₀‖, summed over layers; 0: unknown
 
 
 def has_score(row: PenaltyRow) -> bool:
-    """Whether its norms are compared with their mean: not in a warm-up."""
+    """Whether the cluster's norms are compared with their mean: not in a warm-up."""
     return row.warm_left == 0 and row.n > 0
 
 
 def is_joiner(row: PenaltyRow, options: PenaltyOptions) -> bool:
-    """Whether it is in its first warm-up: what it has pushed so far says little of what it should."""
+    """Whether the cluster is in its first warm-up, when its past pushes do not tell yet what is usual."""
     return row.accepted < options.warmup_rounds and row.warm_left > 0
 
 
 def corrected_sigma(row: PenaltyRow, options: PenaltyOptions) -> float:
-    """σ without its bias, as wide as it is uncertain, and not too small. One norm has no spread: its size stands for
-    that."""
+    """Return σ corrected for its bias and widened by its uncertainty, with a floor; for one norm, the norm itself."""
     share = options.sigma_floor if row.n > 1 else 1.0
     return max(row.sigma * spread_factor(row.n, options.alpha), share * row.mu, LEAST_SIGMA)
 
 
 def gate_threshold(history: ScoreHistory, options: PenaltyOptions) -> float:
-    """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
+    """Return β·min(E_cap, max(1, max E)), bounded so that neither small nor large past scores disarm the gate."""
     largest = max(history.scores, default=1.0)
     return options.beta * min(options.e_cap, max(1.0, largest))
 
 
 def overclaimed(row: PenaltyRow, inner_steps: int) -> float:
-    """By what the hard cap raises G, because only MOST_TIMES_STEPS times the usual inner steps are believed."""
+    """Return the factor on G for the hard cap: at most MOST_TIMES_STEPS times the usual inner steps are believed."""
     if row.steps <= 0:
         return 1.0
     return sqrt(max(1.0, inner_steps / (MOST_TIMES_STEPS * row.steps)))
 
 
 def hard_cap(past: Past, inner_steps: int) -> tuple[float, str]:
-    """(the norm above which even a warm-up is gated, what it is made of); no warm-up begins the reference anew."""
+    """Return (the norm above which even a warm-up is gated, its origin in words); a new warm-up keeps the reference."""
     row, options = past.row, past.options
     factor = options.hard_cap
     if is_joiner(row, options) and (others := past.warm_norms.median_without(row)) is not None:
@@ -78,5 +77,5 @@ def hard_cap(past: Past, inner_steps: int) -> tuple[float, str]:
 
 
 def longest_step(genesis_norm: float, inner_steps: int) -> float:
-    """No push moves θ by more than its own length."""
+    """Return G of a push that moves θ by its own length, the most that is plausible; inf if ‖θ₀‖ is unknown."""
     return genesis_norm / sqrt(max(1, inner_steps)) if genesis_norm > 0 else float("inf")

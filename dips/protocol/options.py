@@ -1,4 +1,4 @@
-"""Options of the deciding part, each with its unit and the reason of its default.
+"""Options of the Coordinator, each with its unit and the reason for its default.
 
 Plain dataclasses, so that this package needs nothing but the standard library. Bounds are checked in `__post_init__`,
 once for every caller; config.py checks types and refuses unknown keys.
@@ -26,10 +26,10 @@ from dips.protocol.enums import (
 )
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
-AUTO = "auto"  # the word for an outer learning rate that follows the number of clusters
-MOST_ROLLBACK = 2  # outer steps: a crash costs one, or two where a disk failed in the same moment; more needs a person
-RANGES_HELD = 64  # data ranges of one cluster, not settled: a range has many inner steps, a window takes a few ranges
-LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
+AUTO = "auto"  # value of `outer.lr` for a rate that follows the number of clusters
+MOST_ROLLBACK = 2  # outer steps: a crash costs one, or two if a disk failed in the same moment; more needs an operator
+RANGES_HELD = 64  # unsettled data ranges of one cluster: a range has many inner steps, a window takes a few ranges
+LINEAGE_KEPT = 1_000  # newest versions; a base older than these counts as no ancestor: its staleness is unknown
 
 
 def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
@@ -37,22 +37,22 @@ def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
         raise ConfigError(f"{key}: expected {expected}, got {got!r}")
 
 
-# What a number may be besides 0 where 0 is allowed: from the least to the most that the arithmetic of the run takes,
-# however it is combined with others, in doubles, in the kernels' fp32 and in the deadlines of gRPC and SQLite's rows.
-RATES = (1e-9, 1e3)  # of an outer step: θ stays within fp32 whatever it is multiplied with
-SHARES = (1e-6, 1.0 - 1e-6)  # of an average or a momentum: its inverse, and that of what it lacks to 1, stay small
-LENGTHS = (1e-30, 1e30)  # of a pseudo-gradient: no norm above is finite for any purpose (penalty.py)
-MULTIPLES = (1e-6, 1e6)  # of something that is measured
-SECONDS = (1e-3, 1e7)  # from what a clock tells apart to four months
+# Limits of numbers, besides 0 where 0 is allowed: what the arithmetic of the run takes, in any combination, in doubles,
+# in the kernels' fp32, in the deadlines of gRPC and in SQLite's rows.
+RATES = (1e-9, 1e3)  # of an outer step: θ stays within fp32 after any product with them
+SHARES = (1e-6, 1.0 - 1e-6)  # of an average or a momentum: x, 1/x and 1/(1 − x) stay small
+LENGTHS = (1e-30, 1e30)  # of a pseudo-gradient: larger norms count as not finite (penalty.py)
+MULTIPLES = (1e-6, 1e6)  # of a measured quantity
+SECONDS = (1e-3, 1e7)  # from a clock's resolution to four months
 COUNTS = (1, 1_000_000)
-ROUNDS_KEPT = (1, 10_000)  # whose scores each version's row holds
+ROUNDS_KEPT = (1, 10_000)  # number of rounds whose scores each version's row holds
 BITS_PER_S = (1e-3, 1e15)
 
 
 def _require_within(
     options: object, section: str, bounds: dict[str, tuple[float, float]], zero: frozenset[str]
 ) -> None:
-    """Refuse what is none of these numbers, NaN and ±inf among them; None and words are not looked at."""
+    """Raise ConfigError for numbers out of these bounds, NaN and ±inf among them; None and strings are not checked."""
     for name, (least, most) in bounds.items():
         value = getattr(options, name)
         if value is None or isinstance(value, str):
@@ -62,26 +62,26 @@ def _require_within(
 
 
 def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: str) -> None:
-    """Turn a word, as it stands in a file, into its member."""
+    """Replace the string from a file by its enum member; raise ConfigError if there is none."""
     got = getattr(options, field_name)
     _require_holds(got in list(words), key, " or ".join(words), got)
     object.__setattr__(options, field_name, words(got))  # frozen
 
 
 def _coerce_known(options: object, field_name: str, words: type[StrEnum]) -> None:
-    """Turn a word into its member; the name of an entry point stays as it is."""
+    """Replace the string by its enum member; the name of an entry point stays as it is."""
     if (got := getattr(options, field_name)) in list(words):
         object.__setattr__(options, field_name, words(got))  # frozen
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip of the merged pseudo-gradient; at most one of the two numbers, none means no clip."""
+    """Clipping of the merged pseudo-gradient; at most one of the two numbers, neither means no clipping."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     norm: float | None = None  # φ of the paper, absolute
-    relative: float | None = None  # times the running median of accepted ‖δ‖
-    per_layer: bool = False  # each layer by its own norm, at most `norm` (EDiT: 10)
+    relative: float | None = None  # of the running median of accepted ‖δ‖
+    per_layer: bool = False  # clip each layer by its own norm to `norm` (EDiT: 10)
 
     def __post_init__(self) -> None:
         _require_holds(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
@@ -95,11 +95,11 @@ class OuterOptions:
     """The outer step and its rules (docs/guides/rules.md); the defaults are those of configs/shared/default.yaml."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    lr: float | str = 0.7  # or "auto": by the number of live clusters
+    lr: float | str = 0.7  # or "auto": from the number of live clusters
     momentum: float = 0.8
     clip: Clip = field(default_factory=Clip)  # none; the paper's is φ = 1, the whole model's norm
     merge: MergeRule | str = MergeRule.MEAN  # or an entry point of the group dips.rules
-    step: StepRule | str = StepRule.SHARE  # likewise
+    step: StepRule | str = StepRule.SHARE  # or an entry point of the group dips.rules
     weights: WeightRule = WeightRule.TOKENS
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class OuterOptions:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether what is put into m moves θ in later steps."""
+        """Whether the momentum m moves θ in later steps."""
         return self.momentum > 0 and self.step is not StepRule.SGD
 
 
@@ -122,16 +122,16 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    # What may keep a push out, besides not being finite; a name that is none of ours is an entry point.
+    # Gates that are applied, besides the check for finite numbers; a name that is not built in is an entry point.
     gates: tuple[GateName | str, ...] = (GateName.DIPS, GateName.REPLAY)
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
-    e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
-    sigma_floor: float = 0.02  # of μ: a quiet history must not gate everybody
-    hard_cap: float = 10.0  # of the reference: holds in warm-ups too
+    e_cap: float = 2.0  # limits the threshold, so that large past scores do not disarm the gate
+    sigma_floor: float = 0.02  # of μ: small past scores must not gate all pushes
+    hard_cap: float = 10.0  # of the reference; applies in warm-ups too
     joiner_cap: float = 5.0  # of the others' median, in a cluster's first warm-up; paces 10 × apart make norms 3 × so
     warmup_rounds: int = 10  # accepted pushes of a cluster before its scores count
-    history: int = 50  # rounds whose scores set the threshold
+    history: int = 50  # rounds whose scores determine the threshold
     gate_patience: int = 3  # pushes gated in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
@@ -155,10 +155,10 @@ _PENALTY_BOUNDS = {
 
 @dataclass(frozen=True)
 class StopOptions:
-    """When the run ends; 0 means never by this measure (Algorithm 1, line 7)."""
+    """The end of the run; 0 means never by this measure (Algorithm 1, line 7)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    tokens: int = 0  # accepted by the lineage
+    tokens: int = 0  # accepted in the lineage
     versions: int = 0  # outer steps
     wall_s: float = 0.0  # since this master's start
 
@@ -183,7 +183,9 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Targets:
-    """How far the run goes, outside the digest of `shared`: an operator may change it while it runs (`dips set`)."""
+    """The end of the run. It is outside the digest of `shared`, so that an operator can change it in a running run
+    (`dips set`).
+    """
 
     tokens: int = 0  # as in StopOptions
     versions: int = 0
@@ -191,7 +193,7 @@ class Targets:
     epochs: int = 1  # as in DataOptions
 
     def describe(self) -> str:
-        """In words, without what ends no run."""
+        """Describe the targets in words, without those that are not set."""
         words = (
             f"{self.tokens:,} tokens" if self.tokens else "",
             f"{self.versions:,} versions" if self.versions else "",
@@ -203,11 +205,11 @@ class Targets:
 
 @dataclass(frozen=True)
 class TunedOption:
-    """An option that an operator changed while the run goes on (`dips set`); tuning.py says which may be."""
+    """An option that an operator changed in the running run (`dips set`); tuning.py says which ones may be changed."""
 
     key: str  # "outer.lr"
     value: float
-    off: bool = False  # null in the files; then `value` means nothing
+    off: bool = False  # null in the files; then `value` has no meaning
 
 
 @dataclass(frozen=True)
@@ -216,15 +218,15 @@ class TimingOptions:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     window_s: float | None = None  # None: 5 % of the median time between a cluster's pushes, at least 1 s
-    window: WindowRule = WindowRule.FIXED  # others last longer than window_s, for pushes about to come
+    window: WindowRule = WindowRule.FIXED  # ADAPTIVE: longer than window_s, for pushes about to arrive
     heartbeat_s: float = 2.0
-    lease_heartbeats: int = 5  # silence of so many heartbeats is death
-    hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
-    order_s: float = 10.0  # of silence, for orders that move no model: open, drop, commit, abort, ping
-    compute_s: float = 300.0  # of silence, for Measure, Fold, Apply, Persist
-    transfer_s: float = 3600.0  # that a push or pull may be silent, while its cluster's bandwidth is unknown
-    least_transfer_s: float = 30.0  # at least, however few bytes: a stream that breaks needs time to come back
-    min_push_bps: float = 0.0  # bits/s; a push on a slower link is refused with the number; 0: none is
+    lease_heartbeats: int = 5  # missed heartbeats after which a peer counts as dead
+    hang_s: float = 120.0  # time without a new inner step after which the window does not wait for the trainer
+    order_s: float = 10.0  # longest silence during orders that move no model: open, drop, commit, abort, ping
+    compute_s: float = 300.0  # longest silence of a slave during Measure, Fold, Apply, Persist
+    transfer_s: float = 3600.0  # longest silence of a push or pull while its cluster's bandwidth is unknown
+    least_transfer_s: float = 30.0  # the least deadline, however few the bytes: a broken stream needs time to reconnect
+    min_push_bps: float = 0.0  # bits/s; a push on a slower link is refused with the number; 0: no limit
     busy_retry_s: float = 2.0  # until a refused push is asked for again; less if a slot is due before
 
     def __post_init__(self) -> None:
@@ -252,23 +254,23 @@ _WORDS: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """All that the Coordinator is tuned by."""
+    """All options of the Coordinator."""
 
     outer: OuterOptions = field(default_factory=OuterOptions)
     penalty: PenaltyOptions = field(default_factory=PenaltyOptions)
     stop: StopOptions = field(default_factory=StopOptions)
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
-    keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
+    keep_snapshots: int = 2  # versions that are complete on all slaves; never fewer than 2
     codec: Codec = Codec.FP32  # of pushes whose base is the head; all others travel as fp32
     durability: DurabilityMode = DurabilityMode.COMMIT
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
     requeue: RequeuePolicy = RequeuePolicy.NONE
-    keep_every: int = 0  # every so many-th version stays besides; 0: none
-    keep_most: int = 0  # of these the newest so many; 0: all
+    keep_every: int = 0  # every n-th version is kept as an archive; 0: none
+    keep_most: int = 0  # newest archives that are kept; 0: all
     most_rollback: int = MOST_ROLLBACK  # outer steps that the master undoes by itself; more wait for `dips rollback`
-    lineage_kept: int = LINEAGE_KEPT  # no file sets it: tests and the simulation take 3, to get there at all
-    ranges_held: int = RANGES_HELD  # likewise
+    lineage_kept: int = LINEAGE_KEPT  # not set by any file: tests and the simulation take 3, to reach the limit at all
+    ranges_held: int = RANGES_HELD  # not set by any file, too
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
@@ -280,5 +282,5 @@ class Options:
 
     @property
     def targets(self) -> Targets:
-        """As the files have them: what holds until somebody changes them."""
+        """Return the targets of the files, which hold until an operator changes them."""
         return Targets(self.stop.tokens, self.stop.versions, self.stop.wall_s, self.data.epochs)

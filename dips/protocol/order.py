@@ -1,11 +1,12 @@
-"""The order of asking: in one turn no two workers meet at a slave, of one cluster or of several (§3.1, Figure 5).
+"""The order of asking: a schedule in which no two workers, of one cluster or of several, meet at a slave in a turn
+(§3.1, Figure 5).
 
-A transfer alone walks the rows of a rotation: worker w begins at slave w mod S and walks on by one each turn. With no
-more workers than slaves no two ever meet; with more, each slave is visited by at most ⌈W/S⌉ at once.
+A single transfer follows a rotation: worker w begins at slave w mod S and goes on by one slave each turn. With no more
+workers than slaves, no two ever meet; with more, each slave has at most ⌈W/S⌉ at once.
 
-Several transfers at once stand in one line before each slave (`make_lines`): their bytes, links and what is left of
-them differ. The lines are those of a schedule that always serves as many pairs as it can, those first that have most
-left to do: an edge colouring where all are equal. An order of asking, never a barrier: who is late is overtaken.
+Several transfers at once share one line before each slave (`make_lines`), since their remaining bytes and their links
+differ. The lines come from a schedule that always serves as many pairs as it can, those with the most work left first:
+an edge colouring if all pairs are equal. The lines are an order of asking and no barrier: a late worker is overtaken.
 """
 
 from __future__ import annotations
@@ -15,29 +16,28 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dips.dataclass import dataclass
 
-Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
+Lines = tuple[tuple[int, ...], ...]  # the workers of each slave, in the order in which it asks them
 
-LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
-MAX_RANKS = 65_536  # that speak in one transfer
-MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
+LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave only if this much of the slave's link is free
+MAX_RANKS = 65_536  # speaking ranks of one transfer
+MOST_PAIRS = 128  # of workers and slaves that are matched; with more, a rotation, since the decision must not take long
 _EPSILON = 1e-9
 
 
 def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
-    """The slaves in the order in which `worker` turns to them."""
+    """Return the slaves in the order in which `worker` turns to them."""
     return tuple((worker + turn) % slaves for turn in range(slaves))
 
 
 def places_for_slave(slave: int, slaves: int, first: int, workers: int) -> tuple[int, ...]:
-    """The turn of each of so many workers, from `first` on, in the line before `slave`.
-
-    Places of several transfers compare: the smallest is asked first, whosever it is.
+    """Return the turn of each of `workers` workers, from `first` on, in the line before `slave`. Places of several
+    transfers are comparable: the smallest is asked first, whichever transfer it belongs to.
     """
     return tuple((slave - worker) % slaves for worker in range(first, first + workers))
 
 
 def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
-    """The lowest number from which so many workers follow that are in no (first, workers) of `taken`."""
+    """Return the lowest number from which `workers` consecutive numbers are in no (first, workers) of `taken`."""
     first = 0
     for begin, count in sorted(taken):
         if first + workers <= begin:
@@ -48,16 +48,16 @@ def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One speaking rank of a transfer, and what is left of it."""
+    """One speaking rank of a transfer, and its remaining work."""
 
-    seconds: tuple[float, ...]  # to each slave: bytes left over the rate of the pair; 0: nothing
-    fill: float  # share of a slave's link that it takes, in (0, 1]
+    seconds: tuple[float, ...]  # to each slave: remaining bytes over the pair's rate; 0: nothing is left
+    fill: float  # share of a slave's link that it uses, in (0, 1]
 
 
 def make_lines(workers: Sequence[Worker], slaves: int) -> Lines:
-    """The line before each slave, every worker once in each; those who have nothing for it stand last.
+    """Return the line before each slave, every worker once in each; workers with nothing left for it are last.
 
-    Cost: a matching for each turn, W·S pairs in all: at most MOST_PAIRS of them; more stand in a rotation.
+    Cost: a matching for each turn, W·S pairs in all, at most MOST_PAIRS of them; more are placed by a rotation.
     """
     turns = plan_turns(workers, slaves)
     line = [[turn.worker for turn in turns if turn.slave == s] for s in range(slaves)]
@@ -67,7 +67,7 @@ def make_lines(workers: Sequence[Worker], slaves: int) -> Lines:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One pair of the plan, in seconds from now."""
+    """One pair of the schedule, in seconds from now."""
 
     begin: float
     end: float
@@ -77,12 +77,12 @@ class Turn:
 
 
 def plan_turns(workers: Sequence[Worker], slaves: int) -> list[Turn]:
-    """The schedule behind the lines, in order of beginning."""
+    """Return the schedule from which the lines are made, in order of beginning."""
     return _Schedule(workers, slaves).play_turns()
 
 
 class _Schedule:
-    """Pairs begin when both are free, those first that have most left to do, and run to their end."""
+    """List scheduling: a pair begins when both are free, those with the most work left first, and runs to its end."""
 
     def __init__(self, workers: Sequence[Worker], slaves: int) -> None:
         self._workers = workers
@@ -116,7 +116,7 @@ class _Schedule:
         heapq.heappush(self._running, (self._turns[-1].end, len(self._turns) - 1))
 
     def _match_pairs(self) -> list[tuple[int, int]]:
-        """Free workers and slaves that begin now, each in one pair."""
+        """Match free workers and slaves that begin now, each in one pair."""
         near = {
             w: [s for s in sorted(slaves) if LEAST_SHARE * self._workers[w].fill <= self._room[s] + _EPSILON]
             for w, slaves in enumerate(self._pending)
@@ -138,13 +138,13 @@ Node = tuple[str, int]  # ("w", worker) or ("s", slave)
 
 
 def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, float]) -> dict[Node, Node]:
-    """A matching, given from both sides, that leaves no node free for the sake of a lighter one on its side.
+    """Return a matching, from both sides, that leaves no node free in favour of a lighter one on its side.
 
-    So a node that is busy to the last turn of every schedule is busy in this turn too: what makes the number of turns
-    that of the busiest node (König), where all pairs are equal.
+    So a node that is busy to the last turn of every schedule is busy in this turn too; where all pairs are equal, this
+    makes the number of turns that of the busiest node (König).
     """
     mates: dict[Node, Node] = {}
-    settled: set[Node] = set()  # only asked for membership
+    settled: set[Node] = set()  # only used for membership tests
     for node in sorted(load, key=lambda n: (-load[n], n)):
         if edges[node] and node not in mates:
             _cover_node(node, edges, mates, settled)
@@ -153,8 +153,8 @@ def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, flo
 
 
 def _cover_node(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
-    """Give `node` a mate along an alternating path that ends at a free node, or else takes a lighter one's mate."""
-    came: dict[Node, Node] = {}  # node of the other side → whence it was reached
+    """Match `node` along an alternating path that ends at a free node, or else at the mate of a lighter node."""
+    came: dict[Node, Node] = {}  # node of the other side → the node from which it was reached
     walk, lighter = [node], None
     for here in walk:
         for other in edges[here]:

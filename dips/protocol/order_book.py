@@ -1,7 +1,7 @@
-"""Orders to slaves that are not answered, by their number, and the fanouts that they belong to. Pure.
+"""Unanswered orders to slaves by their number, and their fanouts. Pure.
 
-What must stay true: a fanout stands here as long as one of its orders does; an order that was forgotten is answered in
-vain. An answer costs the same however many orders are open.
+What must stay true: a fanout is in the book as long as one of its orders is; answers to forgotten orders are ignored.
+The cost of an answer does not depend on the number of open orders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OrderBook:
     last_number: int = 0
 
     def give_order(self, fanout: Fanout, slave: str, sinc: int, term: int, body: OrderBody, deadline_s: float) -> Order:
-        """Number one order of a fanout, which waits for its answer from now on."""
+        """Number one order of a fanout and add it as unanswered."""
         self.last_number = number = self.last_number + 1
         order = Order(slave, sinc, term, number, body, deadline_s)
         self.orders[number] = (fanout, order)
@@ -36,11 +36,11 @@ class OrderBook:
         return order
 
     def find_order(self, number: int) -> tuple[Fanout, Order] | None:
-        """The open order with this number."""
+        """Return (fanout, order) of the open order with this number; None if it is not open."""
         return self.orders.get(number)
 
     def remove_order(self, number: int) -> tuple[Fanout, Order]:
-        """Whatever is answered to this order from now on no longer matters; its fanout waits on."""
+        """Remove an order, so that its answer is ignored; its fanout still waits."""
         fanout, _ = found = self.orders.pop(number)
         fanout.unanswered -= 1
         if not fanout.unanswered:
@@ -48,7 +48,7 @@ class OrderBook:
         return found
 
     def forget_fanouts(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
-        """Likewise for all orders of these kinds, about `subject` or about anything."""
+        """Remove all orders of these kinds, about `subject` or about anything."""
         for kind in sorted(kinds):
             for fanout in list(self.fanouts.get(kind, {}).values()):
                 if subject is None or fanout.subject == subject:
@@ -57,7 +57,7 @@ class OrderBook:
                             self.remove_order(number)
 
     def orders_of(self, slave: str, *kinds: FanoutKind) -> Iterator[int]:
-        """Numbers of the open orders to one slave, of these kinds or of any."""
+        """Iterate over the numbers of the open orders to one slave, of these kinds or of any."""
         for kind in kinds or tuple(self.fanouts):
             for fanout in self.fanouts.get(kind, {}).values():
                 number = fanout.waiting.get(slave)

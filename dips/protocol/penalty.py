@@ -1,9 +1,9 @@
 """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty, docs/rationale.md#10): which pushes may enter the
 outer step.
 
-The gates that `penalty.gates` lists (gates/) judge a push by its evidence and what is known of its cluster and the
-others; this keeps what is known. Statistics move only when a version is committed (`keep_statistics`), so a skipped
-round leaves no trace; asking (`judge_push`) changes nothing.
+The gates in `penalty.gates` (gates/) judge a push by its evidence and by statistics of its cluster and the others,
+which this class keeps. Statistics change only when a round is in the ledger (`keep_statistics`), an operator readmits a
+cluster, or a cluster's model has diverged, so a skipped round leaves no trace; `judge_push` changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dips.protocol.records import PenaltyRow, ScoreHistory
 from dips.protocol.rules.weights import TOKENS_KEPT, most_tokens
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verdict
 
-LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
+LARGEST_NORM = 1e30  # larger norms overflow when squared in fp32 kernels and count as not finite
 NOT_FINITE = "not finite: NaN, Inf or overflow in its parameters"
 BROKEN = "quarantined until `dips cluster readmit`: its pushes were not finite"
 UNMOVED = (
@@ -61,24 +61,24 @@ class Penalty:
         self._genesis_norm = genesis_norm
 
     def change_options(self, options: PenaltyOptions) -> None:
-        """What an operator tuned holds for the next judgement; statistics stay."""
+        """Use changed options from the next judgement on; statistics stay."""
         self._options = options
 
     def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
     def find_differences(self, cluster: str) -> dict[Difference, str]:
-        """In what a cluster always was unlike the others, and a sentence of each."""
+        """Return the cluster's lasting differences from the others, with a sentence each."""
         return find_differences(self.penalty_row(cluster), self._rows.values(), self._options)
 
     def gate_threshold(self) -> float:
-        """Of the gate `dips`, now."""
+        """Return the present threshold of the gate `dips`."""
         return gate_threshold(self.history, self._options)
 
     # ---- judging ----
 
     def judge_push(self, push: PushEvidence) -> Verdict:
-        """Judge one push: finite and moved, then by each gate in turn until one keeps it out."""
+        """Judge one push: it must be finite and have moved, then pass each gate in turn."""
         g, gates = push.norm, self._options.gates
         if not g < LARGEST_NORM:
             return Verdict(False, 0.0, 0.0, NOT_FINITE, replace(push, finite=False), tracked=False)
@@ -97,9 +97,9 @@ class Penalty:
         return _accept(push, g, opinions)
 
     def waits_for_others(self, cluster: str, live: Sequence[str]) -> bool:
-        """Whether a push of this cluster is measured beside all others of its round, if slots allow (held_pushes.py).
+        """Whether a push of this cluster is measured after all others of its round, if slots allow (held_pushes.py).
 
-        Of joiners only beside clusters that are none.
+        A push of a joiner waits only if some live cluster is no joiner.
         """
         row = self.penalty_row(cluster)
         if not self.gates_direction:
@@ -113,19 +113,19 @@ class Penalty:
         return GateName.DIRECTION in self._options.gates
 
     def count_trusted(self, cluster: str, live: Sequence[str]) -> int:
-        """How many others live that were not out of line lately."""
+        """Return how many other live clusters were not out of line lately."""
         return sum(c != cluster and not is_suspect(self.penalty_row(c)) for c in live)
 
     def most_tokens(self) -> int | None:
-        """How many tokens of one push count at most, by the last pushes of all clusters; None: any number."""
+        """Return how many tokens of one push count at most, by the last pushes of all clusters; None: any number."""
         return most_tokens(row.tokens for row in self._rows.values())
 
     def own_cosine(self, cluster: str) -> float | None:
-        """What its pushes usually have in common with the others'."""
+        """Return the usual cosine of the cluster's pushes with the others'; None while it is learned."""
         return own_usual(self.penalty_row(cluster))
 
     def suspicion_of(self, cluster: str) -> tuple[float, bool]:
-        """What orders those that wait: who was least out of line is measured first."""
+        """Return the sort key of held pushes: the cluster that was least out of line is measured first."""
         row = self.penalty_row(cluster)
         return row.suspicion, self._is_joiner(row)
 
@@ -142,11 +142,11 @@ class Penalty:
     def compute_statistics(
         self, verdicts: Sequence[Settled], live: Sequence[str], theta_digest: int = 0
     ) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
-        """Return the statistics that a round changes and the score history after it, in the order of folding.
+        """Return the statistics that a round changes, in the order of folding, and the score history after it.
 
-        Nothing is kept yet.
+        They are not kept before `keep_statistics`.
 
-        theta_digest  of the version that the round made; 0: it made none, or none is known
+        theta_digest  of the version that the round made; 0: it made none, or it is unknown
         """
         changed = dict[str, PenaltyRow]()
         rows = ChainMap(changed, self._rows)
@@ -159,14 +159,14 @@ class Penalty:
         for cluster in (s.cluster for s in gated):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
             changed[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
-        # All patience is judged on one picture: who warms up first must not decide who else may.
+        # Patience is judged for all on one state: a cluster that warms up must not change the decision on the next.
         picture = _Picture(rows, live)
         changed |= {s.cluster: self._apply_patience(picture, s) for s in gated}
         self._move_others(changed, verdicts)
         return changed, self._history_after(verdicts, theta_digest)
 
     def _move_others(self, changed: dict[str, PenaltyRow], verdicts: Sequence[Settled]) -> None:
-        """What is kept besides norms, by the gates that look at it."""
+        """Update the statistics other than norms, for the gates that are on."""
         if GateName.LOSS in self._options.gates:
             for s in verdicts:
                 if s.cluster in changed:
@@ -190,7 +190,7 @@ class Penalty:
         return replace(self.history, scores=scores, digests=digests)
 
     def keep_statistics(self, changed: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
-        """The round is in the ledger: what it changed is ours."""
+        """Keep the changed statistics of a round that is in the ledger."""
         for cluster, row in changed.items():
             for norms in (self._norms, self._warm_norms):
                 norms.replace_row(self._rows.get(cluster), row)
@@ -200,7 +200,7 @@ class Penalty:
     # ---- patience ----
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
-        """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
+        """Lift a quarantine: restart the cluster's warm-up; return its new statistics, which are kept."""
         before = self.penalty_row(cluster)
         reference = max(before.reference, self._norms.median_without(before) or 0.0)
         anew = restart_warmup(before, reference, self._options)
@@ -209,7 +209,7 @@ class Penalty:
         return row
 
     def count_divergence(self, cluster: str) -> PenaltyRow:
-        """A push that was not finite never came: count it as gated; return the statistics, ours from now on."""
+        """Count a push that was not sent, being not finite, as gated; return the new statistics, which are kept."""
         row = self.penalty_row(cluster)
         in_a_row = row.gated_in_a_row + 1
         row = replace(row, gated_in_a_row=in_a_row)
@@ -219,10 +219,12 @@ class Penalty:
         return row
 
     def _apply_patience(self, picture: _Picture, settled: Settled) -> PenaltyRow:
-        """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
+        """Decide after `gate_patience` gated pushes in a row: a new warm-up if most of the run has changed, else
+        quarantine.
 
-        Who pushes what is not finite never earns a warm-up: an operator looks at it first. The hard cap holds in every
-        warm-up. A run that is young believes the world within ‖θ₀‖; one whose reference has been formed keeps it.
+        A cluster whose push was not finite gets no new warm-up: an operator must look at it first. The hard cap holds
+        in every warm-up. For a joiner, a norm of at most ‖θ₀‖ is believed if the others have changed as well; later the
+        reference is kept.
         """
         row, verdict = picture.rows[settled.cluster], settled.verdict
         if row.gated_in_a_row < self._options.gate_patience or row.broken:
@@ -242,7 +244,7 @@ class Penalty:
 
 
 def _accept(push: PushEvidence, norm: float, opinions: Sequence[Opinion]) -> Verdict:
-    """No gate keeps it out; its score is the first gate's that has one."""
+    """Return the verdict on a push that no gate keeps out, with the score of the first gate that has one."""
     score = next((o.score for o in opinions if o.scored), next((o.score for o in opinions if o.score), 0.0))
     return Verdict(
         True,
@@ -258,7 +260,7 @@ def _accept(push: PushEvidence, norm: float, opinions: Sequence[Opinion]) -> Ver
 
 
 class _Picture:
-    """The statistics as one round leaves them, before anybody's patience; what is costly only if somebody asks."""
+    """The statistics as the round leaves them, before any decision on patience; costly parts are computed on demand."""
 
     def __init__(self, rows: Mapping[str, PenaltyRow], live: Sequence[str]) -> None:
         self.rows, self._live = rows, live
@@ -274,5 +276,5 @@ class _Picture:
         return len(live) > 1 and 2 * len(gating) > len(live)
 
     def is_alone(self, cluster: str) -> bool:
-        """Whether no other cluster lives whose pushes were ever measured: norms of those that left are of the past."""
+        """Whether no other live cluster has statistics; norms of clusters that have left do not count."""
         return all(c == cluster or c not in self.rows for c in self._live)

@@ -1,6 +1,6 @@
-"""How a settled push moves its cluster's statistics: pure functions from row to row.
+"""Updates of a cluster's statistics by a settled push: pure functions from row to row.
 
-Gated pushes move none of what norms are compared with, so nothing that was kept out can teach the gate.
+Gated pushes do not change what norms are compared with, so a push that was kept out cannot shift the gate.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import LayerStatistics, PenaltyRow
 from dips.protocol.verdicts import Settled, Verdict
 
-MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
-LOSS_SHARE = 0.2  # of the newest push in a cluster's usual distance to the others' losses, which moves as θ is trained
-COSINE_SHARE = 0.2  # likewise in its usual cosine with their sum, which falls as what all have in common is learned
-SUSPICION_KEPT = 0.5  # from one of a cluster's pushes to its next
-KEPT_UNHEARD = 0.75  # likewise, if it was gated for want of witnesses, which tells little
-ACCUSED_STILL = 0.5  # by a push that is only foreign to the others: a suspect that goes on so remains one
-MOST_SUSPICION = 16.0  # what is accused for ever is forgiven in six pushes, in thirteen that cannot be compared
+MOST_TIMES_ENTERED = 2.0  # of the reference, to which one norm is cut: it doubles in 35 pushes at the earliest
+LOSS_SHARE = 0.2  # of the newest push in a cluster's usual distance to the others' losses, which changes with θ
+COSINE_SHARE = 0.2  # of the newest push in a cluster's usual cosine, which falls as the common part is learned
+SUSPICION_KEPT = 0.5  # share of suspicion that is kept from one of a cluster's pushes to its next
+KEPT_UNHEARD = 0.75  # the same share if the push was gated for want of witnesses, which tells little
+ACCUSED_STILL = 0.5  # suspicion added by a push that is only unrelated to the others: a suspect remains one
+MOST_SUSPICION = 16.0  # limit: suspicion falls below SUSPECT in six pushes, in thirteen if they cannot be compared
 
 
 def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
-    """Statistics of a cluster of which no push was measured."""
+    """Return the statistics of a cluster before its first measured push."""
     return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
 
 
 def slow_mean(mean: float, value: float, count: int, alpha: float, known: float = 0.0) -> float:
-    """Move a mean of `count` values by one more, which counts as at most MOST_TIMES_ENTERED times the mean.
+    """Update a mean of `count` values with one more, which counts as at most MOST_TIMES_ENTERED times the mean.
 
-    So it grows by at most 1/(count + 1), later α, with each value, whoever makes them up.
+    So the mean grows by at most 1/(count + 1), later α, with each value, even if values are made up.
 
-    known  what counts whole, besides: the others' values
+    known  a value of up to this counts whole: the others' values
     """
     if mean <= 0.0:
         return value
@@ -45,7 +45,7 @@ def slow_mean(mean: float, value: float, count: int, alpha: float, known: float 
 
 
 def move_accepted(verdict: Verdict, past: Past, limit: float) -> PenaltyRow:
-    """The row of a cluster whose push is in the sum; `limit` is the threshold that it was judged by."""
+    """Return the row of a cluster whose push is in the sum; `limit` is the threshold that it was judged by."""
     row = past.row
     if not verdict.tracked:
         return replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
@@ -74,14 +74,16 @@ def move_accepted(verdict: Verdict, past: Past, limit: float) -> PenaltyRow:
 
 
 def _move_average(x: float, mu: float, sigma: float, n: int, alpha: float) -> tuple[float, float]:
-    """§4.1: μ, the plain mean until 1/n < α, then σ with the new μ; n counts this value."""
+    """Return the new (μ, σ) of §4.1: μ, the plain mean until 1/n < α, then σ with the new μ; n counts this value."""
     weight = max(alpha, 1.0 / n)
     mu = weight * x + (1.0 - weight) * mu
     return mu, sqrt((1.0 - alpha) * sigma**2 + alpha * (x - mu) ** 2)
 
 
 def _move_layers(verdict: Verdict, past: Past) -> tuple[LayerStatistics, ...]:
-    """A layer that is left out moves nothing but its count; `gate_patience` times in a row, and it begins anew."""
+    """Update each layer's statistics; a layer that is left out only counts that, and starts anew after `gate_patience`
+    times.
+    """
     norms = layer_norms(verdict.evidence)
     layers = past.row.layers if len(past.row.layers) == len(norms) else (LayerStatistics(),) * len(norms)
     flagged, patience = verdict.flagged, past.options.gate_patience
@@ -98,12 +100,12 @@ def _move_layers(verdict: Verdict, past: Past) -> tuple[LayerStatistics, ...]:
 
 
 def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
-    """What it reported last, whatever came of it; if it was accepted, how far from the others' is usual, too."""
+    """Update the last reported loss; for an accepted push also the usual distance to the others' losses."""
     loss = verdict.evidence.loss
     if loss is None:
         return row
     row = replace(row, loss=bound_loss(loss))
-    if verdict.accepted or verdict.gate is GateName.LOSS:  # whom another gate keeps out, θ forgets: that is no rise
+    if verdict.accepted or verdict.gate is GateName.LOSS:  # other gates' make θ forget: that is no rise
         row = replace(row, loss_rises=has_risen(loss, past))
     excess = excess_loss(loss, taught_losses(past))
     if not verdict.accepted or excess is None:
@@ -114,9 +116,9 @@ def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:
 
 
 def move_cosine(row: PenaltyRow, verdict: Verdict) -> PenaltyRow:
-    """Its usual cosine with the sum of others: by what was accepted beside enough witnesses and did not point away.
+    """Update the usual cosine, with accepted pushes that had enough witnesses and did not point away from the sum.
 
-    Else who is flagged would make usual what it is flagged for: it would be told as data of another kind, and pass.
+    Flagged pushes do not count; otherwise their cosine would become usual and pass as data of another kind.
     """
     push = verdict.evidence
     if not verdict.accepted or push.cosine is None or lacks_witnesses(push) or is_against(push):
@@ -126,9 +128,10 @@ def move_cosine(row: PenaltyRow, verdict: Verdict) -> PenaltyRow:
 
 
 def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
-    """By whom in the round is a cluster's direction spoken against: 1 for its own push, and a share of 1 for each in
-    the sum that a push was flagged by; one that was gated was wrong, and so accuses nobody. Whose push is θ itself does
-    not train: what it pushes in a later round is how θ moved, backwards.
+    """Return the suspicion that the round adds to each cluster: 1 for a push that points away from the sum, and 1/n for
+    each of the n clusters in the sum against which a push was flagged. A gated push was wrong and adds nothing to
+    others. A push of θ itself adds 1: its cluster does not train, and its later pushes are the movement of θ,
+    backwards.
     """
     folded = [s.cluster for s in verdicts if s.verdict.accepted]
     found = dict.fromkeys((s.cluster for s in verdicts), 0.0)
@@ -145,19 +148,19 @@ def accuse(verdicts: Sequence[Settled]) -> dict[str, float]:
 
 
 def _accuse_itself(verdict: Verdict) -> float:
-    """By a push that does not point away."""
+    """Return the suspicion that a push adds to its own cluster although it does not point away."""
     if verdict.is_unmoved:
         return 1.0
     return ACCUSED_STILL * (verdict.gate is GateName.DIRECTION and not _is_unheard(verdict))
 
 
 def _is_unheard(verdict: Verdict) -> bool:
-    """Gated because too few could speak for it."""
+    """Whether the push was gated because too few witnesses could be compared with it."""
     return verdict.gate is GateName.DIRECTION and lacks_witnesses(verdict.evidence)
 
 
 def move_suspicion(rows: Mapping[str, PenaltyRow], verdicts: Sequence[Settled]) -> dict[str, PenaltyRow]:
-    """The rows of all whose pushes were settled, half of what they were suspected of before forgotten."""
+    """Return the rows of all clusters with a settled push; earlier suspicion decays by SUSPICION_KEPT."""
     moved = dict[str, PenaltyRow]()
     unheard = {s.cluster for s in verdicts if _is_unheard(s.verdict)}
     for cluster, accused in accuse(verdicts).items():
@@ -169,7 +172,7 @@ def move_suspicion(rows: Mapping[str, PenaltyRow], verdicts: Sequence[Settled]) 
 
 
 def restart_warmup(row: PenaltyRow, reference: float, options: PenaltyOptions) -> PenaltyRow:
-    """Statistics of a new warm-up; of the past only what the hard cap is made of stays, and what is no norm."""
+    """Return the statistics of a new warm-up; only the parts of the hard cap and what is no norm are kept."""
     anew = fresh_row(row.cluster, options)
     kept = replace(anew, last_norm=row.last_norm, accepted=row.accepted, reference=reference, steps=row.steps)
     kept = replace(kept, loss=row.loss, loss_shift=row.loss_shift, losses=row.losses, loss_rises=row.loss_rises)
@@ -177,6 +180,8 @@ def restart_warmup(row: PenaltyRow, reference: float, options: PenaltyOptions) -
 
 
 def believe_world(row: PenaltyRow, norm: float, options: PenaltyOptions) -> PenaltyRow:
-    """A run began with pushes that were far too short, of a learning rate near 0: `norm`, gated last, is usual."""
+    """Return the statistics of a run that began with far too short pushes (a learning rate near 0): `norm` becomes
+    usual.
+    """
     anew = restart_warmup(row, max(row.reference, norm), options)
     return replace(anew, last_norm=max(row.last_norm, norm), accepted=max(row.accepted, OWN_REFERENCE))

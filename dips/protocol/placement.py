@@ -1,5 +1,5 @@
-"""Which slave holds which layer: whole layers, balanced by bytes; decided by `dips init` and `dips rebalance`, kept in
-the ledger.
+"""The placement of layers on slaves: whole layers, balanced by bytes; decided by `dips init` and `dips rebalance`, kept
+in the ledger.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ Placement = tuple[tuple[str, tuple[int, ...]], ...]  # (slave, its layers in man
 
 
 def place_layers(manifest: Manifest, slaves: Sequence[str]) -> Placement:
-    """Give each layer, largest first, to the slave that holds fewest bytes so far (at most 4/3 of the best balance).
+    """Assign each layer, largest first, to the slave with the fewest bytes so far (at most 4/3 of the best balance).
 
-    Raise ConfigError if there are more slaves than layers: a slave without a layer would vote without a stake.
+    Raise ConfigError if there are more slaves than layers: every slave must answer orders, so one without a layer would
+    only be one more that can fail.
     """
     _check_enough_layers(manifest, slaves)
     held: dict[str, list[int]] = {name: [] for name in slaves}
@@ -32,7 +33,7 @@ def place_layers(manifest: Manifest, slaves: Sequence[str]) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class LayerMove:
-    """A layer that changes its slave."""
+    """A layer that moves from one slave to another."""
 
     layer: int
     source: str
@@ -40,10 +41,10 @@ class LayerMove:
 
 
 def rebalance_layers(manifest: Manifest, placement: Placement, slaves: Sequence[str]) -> Placement:
-    """Place the layers on other slaves, and move few: a layer stays where it is unless its slave goes, or its going
-    makes the largest load smaller.
+    """Place the layers on other slaves with few moves: a layer stays unless its slave leaves or the move lowers the
+    largest load.
 
-    The same slaves keep their layers. Layers of slaves that go are placed as `place_layers` does; then layers move to
+    The same slaves keep their layers. Layers of slaves that leave are placed as by `place_layers`; then layers move to
     the lightest slave as long as it stays lighter than their slave was. No slave then holds more than twice what the
     heaviest would in the best balance (Finn and Horowitz 1979: 2 - 2/(n + 1)), and none is empty. The result is a fixed
     point.
@@ -66,7 +67,7 @@ def rebalance_layers(manifest: Manifest, placement: Placement, slaves: Sequence[
 
 
 def moves_between(before: Placement, after: Placement) -> tuple[LayerMove, ...]:
-    """Name the layers that change their slave, in the model's order."""
+    """Return the layers that change their slave, in the model's order."""
     holder = {layer: name for name, layers in before for layer in layers}
     moved = ((layer, name) for name, layers in after for layer in layers if holder[layer] != name)
     return tuple(LayerMove(layer, holder[layer], name) for layer, name in sorted(moved))
@@ -76,7 +77,7 @@ _Held = dict[str, list[tuple[float, int]]]  # of each slave: (bytes, layer), asc
 
 
 def _move_one(held: _Held, load: dict[str, float], slaves: Sequence[str]) -> bool:
-    """Move a layer to the lightest slave from the heaviest that has one small enough; return whether one has."""
+    """Move a layer to the lightest slave from the heaviest with a small enough one; return False if there is none."""
     lightest = min(slaves, key=load.__getitem__)
     for name in _heaviest_first(load, slaves):
         gap = load[name] - load[lightest]
@@ -92,7 +93,9 @@ def _move_one(held: _Held, load: dict[str, float], slaves: Sequence[str]) -> boo
 
 
 def _heaviest_first(load: dict[str, float], slaves: Sequence[str]) -> Iterator[str]:
-    """The heaviest nearly always has a layer to give: the others are sorted only when it has none."""
+    """Iterate over slaves, the heaviest first; nearly always it has a layer to give, so the others are sorted only on
+    demand.
+    """
     heaviest = max(slaves, key=load.__getitem__)
     yield heaviest
     yield from sorted((name for name in slaves if name != heaviest), key=lambda name: -load[name])

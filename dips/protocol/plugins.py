@@ -1,8 +1,8 @@
-"""Rules and gates of a user's own: entry points of the groups `dips.rules` and `dips.gates`.
+"""User-defined rules and gates: entry points of the groups `dips.rules` and `dips.gates`.
 
-A package names them in its pyproject.toml, and the files name them as they name ours (docs/guides/rules.md,
-docs/guides/gates.md). Every process that reads `shared` refuses a name that is not installed on its machine; the
-Coordinator alone loads and calls what stands behind it.
+A package names them in its pyproject.toml, and run files use them like built-in names (docs/guides/rules.md,
+docs/guides/gates.md). Every process that reads `shared` refuses a name that is not installed on its machine; only the
+Coordinator loads and calls the object behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GATES, RULES = "dips.gates", "dips.rules"
 
 
 def require_names(key: str, names: Iterable[str], ours: Iterable[str], group: str) -> None:
-    """Raise ConfigError naming what is known and what is installed, unless each name is one of these."""
+    """Raise ConfigError, listing known and installed names, unless each name is one of them."""
     known, asked = set(ours), list(names)
     if all(name in known for name in asked):
         return
@@ -33,13 +33,13 @@ def require_names(key: str, names: Iterable[str], ours: Iterable[str], group: st
 
 @cache
 def load_plugin(group: str, name: str) -> Any:
-    """Import what an entry point names; raise ConfigError if that fails, or if the name is not installed."""
+    """Import the object of an entry point; raise ConfigError if that fails, or if the name is not installed."""
     entry = _find_entries(group).get(name)
     if entry is None:
         raise ConfigError(f"{name!r} is no entry point of the group {group} on this machine; install its package")
     try:
         return entry.load()
-    except Exception as error:  # whatever a package of others raises when it is imported
+    except Exception as error:  # any exception that a foreign package raises when it is imported
         raise ConfigError(
             f"entry point {name} of the group {group}: {entry.value} cannot be loaded: {error}"
         ) from error

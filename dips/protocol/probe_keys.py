@@ -1,6 +1,7 @@
-"""Who may measure the way to encrypted lanes before it joins (`dips-client check`): its key is told to every slave.
+"""Keys of clusters that measure the path to encrypted lanes before they join (`dips-client check`), sent to every
+slave.
 
-Nothing is opened by it: slaves answer its PROBEs for a while (slave/keyring.py), and no other frame of it.
+Such a key gives no access: for a while slaves answer its PROBEs (slave/keyring.py), and no other frame.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dips.protocol.events import ProbeAsked
 from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.run_state import RunState
 
-MOST_PROBES = 64  # clusters whose last probe is remembered; one that is forgotten is ordered again
+MOST_PROBES = 64  # clusters whose last probe is remembered; a forgotten one is ordered again
 
 
 def on_probe_asked(run: RunState, event: ProbeAsked) -> None:
-    """Legal any time. A repetition with the same key gets Pending until every slave knows it."""
+    """Legal any time. A repetition with the same key gets Pending until every slave has it."""
     if not is_key(event.key):
         run.reply_to(event.req, Failed(RemoteProtocolError, f"key: expected {KEY_CHARS} characters of Z85"))
         return

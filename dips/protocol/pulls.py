@@ -19,7 +19,7 @@ from dips.protocol.run_state import RunState
 
 
 def on_pull_requested(run: RunState, event: PullRequested) -> None:
-    """Legal in any state but the middle of a push; pins the head everywhere, or an older version that disks keep.
+    """Legal in any state but the middle of a push; pins the head on every slave, or an older version that disks keep.
 
     A repetition gets the same Grant.
     """
@@ -59,7 +59,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
 
 
 def _why_not_kept(run: RunState, version: VersionId) -> str:
-    """Why a version cannot be pulled; empty if it can: slaves serve the head, and what is on their disks."""
+    """Return why a version cannot be pulled; empty if it can: slaves serve the head and versions on their disks."""
     row = run.versions.get(version)
     if version == run.head or (row is not None and not row.retired and (row.durable or version == GENESIS)):
         return ""
@@ -70,7 +70,7 @@ def _why_not_kept(run: RunState, version: VersionId) -> str:
 
 
 def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId) -> None:
-    """The cluster is about to pull `version`."""
+    """Record that the cluster is about to pull `version`."""
     deadline_s = run.transfer_s(cluster)
     first = run.transfers.pull_ranks
     cluster.pull = Pull(pull, version, cluster.ranks, run.now + deadline_s, deadline_s, first=first)
@@ -79,14 +79,14 @@ def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId
 
 
 def on_pull_opened(run: RunState, fanout: Fanout) -> None:
-    """Every slave has pinned the version."""
+    """Mark a pull as open: every slave has pinned its version."""
     cluster = run.cluster_of(fanout.subject)
     if cluster is not None and cluster.pull is not None:
         cluster.pull.opened = True
 
 
 def on_pull_finished(run: RunState, event: PullFinished) -> None:
-    """All ranks installed it, or none did. A repetition is acknowledged again."""
+    """Close a pull that all ranks installed, or none. A repetition is acknowledged again."""
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is None:
         return
@@ -103,13 +103,13 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
 
 
 def close_all_pulls(run: RunState, reason: str) -> None:
-    """A slave that held a pin is gone: the others do not hold a whole version."""
+    """Close all pulls after a slave with pins was lost, since the others do not hold a whole version."""
     for name in list(run.transfers.pulls):
         movement.close_pull(run, run.clusters[name], ClusterCause.PULL_ENDED, reason)
 
 
 def expire_pulls(run: RunState) -> None:
-    """End pulls past their deadline."""
+    """Close pulls past their deadline."""
     for name in run.transfers.pull_deadlines.take_due(run.now):
         cluster = run.clusters[name]
         assert cluster.pull is not None

@@ -1,8 +1,9 @@
-"""Pushes up to their commit: request, OpenPush on all slaves, grant, staged, commit or drop
-(docs/protocol.md#messages rows 4 to 9).
+"""Pushes up to their commit: request, OpenPush on all slaves, grant, staged, commit or drop (docs/protocol.md#messages
+rows 4 to 9).
 
-All memory of a push is reserved on every slave before its grant, so nothing is held while something is waited for. A
-push that is not committed dies with its cluster; a committed one belongs to its round (settlement.py).
+All memory of a push is reserved on every slave before its grant, so a push never holds one slave's memory while it
+waits for another's. A push that is not committed ends with its cluster; a committed one belongs to its round
+(settlement.py).
 """
 
 from __future__ import annotations
@@ -114,17 +115,17 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
 
 
 def _choose_codec(run: RunState, base: VersionId) -> Codec:
-    """Lossy only for differences to what every slave holds now; an older base, an orphan, a flip under way: fp32."""
+    """Return the run's codec if every slave serves the base; fp32 for an older base, an orphan or during a flip."""
     return run.options.codec if base == run.head and run.flipping is None else Codec.FP32
 
 
 def _held_base(push: Push) -> VersionId | None:
-    """What its differences are to; None if it carries parameters."""
+    """Return the base of its differences; None if it carries parameters."""
     return None if push.codec is Codec.FP32 else push.base
 
 
 def on_push_opened(run: RunState, fanout: Fanout) -> None:
-    """Every slave has reserved its slot: the push may move."""
+    """Grant a push: every slave has reserved its slot."""
     cluster = run.cluster_of(fanout.subject)
     if cluster is None or cluster.push is None:
         return
@@ -144,27 +145,27 @@ def _grant_of(run: RunState, push: Push) -> Grant:
 
 
 def on_push_staged(run: RunState, event: PushStaged) -> None:
-    """All of it lies on one slave. Every heartbeat repeats it; once is enough."""
+    """Record that one slave has all of a push. Idempotent, since every heartbeat repeats it."""
     cluster = _cluster_of_report(run, event)
     if cluster is not None and cluster.push is not None:
         cluster.push.unstaged.pop(event.slave, None)
 
 
 def on_push_refused(run: RunState, event: PushRefused) -> None:
-    """A slave gave up a push: its ranges were wrong or it stalled."""
+    """Drop a push that a slave gave up: its ranges were wrong or it stalled."""
     cluster = _cluster_of_report(run, event)
     if cluster is not None and cluster.push is not None and not cluster.push.committed:
         drop_push(run, cluster, f"{event.slave}: {event.reason}")
 
 
 def _cluster_of_report(run: RunState, event: PushStaged | PushRefused) -> Cluster | None:
-    """The cluster whose present push is reported by the present incarnation of a slave; else None."""
+    """Return the cluster if a slave's present incarnation reports on its present push; else None."""
     slave = run.slaves.get(event.slave)
     return run.cluster_of(event.push) if slave and slave.sinc == event.sinc else None
 
 
 def on_push_finished(run: RunState, event: PushFinished) -> None:
-    """Commit: staged on every slave, so it has a place in a window. A repetition gets Committed again."""
+    """Commit a push that is staged on every slave: give it a place in a window. A repetition gets Committed again."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
         run.reply_to(event.req, _commit_push(run, cluster, event))
@@ -201,7 +202,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
 
 
 def _why_refused(run: RunState, cluster: Cluster, event: PushFinished) -> str:
-    """Why what a push brings cannot be true, whatever heartbeats say; empty if it can."""
+    """Return why the claims of a push cannot be true, whatever heartbeats say; empty if they can."""
     if event.tokens < 0 or event.inner_steps < 0:
         return "tokens and inner_steps: expected 0 or more"
     if foreign := set(event.ranges) - set(run.ranges.held_by(event.push.cluster, event.push.inc)):
@@ -224,7 +225,7 @@ def _why_not_begun(run: RunState, event: PushFinished, begun: BegunRange) -> str
 
 
 def _why_untold(cluster: Cluster, event: PushFinished) -> str:
-    """Why heartbeats do not bear out what a push brings; empty if they do, or if nobody reports them."""
+    """Return why a push waits for heartbeats to report its progress; empty if they have, or if none report."""
     if cluster.told is None:
         return ""
     settled = ToldProgress(cluster.settled, cluster.settled_steps)
@@ -233,7 +234,7 @@ def _why_untold(cluster: Cluster, event: PushFinished) -> str:
 
 
 def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
-    """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
+    """Return why so many more tokens cannot be counted for the run and the cluster; empty if they can."""
     of_run = run.tokens_accepted + run.tokens_in_window
     of_cluster = cluster.settled_tokens + cluster.tokens_in_window
     if max(of_run, of_cluster) + tokens <= MAX_TOKENS:
@@ -242,7 +243,7 @@ def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
 
 
 def on_push_aborted(run: RunState, event: PushAborted) -> None:
-    """The cluster gives up; a committed push stays committed."""
+    """Drop a push that its cluster gave up; a committed push stays committed."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is None:
         return
@@ -287,10 +288,9 @@ def _why_gone(cluster: Cluster, push: PushId) -> str:
 
 
 def end_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> None:
-    """The cluster asks for what comes after a push that is not committed, or a pull: its word that it has given that
-    up, or has the version, was lost.
+    """End an uncommitted push or a pull when its cluster asks for a later one, since its abort or finish was lost.
 
-    No time ends a push whose ranks never came (movement.py), so this must.
+    Otherwise a push whose ranks never came would stay open as long as the cluster is alive (movement.py).
     """
     if cluster.push is not None and not cluster.push.committed:
         drop_push(run, cluster, f"superseded by {later}")
@@ -299,7 +299,7 @@ def end_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> N
 
 
 def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
-    """End a push that is not committed, on every slave; its progress stays with the cluster."""
+    """Drop a push that is not committed, on every slave; its progress stays with the cluster."""
     push = cluster.push
     assert push is not None and not push.committed
     cluster.push = None
@@ -314,13 +314,13 @@ def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
 
 
 def drop_all_pushes(run: RunState, reason: str) -> None:
-    """End every push that is not in a round: a slave that held a part of it is gone, or the run is over."""
+    """Drop every push that is not in a round: a slave that held a part of it is lost, or the run is over."""
     for push in run.transfers.uncommitted_pushes():
         drop_push(run, run.clusters[push.id.cluster], reason)
 
 
 def expire_pushes(run: RunState) -> None:
-    """End pushes past their deadline."""
+    """Drop pushes past their deadline."""
     for name in run.transfers.push_deadlines.take_due(run.now):
         cluster = run.clusters[name]
         assert cluster.push is not None

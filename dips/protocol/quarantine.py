@@ -1,8 +1,9 @@
-"""Quarantine outside of rounds (docs/architecture.md#penalty): an operator imposes and lifts it, divergence earns it.
+"""Quarantine outside of rounds (docs/architecture.md#penalty): imposed and lifted by an operator, or caused by
+divergence.
 
-Who is quarantined by an operator goes on training and pulling; its pushes are gated, whatever they bring, and leave the
-penalty's statistics alone, so it continues where it was when it is readmitted. The gate's own quarantine is a state of
-these statistics. Each change has a record of its own, so the ledger knows.
+A cluster that an operator has quarantined goes on training and pulling; all its pushes are gated and do not change the
+penalty's statistics, so it continues where it was when it is readmitted. The gates' own quarantine is part of these
+statistics. Each change has its own record in the ledger.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dips.protocol.records import ClusterDiverged, ClusterQuarantined, ClusterRe
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import Verdict
 
-MOST_REASON = 200  # characters of an operator's reason: it stands in the status and in each gated push's outcome
+MOST_REASON = 200  # characters of an operator's reason, which is in the status and in each gated push's outcome
 
 
 def on_quarantine_asked(run: RunState, event: QuarantineAsked) -> None:
@@ -57,14 +58,14 @@ def _refuse_stranger(run: RunState, req: int, cluster: str) -> bool:
 
 
 def count_divergence(run: RunState, cluster: str) -> None:
-    """Its ranks kept back a push that was not finite: it counts as one that was gated for that."""
+    """Count a push that the cluster's ranks held back because it was not finite as gated for that."""
     row = run.penalty.count_divergence(cluster)
     run.emit_record(ClusterDiverged(row, run.next_round - 1, run.now))
     run.emit_note("cluster_diverged", cluster=cluster, in_a_row=row.gated_in_a_row, quarantined=row.quarantined)
 
 
 def judge_quarantined(run: RunState, cluster: str, verdict: Verdict) -> Verdict:
-    """What the operator said comes before what the gate says."""
+    """Return the verdict after an operator's quarantine, which overrides the gates."""
     if (reason := run.quarantined.get(cluster)) is None:
         return verdict
     said = f"quarantined by an operator: {reason}"

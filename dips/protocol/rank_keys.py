@@ -1,7 +1,7 @@
-"""Public keys of the ranks of a push or pull: what their cluster names with its request, and slaves admit for it.
+"""Public keys of the ranks of a push or pull, named by their cluster with its request and admitted by slaves.
 
-Rank r shows the key at place r on every lane (docs/guides/certificates.md#lanes). Keys are Z85, as libzmq spells them.
-Plain lanes, on loopback, ask for none. Pure.
+Rank r uses the key at place r on every lane (docs/guides/certificates.md#lanes). Keys are in Z85, libzmq's encoding.
+Unencrypted lanes, on loopback, need none. Pure.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-KEY_CHARS = 40  # of 32 bytes
-TRANSFER_RANKS = 256  # of a cluster that move bytes; in a larger job the others hand theirs to one on their host
-MOST_KEYS = 16_384  # of one transfer, that are read: 672 kB
-MOST_FLIP_KEYS = 131_072  # of all pulls that one Commit opens: 5.5 MB of a message that may have 16; the rest ask
+KEY_CHARS = 40  # for 32 bytes
+TRANSFER_RANKS = 256  # of a cluster that move bytes; in a larger job others hand theirs to one on their host
+MOST_KEYS = 16_384  # keys that are read for one transfer: 672 kB
+MOST_FLIP_KEYS = 131_072  # of all pulls that one Commit opens: 5.5 MB of a message's 16; other clusters ask
 
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 def is_key(key: str) -> bool:
-    """Whether it is spelled as a public key."""
+    """Whether this is a public key in Z85."""
     return _KEY.fullmatch(key) is not None
 
 
 def find_wrong_keys(keys: Sequence[str], ranks: int, needed: bool) -> str:
-    """Say why these cannot be the keys of `ranks` ranks; "" if they can.
+    """Return why these cannot be the keys of `ranks` ranks; "" if they can.
 
-    needed  lanes are encrypted; otherwise no key at all is right as well
+    needed  lanes are encrypted; otherwise no keys are legal as well
     """
     if not keys and not needed:
         return ""

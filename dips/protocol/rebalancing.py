@@ -1,9 +1,9 @@
-"""`dips rebalance`, decided: from which version, onto which slaves, and what the ledger is told.
+"""The decision of `dips rebalance`: from which version, onto which slaves, and which records it writes.
 
-Master and slaves are stopped meanwhile, so the ledger's state and what lies on the disks are all there is. The row
-`Rebalanced` is the commit point. What must stay true: nothing that was durable is given up; older versions, whose
-snapshots lie as the layers lay before, are retired in the same transaction; the rebalance is an incarnation of every
-slave, so what a process of before still sends is fenced (docs/architecture.md#invariant-5).
+Master and slaves are stopped meanwhile, so the ledger and the disks are the whole state. The row `Rebalanced` is the
+commit point. What must stay true: no durable version is lost; older versions, whose snapshots have the former
+placement, are retired in the same transaction; the rebalance is an incarnation of every slave, so messages of former
+processes are fenced (docs/architecture.md#invariant-5).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dips.protocol.records import IncarnationGiven, LedgerState, Rebalanced, Rec
 
 @dataclass(frozen=True, slots=True)
 class RebalancePlan:
-    """What moves, and what it costs."""
+    """Layers to move, and versions that are given up."""
 
-    version: VersionId  # whose layers are copied: the head from then on
+    version: VersionId  # version whose layers are copied: the head afterwards
     before: Placement
     after: Placement
-    incarnations: tuple[tuple[str, int], ...]  # of every slave that there is or was: the rebalance itself
+    incarnations: tuple[tuple[str, int], ...]  # of present and former slaves: the rebalance itself
     undone: tuple[VersionId, ...]  # newer than `version`, committed and not durable
-    retired: tuple[VersionId, ...]  # whose snapshots may go
+    retired: tuple[VersionId, ...]  # versions whose snapshots may be deleted
 
     @property
     def moves(self) -> tuple[LayerMove, ...]:
         return moves_between(self.before, self.after)
 
     def records(self, digests: Mapping[str, str]) -> list[Record]:
-        """The transaction; `digests` are of the manifests of the new slaves' snapshots."""
+        """Return the records of the transaction; `digests` are those of the manifests of the new slaves' snapshots."""
         why = f"rebalanced at {self.version}"
         records: list[Record] = []
         if self.undone:
@@ -49,7 +49,7 @@ class RebalancePlan:
 def plan_rebalance(
     state: LedgerState, manifest: Manifest, held: Mapping[str, Collection[VersionId]], slaves: Sequence[str]
 ) -> RebalancePlan:
-    """Decide; `held` names the versions whose snapshots lie whole in the directory of each present slave.
+    """Plan a rebalance; `held` names the versions with complete snapshots in the directory of each present slave.
 
     Raise ConfigError if a slave lacks the newest durable version, or there are more `slaves` than layers.
     """
@@ -65,7 +65,7 @@ def plan_rebalance(
 
 
 def _newest_held(state: LedgerState, held: Mapping[str, Collection[VersionId]]) -> VersionId:
-    """The newest version of the lineage that every slave holds; none older than what was announced as durable."""
+    """Return the newest version of the lineage that every slave holds; at least the newest durable one."""
     durable = next(v.version for v in reversed(state.versions) if v.durable)  # v0@r0 is
     for row in reversed(state.versions):
         if row.version.version > durable.version and all(row.version in versions for versions in held.values()):

@@ -1,4 +1,4 @@
-"""What the ledger remembers: the rows that the Coordinator orders written, and the state that a master starts from.
+"""Records: the ledger's rows that the Coordinator writes, and the state from which a master starts.
 
 The VersionCommitted row is the commit point of an outer step. Everything that it settles is in that one transaction.
 """
@@ -35,14 +35,14 @@ class FoldRow:
 
     push: PushId
     base: VersionId
-    tokens: int  # that count: see rules/weights.py
+    tokens: int  # counted tokens: see rules/weights.py
     inner_steps: int
     weight: float  # T_j / T_first, by which buffers are averaged
     norm: float  # G_j
     score: float  # E_j; 0 in a warm-up or when exempt
     loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
-    layer_weights: Factors = ()  # of each layer, as folded, if not `weight`; one number: of all of them
+    layer_weights: Factors = ()  # of each layer, as folded, if not `weight`; one holds for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class OutcomeRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Norms of one layer of a cluster's pushes, for the gate `edit`."""
+    """Statistics of one layer's norms over a cluster's pushes, for the gate `edit`."""
 
     n: int = 0
     mu: float = 0.0
@@ -81,23 +81,23 @@ class PenaltyRow:
     gated_in_a_row: int
     quarantined: bool
     accepted: int
-    reference: float = 0.0  # the hard cap's: a mean of accepted norms that rises slowly and outlasts warm-ups
-    steps: float = 0.0  # inner steps of an accepted push, likewise
-    broken: bool = False  # quarantined because what it pushed was not finite: until an operator readmits it
+    reference: float = 0.0  # of the hard cap: a mean of accepted norms that rises slowly and survives new warm-ups
+    steps: float = 0.0  # mean inner steps of accepted pushes, computed the same way
+    broken: bool = False  # quarantined for a push that was not finite, until an operator readmits the cluster
     loss: float | None = None  # last reported, while the gate `loss` is on
-    loss_shift: float = 0.0  # share by which it is usually above the others' median
-    suspicion: float = 0.0  # how often its direction was out of line lately: see penalty_rows.accuse
+    loss_shift: float = 0.0  # usual share by which it is above the others' median
+    suspicion: float = 0.0  # how much its direction was out of line lately: see penalty_rows.accuse
     layers: tuple[LayerStatistics, ...] = ()  # in manifest order, while the gate `edit` is on
-    losses: int = 0  # that `loss_shift` was learned from
-    loss_rises: bool = False  # its last one was far above what is usual
-    cosine: float = 0.0  # its usual one with the sum of enough others, while the gate `direction` is on
-    cosines: int = 0  # that this was learned from
-    tokens: tuple[int, ...] = ()  # that counted of its last accepted pushes, oldest first: see rules/weights.py
+    losses: int = 0  # number of losses from which `loss_shift` was learned
+    loss_rises: bool = False  # whether its last loss was far above the usual distance
+    cosine: float = 0.0  # usual cosine with the sum of enough others, while the gate `direction` is on
+    cosines: int = 0  # number of cosines from which it was learned
+    tokens: tuple[int, ...] = ()  # counted tokens of its last accepted pushes, oldest first: see rules/weights.py
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHistory:
-    """Of the last rounds, oldest first: the largest accepted score outside warm-ups (0: there was none), and ‖δ‖."""
+    """The largest accepted score outside warm-ups (0: none) and ‖δ‖ of each of the last rounds, oldest first."""
 
     scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
@@ -106,7 +106,7 @@ class ScoreHistory:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """THE COMMIT: the version exists if and only if this row does."""
+    """The commit point: the version exists if and only if this row does."""
 
     version: VersionId
     parent: VersionId
@@ -114,7 +114,7 @@ class VersionCommitted:
     folds: tuple[FoldRow, ...]
     outcomes: tuple[OutcomeRow, ...]
     step: OuterStep  # as applied
-    delta_norm: float  # of the merged pseudo-gradient, before clipping
+    delta_norm: float  # ‖δ‖ of the merged pseudo-gradient, before clipping
     clipped: bool
     digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest)
     penalty: tuple[PenaltyRow, ...]
@@ -124,7 +124,7 @@ class VersionCommitted:
 
 @dataclass(frozen=True, slots=True)
 class VersionDurable:
-    """A version that was committed with `durable` false lies complete on every disk now."""
+    """A version that was committed with `durable` false is now complete on every disk."""
 
     version: VersionId
     digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest)
@@ -133,7 +133,9 @@ class VersionDurable:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The head is an older version of the lineage: what came after it is undone, and never named again (row 19)."""
+    """The head is an older version of the lineage; later versions are undone, and their names are not used again (row
+    19).
+    """
 
     head: VersionId
     undone: tuple[VersionId, ...]  # oldest first
@@ -163,10 +165,10 @@ class RangesLeased:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEnded:
-    """An incarnation of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost.
+    """The end of a cluster's incarnation: its unsettled ranges are free again, its unsettled tokens are lost.
 
-    A push that it had committed, `open_seq` of `open_tokens`, is settled by a later row, or lost as well: a round that
-    is skipped before it has a number, or dies with its master, leaves no row.
+    A push that it had committed, `open_seq` with `open_tokens`, is settled by a later row, or lost as well: a round
+    that is skipped before it has a number, or ends with its master, leaves no row.
     """
 
     cluster: str
@@ -180,32 +182,32 @@ class ClusterEnded:
 
 @dataclass(frozen=True, slots=True)
 class ClusterReadmitted:
-    """An operator lifted a quarantine: these are the cluster's statistics now."""
+    """An operator lifted a quarantine: the cluster's new statistics."""
 
     penalty: PenaltyRow
-    round: int  # the last that was reserved
+    round: int  # the last reserved round
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterDiverged:
-    """A cluster gave up a push that was not finite: these are its statistics now."""
+    """A cluster gave up a push that was not finite: its new statistics."""
 
     penalty: PenaltyRow
-    round: int  # the last that was reserved
+    round: int  # the last reserved round
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class VersionsRetired:
-    """Row first, delete after."""
+    """Snapshots that may be deleted; the row is written before any is deleted."""
 
     versions: tuple[VersionId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rebalanced:
-    """The layers lie on these slaves from `version` on: the commit point of `dips rebalance`."""
+    """The commit point of `dips rebalance`: from `version` on, the layers are on these slaves."""
 
     version: VersionId
     placement: Placement
@@ -221,7 +223,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class RunExtended:
-    """An operator changed how far the run goes; one that was finished at `resumed` goes on."""
+    """An operator changed how far the run goes; a run that was finished at `resumed` goes on."""
 
     targets: Targets
     resumed: VersionId | None
@@ -230,7 +232,7 @@ class RunExtended:
 
 @dataclass(frozen=True, slots=True)
 class OptionsTuned:
-    """An operator changed these options; what is not named stays."""
+    """An operator changed these options; options that are not named stay."""
 
     changes: tuple[TunedOption, ...]
     at: float
@@ -238,7 +240,7 @@ class OptionsTuned:
 
 @dataclass(frozen=True, slots=True)
 class ClusterQuarantined:
-    """An operator keeps a cluster out of the outer step, or with an empty reason no longer."""
+    """An operator excludes a cluster from the outer step; with an empty reason the exclusion ends."""
 
     cluster: str
     reason: str
@@ -247,42 +249,42 @@ class ClusterQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class OperatorActed:
-    """Who asked what, and what came of it; texts are bounded by audit.py."""
+    """An operator's request: the caller, the request and its outcome; audit.py bounds the texts."""
 
     caller: str
     action: str
     arguments: str
     outcome: str
     refused: bool
-    wall: float  # Unix seconds at the shell that was asked
-    passed_over: int = 0  # requests before this one that changed nothing and found no room
+    wall: float  # Unix seconds at the shell that received the request
+    passed_over: int = 0  # earlier requests that changed nothing and for which the budget had no row
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRestored:
-    """A copy took the place of a lost ledger, or an operator raised an old one's counters.
+    """A copy replaced a lost ledger, or an operator raised the counters of an old one.
 
-    What was told after the copy was made, and is in no row, must not be told again with another meaning.
+    Names that were given after the copy was made, and are in no row, must not be given again.
     """
 
     source: str
-    unknown_from: int  # rounds from here
-    known_again: int  # to below here may have been used; none if both are equal
-    incarnations_above: int  # whoever gets an incarnation from now on gets one above this
+    unknown_from: int  # first round that may have been used since the copy was made
+    known_again: int  # first round after those; equal to `unknown_from` if there are none
+    incarnations_above: int  # new incarnations are numbered above this
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecovered:
-    """The version of the VersionCommitted before it was made of a file by an operator (`dips recover`)."""
+    """The version of the preceding VersionCommitted was made from a file by an operator (`dips recover`)."""
 
     version: VersionId
     source: str
-    layers: tuple[str, ...]  # whose momentum was lost: 0
+    layers: tuple[str, ...]  # layers whose momentum was lost: 0
 
 
 @dataclass(frozen=True, slots=True)
 class VersionResult:
-    """How the process ended that the master ran for a version (`master.on_version`); no decision depends on it."""
+    """The result of the process that the master ran for a version (`master.on_version`); no decision depends on it."""
 
     version: VersionId
     ok: bool
@@ -320,7 +322,7 @@ Record = (
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """Written once by `dips init`; but `dips rebalance` replaces the placement, `dips set` the targets."""
+    """Written once by `dips init`; `dips rebalance` replaces the placement, `dips set` the targets."""
 
     run: str
     config_digest: str
@@ -328,8 +330,8 @@ class RunRow:
     placement: Placement
     genesis: tuple[str, ...]  # xxh3-128 of each layer's bytes at v0@r0
     genesis_norms: tuple[float, ...]  # ‖θ₀‖ of each layer
-    removed: tuple[tuple[str, VersionId], ...] = ()  # slaves that held layers once: until the rebalance at this version
-    targets: Targets | None = None  # as last extended; None: as the run file says
+    removed: tuple[tuple[str, VersionId], ...] = ()  # former slaves, until the rebalance at this version
+    targets: Targets | None = None  # as last changed by `dips set`; None: as in the run file
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +353,12 @@ class PeerRow:
     nonce: str
     ended: bool
     tokens_settled: int = 0  # of a cluster's newest incarnation: accepted or gated
-    tokens_accounted: int = 0  # of a cluster's newest incarnation that is over: accepted, gated or written off
+    tokens_accounted: int = 0  # of a cluster's newest ended incarnation: accepted, gated or lost
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTotals:
-    """The outcomes of one cluster in all rounds so far: how many pushes, and how many tokens."""
+    """The outcomes of one cluster in all rounds so far: numbers of pushes and of tokens."""
 
     cluster: str
     accepted: int = 0
@@ -365,13 +367,13 @@ class ClusterTotals:
     tokens_accepted: int = 0
     tokens_gated: int = 0
     tokens_lost: int = 0
-    undone: int = 0  # accepted once, by a version that was rolled back
+    undone: int = 0  # accepted by versions that were rolled back
     tokens_undone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Everything that a new master knows; `next_round` is above every reserved round."""
+    """The knowledge of a new master; `next_round` is above every reserved round."""
 
     row: RunRow
     term: int
@@ -390,11 +392,11 @@ class LedgerState:
     settled: Intervals  # ranges trained in the lineage, or gated
     finished: VersionId | None  # None again if that version was undone
     totals: tuple[ClusterTotals, ...] = ()
-    rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)
+    rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", number of rounds)
     undone: tuple[VersionRow, ...] = ()  # versions outside the lineage, by round
-    undone_ranges: tuple[int, ...] = ()  # trained by those only, and leased to nobody, ascending
+    undone_ranges: tuple[int, ...] = ()  # trained only by those versions, and not leased, ascending
     begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, ascending
     unknown_rounds: tuple[tuple[int, int], ...] = ()  # [from, to) of restored ledgers: used after the copy was made
     incarnations_above: int = 0  # of a restored ledger
-    tuned: tuple[TunedOption, ...] = ()  # as they hold, in the order in which they were first tuned
-    quarantined: tuple[tuple[str, str], ...] = ()  # (cluster, why) by an operator
+    tuned: tuple[TunedOption, ...] = ()  # with the present values, in the order in which they were first tuned
+    quarantined: tuple[tuple[str, str], ...] = ()  # (cluster, reason) by an operator

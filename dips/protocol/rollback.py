@@ -1,20 +1,21 @@
 """Rollback (docs/protocol.md#messages row 19; docs/rationale.md#1, #2, #22, #26): the head becomes an older version, by
 a row of the ledger.
 
-A slave that is away may come back with the head, so all are waited for: only when each has named what it offers since
-this master started, and one of them lacks the head, the head becomes the newest version of the lineage that every slave
-offers. Row first, then Load. If there is none the run waits, with the reason in its status; clusters train on. It also
-waits if that is more than `most_rollback` outer steps farther back than the mirror of a slave that lacks the head was
-known to lag (docs/guides/operations.md#a-lost-disk), until an operator says `dips rollback`, or the slave comes back
-with what it had. What was undone stays on the disks until a version after it is durable.
+A slave that is away may come back with the head, so the master waits for all: only when each slave has named the
+versions that it offers since this master started, and one of them lacks the head, the head becomes the newest version
+of the lineage that every slave offers. The row comes first, then LoadVersion. If there is no such version, the run
+waits, with the reason in its status; clusters train on. It also waits if the rollback would go more than
+`most_rollback` outer steps beyond the known lag of the mirror of a slave that lacks the head
+(docs/guides/operations.md#a-lost-disk), until an operator runs `dips rollback` or the slave comes back with its data.
+Snapshots of undone versions stay on the disks until a later version is durable.
 
-Likewise if a newer one is offered by all but those that have it in a mirror that works: these are to bring it back
-first, since a disk may lack one below newer ones. Nobody serves meanwhile, all register again and again, and so each
-disk is looked at anew.
+The run also waits if a newer version is offered by all slaves but those that have it in a working mirror: these fetch
+it first, since a disk may lack a version below newer ones. No slave serves meanwhile; all register again and again, and
+each time report what is on their disk.
 
-What is undone keeps its rows and its names. Its tokens go back; its data ranges are undone, since clusters carry that
-work in their parameters. Penalty statistics stay: they are what clusters were measured to be, and losing a disk makes
-none of it untrue; resetting them would only open a warm-up, in which nobody is scored.
+Undone versions keep their rows and their names. Their tokens are subtracted; their data ranges are undone, since
+clusters carry that work in their parameters. Penalty statistics stay: they are measurements of clusters, which a lost
+disk does not make untrue; a reset would only open a warm-up without scores.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from dips.protocol.run_state import RunState
 
 
 def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
-    """Everything that this slave could serve: from memory, from what it prepared, from its disk."""
+    """Return all versions that this slave could serve: from memory, prepared, or from its disk."""
     return frozenset(v for v in (event.memory, event.prepared, *event.complete) if v is not None)
 
 
 def note_offer(run: RunState, slave: Slave) -> None:
-    """It has named what it offers, or the head is another."""
+    """Update the slaves that lack the head, after a slave named what it offers or the head changed."""
     run.roster.follow_offer(slave)
     if slave.offer is not None and not _can_offer(run, slave, run.head):
         run.roster.lacking[slave.name] = None
@@ -48,15 +49,15 @@ def note_offer(run: RunState, slave: Slave) -> None:
 
 
 def consider_rollback(run: RunState) -> None:
-    """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs.
+    """Roll back if all slaves have named what they offer and one of them lacks the head.
 
-    Farther than its mirror lagged and `most_rollback` only by an operator's word: one old disk, or one stolen
+    Beyond the mirror's lag and `most_rollback` steps only an operator decides; otherwise one old disk, or one stolen
     certificate, would be enough.
     """
     lacking = [s.name for s in in_order(run.slaves, run.roster.lacking)]
     waited, run.rollback_waits, run.rollback_steps = run.rollback_waits, "", 0
     if not (lacking or run.rollback_asked) or run.round is not None:
-        return  # a round that is being written down ends first: its row says what the head is
+        return  # a round that is being persisted ends first: its row decides what the head is
     why = f"{name_some(lacking)} cannot offer {run.head}" if lacking else f"back to {run.rollback_asked}, as asked"
     for slave in run.ready_slaves():
         if slave.offer is None:
@@ -96,7 +97,7 @@ def consider_rollback(run: RunState) -> None:
 
 
 def on_rollback_asked(run: RunState, event: RollbackAsked) -> None:
-    """Legal any time, for a version that is older and on offer; a repetition is answered with how far it is."""
+    """Legal any time, for an older version that is on offer; a repetition is answered with what it waits for."""
     if run.refuse_unproven(event.req):
         return
     run.reply_to(event.req, _answer_asked(run, event.version))
@@ -104,7 +105,7 @@ def on_rollback_asked(run: RunState, event: RollbackAsked) -> None:
 
 def _answer_asked(run: RunState, version: VersionId) -> Result:
     if version == run.head:
-        run.rollback_asked = None  # the way to take it back while it waits
+        run.rollback_asked = None  # this withdraws a request while it waits
         return Acknowledged()
     row = run.versions.get(version)
     if row is None and not run.has_row(version):
@@ -125,7 +126,7 @@ def _answer_asked(run: RunState, version: VersionId) -> Result:
 
 
 def _stop_all(run: RunState, reason: str) -> None:
-    """Nothing that moves has an end in the lineage to come."""
+    """End all rounds, pushes and pulls, none of which has a place in the lineage after the rollback."""
     settlement.skip_round(run, reason)
     settlement.skip_waiting_pushes(run, reason)
     pushes.drop_all_pushes(run, reason)
@@ -137,12 +138,12 @@ def _do_all_offer(run: RunState, version: VersionId) -> bool:
 
 
 def lacks_common_version(run: RunState) -> bool:
-    """Whether all have named what they offer, and no version, or none that is new enough, is offered by every slave."""
+    """Whether all slaves have named what they offer, and no version, or none that is new enough, is offered by all."""
     return bool(run.rollback_waits) and not run.roster.unasked and not run.rollback_steps
 
 
 def versions_to_bring_back(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
-    """What this slave is to look for in its mirror meanwhile."""
+    """Return the versions that this slave should look for in its mirror meanwhile."""
     wanted = _within_reach(run, _newest_common(run))
     return () if wanted is None or _can_offer(run, slave, wanted) else (wanted,)
 
@@ -153,8 +154,9 @@ def _newest_common(run: RunState) -> VersionId | None:
 
 
 def _within_reach(run: RunState, common: VersionId | None) -> VersionId | None:
-    """The newest version after `common` that every slave offers or has in its mirror; one that fails is waited for only
-    if there is nothing else."""
+    """Return the newest version after `common` that every slave offers or has in its mirror. A failing mirror counts
+    only if there is no `common`.
+    """
 
     def is_mirrored(slave: Slave, version: VersionId) -> bool:
         mirror = slave.mirror
@@ -181,7 +183,7 @@ def _describe_offers(run: RunState) -> str:
 
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
-    """It serves on; the answer to its next heartbeat orders it to register."""
+    """Ask what a slave offers: it serves on, and the answer to its next heartbeat orders it to register."""
     run.set_slave_state(slave, SlaveState.RESTORING, SlaveCause.OFFERS, reason)
     flip.stop_waiting_for(run, slave.name)
 

@@ -1,7 +1,8 @@
-"""The slaves by what is asked about all of them after every event: who is not READY, who drains, who is to be heard.
+"""Indexes of the slaves by what is looked up after every event: which are not READY, which drain, which have to be
+heard.
 
-What stands here as a set of names is nowhere else, but for `missing`, `unasked` and what is kept for grants: those
-follow the slaves' own records (entities.py), through the methods of RunState. Pure.
+The sets of names here exist nowhere else, except `missing`, `unasked` and the addresses for grants, which follow the
+slaves' own records (entities.py) through the methods of RunState. Pure.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from dips.protocol.effects import SlaveAddress
 from dips.protocol.entities import Slave
 from dips.protocol.moves import SlaveState
 
-NAMED = 8  # slaves in a reason: of a thousand, the first are as good as all
+NAMED = 8  # slaves that a reason names: with a thousand, the first are enough
 
-Names = dict[str, None]  # a set that keeps its order
+Names = dict[str, None]  # an ordered set
 
 
 @dataclass
 class Roster:
-    """Sets of names; `slaves` is the run's own record of each."""
+    """Sets of names of slaves; the run's `slaves` has the record of each."""
 
     missing: Names  # not READY
     unregistered: Names  # since this master started
-    unasked: Names  # whose offer is not known
-    lacking: Names = field(default_factory=dict)  # whose offer is known, and has no head in it: see rollback.py
-    draining: Names = field(default_factory=dict)  # to be out of service when nothing is open on them
-    garbage: dict[str, tuple[VersionId, ...]] = field(default_factory=dict)  # on disks of READY ones, and in no row
-    perhaps_behind: Names = field(default_factory=dict)  # no other's mirror lacks what is to be copied: see mirrors.py
-    addresses: tuple[SlaveAddress, ...] = ()  # of all, for grants; empty: some have changed
-    slots: int = 0  # of the one that has fewest, of those that have registered
+    unasked: Names  # whose offer is unknown
+    lacking: Names = field(default_factory=dict)  # whose offer is known and does not contain the head: see rollback.py
+    draining: Names = field(default_factory=dict)  # asked to be drained, with something still open on them
+    garbage: dict[str, tuple[VersionId, ...]] = field(default_factory=dict)  # on disks of READY slaves, without a row
+    perhaps_behind: Names = field(default_factory=dict)  # whose mirrors may lack the target: see mirrors.py
+    addresses: tuple[SlaveAddress, ...] = ()  # of all slaves, for grants; empty: to be computed anew
+    slots: int = 0  # the fewest slots of any registered slave
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Roster:
-        """None has registered yet."""
+        """Return the roster of slaves of which none has registered yet."""
         missing = dict.fromkeys(names)
         return cls(missing, dict(missing), dict(missing))
 
     def follow_state(self, slave: Slave) -> None:
-        """Its state has changed."""
+        """Update the sets after a slave's state has changed."""
         if slave.state is SlaveState.READY:
             self.missing.pop(slave.name, None)
             self.perhaps_behind[slave.name] = None
@@ -49,7 +50,7 @@ class Roster:
             self.garbage.pop(slave.name, None)
 
     def follow_offer(self, slave: Slave) -> None:
-        """It has named what it offers, or that does not hold any more."""
+        """Update the sets after a slave's offer became known or invalid."""
         if slave.offer is None:
             self.unasked[slave.name] = None
             self.lacking.pop(slave.name, None)
@@ -57,7 +58,7 @@ class Roster:
             self.unasked.pop(slave.name, None)
 
     def follow_register(self, slave: Slave, slots: int, slaves: Mapping[str, Slave]) -> None:
-        """It has registered with so many slots, perhaps as another process, at another place."""
+        """Update slots and addresses after a slave has registered, perhaps as another process, at another address."""
         before, slave.slots = slave.slots, slots
         first = slave.name in self.unregistered
         self.unregistered.pop(slave.name, None)
@@ -68,18 +69,18 @@ class Roster:
             self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
 
     def list_addresses(self, slaves: Mapping[str, Slave]) -> tuple[SlaveAddress, ...]:
-        """Where ranks find all slaves."""
+        """Return the addresses of all slaves, for ranks."""
         if not self.addresses:
             self.addresses = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in slaves.values())
         return self.addresses
 
 
 def in_order(slaves: Mapping[str, Slave], names: Iterable[str]) -> list[Slave]:
-    """The slaves with these names, in the order of the placement."""
+    """Return the slaves with these names, in the order of the placement."""
     return sorted((slaves[name] for name in names), key=lambda slave: slave.place)
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Names for a reason, the first of them if they are many."""
+    """Join names for a message, only the first of them if there are many."""
     rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + rest

@@ -1,8 +1,8 @@
 """A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
 
 Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
-order and the ledger's order replays bit for bit. When the window opens and closes is decided in window.py, what the
-round's end means for its clusters in settlement.py: a commit, or a skip by whatever breaks the round before its row.
+order and the ledger's order replays bit for bit. window.py decides when the window opens and closes, settlement.py ends
+the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dips.protocol.quarantine import judge_quarantined
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import PushEvidence, Verdict
 
-PUSH_DIGESTS = 1 << 53  # the digests of its slaves add up modulo this to a push's
+PUSH_DIGESTS = 1 << 53  # a push's digest is the sum of its slaves' digests modulo this
 A = TypeVar("A", Measured, Folded, Prepared)
 
 
 def advance_round(run: RunState) -> None:
-    """Do what has become possible: open a window, measure the next push, close."""
+    """Do what has become possible: open a window, measure the next push, or close the window."""
     if run.durability.state is DurabilityState.STOPPED:
         _give_up_pushes(run)
     if window.can_open(run):
@@ -51,7 +51,7 @@ def advance_round(run: RunState) -> None:
 
 
 def _give_up_pushes(run: RunState) -> None:
-    """No round will be opened until the disks work again: no cluster waits for one."""
+    """Skip and drop all pushes: no round is opened until the disks work again, and no cluster should wait for one."""
     reason = run.durability.reason
     settlement.skip_round(run, reason)
     settlement.skip_waiting_pushes(run, reason)
@@ -70,7 +70,7 @@ def _measure_push(run: RunState, r: Round, push: Push) -> None:
 
 
 def on_push_measured(run: RunState, fanout: Fanout) -> None:
-    """All that is known of a push is here: gate it, fold it, or let it wait for the others."""
+    """Judge a push that all slaves have measured: gate it, fold it, or hold it for the others."""
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
@@ -97,7 +97,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
 
 
 def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> PushEvidence:
-    """What the slaves measured, and what the round has folded before."""
+    """Return the evidence on a push: the slaves' measurements, and the round's state before it."""
     answers = _read_answers(run, fanout, Measured)
     before = [p.verdict.evidence for p in r.folded if p.verdict is not None]
     live = [cluster.name for cluster in run.clusters.values() if cluster.live]
@@ -126,7 +126,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
 
 
 def on_push_folded(run: RunState, fanout: Fanout) -> None:
-    """The push is in the running mean on every slave; its slot is free."""
+    """Record that a push is in the running sum on every slave; its slot is free."""
     r = run.round
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     answers = _read_answers(run, fanout, Folded)
@@ -144,7 +144,7 @@ def _close_window(run: RunState, r: Round) -> None:
         settlement.end_unchanged(run, r)
         return
     if run.durability.late is not None:
-        return  # θ and m, which are being written, would be given away by the next flip (docs/protocol.md#memory)
+        return  # the next flip would overwrite θ and m, which are being written (docs/protocol.md#memory)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
     made = stepping.make_step(run, r)
     if not made.finite:
@@ -167,7 +167,7 @@ def _close_window(run: RunState, r: Round) -> None:
 
 
 def on_version_applied(run: RunState, fanout: Fanout) -> None:
-    """θ′ and m′ are complete on every slave: write the snapshots, or the row first."""
+    """Continue when θ′ and m′ are complete on every slave: order the snapshots, or write the row first."""
     r, version = run.round, fanout.subject
     assert r is not None and isinstance(version, VersionId)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
@@ -181,7 +181,7 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
 
 
 def _read_step(run: RunState, fanout: Fanout) -> tuple[int, float]:
-    """(digest of θ′, how far it is from θ, summed over layers as a push's norm is); 0 for what is unknown."""
+    """Return (digest of θ′, ‖θ′ − θ‖ summed over layers); 0 for what is unknown."""
     answers = _read_answers(run, fanout, Prepared)
     squares = _order_by_layer(run, ((slave, answer.layer_sq) for slave, answer in answers), nan)
     norm = sum(map(sqrt, squares))
@@ -189,7 +189,7 @@ def _read_step(run: RunState, fanout: Fanout) -> tuple[int, float]:
 
 
 def on_version_persisted(run: RunState, fanout: Fanout) -> None:
-    """The version is on every disk."""
+    """Commit the version, which is on every disk."""
     assert run.round is not None
     durability.on_snapshot_written(run)
     digests = tuple((name, a.digest) for name, a in fanout.answers.items() if isinstance(a, Persisted))
@@ -197,7 +197,9 @@ def on_version_persisted(run: RunState, fanout: Fanout) -> None:
 
 
 def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> bool:
-    """An Apply found no room, or a Persist failed: skip the round, or go on without; False if it was no disk."""
+    """Handle a failed disk at Apply or Persist: skip the round, or go on without a snapshot; return False for other
+    failures.
+    """
     if fanout.kind not in (FanoutKind.APPLY, FanoutKind.PERSIST) or not issubclass(event.error, FailedDisk):
         return False
     assert run.round is not None
@@ -227,7 +229,7 @@ def _read_answers(run: RunState, fanout: Fanout, kind: type[A]) -> list[tuple[Sl
 def _order_by_layer(
     run: RunState, numbers: Iterable[tuple[Slave, Sequence[float]]], missing: float
 ) -> tuple[float, ...]:
-    """A number of each layer, in manifest order: no sum of them depends on how many slaves there are."""
+    """Return one number for each layer, in manifest order, so that sums do not depend on the number of slaves."""
     found = dict[int, float]()
     for slave, of_layers in numbers:
         found.update(zip(slave.layers, of_layers, strict=False))

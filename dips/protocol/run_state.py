@@ -52,7 +52,7 @@ from dips.protocol.transfer_book import TransferBook
 from dips.protocol.tunable import restore_tuned
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
-MET_SHOWN = 20  # versions of this term of which `dips status` says whether all clusters were in them
+MET_SHOWN = 20  # versions of this term for which `dips status` shows how many clusters were in them
 
 
 class RunState:
@@ -61,8 +61,8 @@ class RunState:
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
         options, tuned, self.untuned = restore_tuned(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
-        self.tuned = tuned  # by key, in the options already; `untuned` says why others of the ledger are not
-        self.quarantined = dict(state.quarantined)  # by an operator, and why: see quarantine.py
+        self.tuned = tuned  # by key, already in the options; `untuned` explains the ledger's changes that are not
+        self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see quarantine.py
         self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
         self.now = self.started = now
         self.out: list[Effect] = []
@@ -89,14 +89,14 @@ class RunState:
         self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
             v.version: v for v in state.versions
         }
-        self.step_norms: dict[VersionId, float] = {}  # by this term: how far each is from its parent; 0: unknown
+        self.step_norms: dict[VersionId, float] = {}  # of this term: ‖θ − parent's θ‖ of each version; 0: unknown
         self.forget_old_versions()
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
         self.unknown_rounds, self.incarnations_above = state.unknown_rounds, state.incarnations_above
         self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
-        self.tokens_in_window = 0  # of pushes that are committed, and not settled
+        self.tokens_in_window = 0  # of pushes that are committed and not settled
         self.finished = state.finished
         requeue = options.requeue is RequeuePolicy.UNDONE
         self.targets = state.row.targets or options.targets
@@ -112,31 +112,31 @@ class RunState:
         self.round: Round | None = None
         self.opened_at: float | None = None  # when the last window opened
         self.slot_queue = SlotQueue()
-        self.waiting: list[Push] = []  # committed while no window was open to them
+        self.waiting: list[Push] = []  # committed pushes that no round has taken yet
         self.flipping: Fanout | None = None
         self.durability = Durability()
-        self.undone_kept = {v.version: None for v in state.undone if not v.retired}  # on disks still: see rollback.py
-        self.rollback_waits = ""  # for whom, while some slave cannot offer the head
-        self.rollback_steps = 0  # that a rollback would undo which waits for an operator's word; 0: none waits
-        self.rollback_asked: VersionId | None = None  # by an operator, in this term, until it is the head
-        self.mirror_target: VersionId | None = None  # what every mirror is to hold next
-        self.mirrored: dict[VersionId, int] = {}  # what stays for mirrors, and for how many: see mirrors.py
-        self.met = deque[tuple[int, int]](maxlen=MET_SHOWN)  # of the newest versions: pushes in it, clusters here
-        self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
+        self.undone_kept = {v.version: None for v in state.undone if not v.retired}  # still on disks: see rollback.py
+        self.rollback_waits = ""  # the reason, while some slave cannot offer the head
+        self.rollback_steps = 0  # steps that a rollback would undo which waits for an operator; 0: none waits
+        self.rollback_asked: VersionId | None = None  # by an operator in this term, until it is the head
+        self.mirror_target: VersionId | None = None  # version that every mirror should hold next
+        self.mirrored: dict[VersionId, int] = {}  # versions kept for mirrors → for how many: see mirrors.py
+        self.met = deque[tuple[int, int]](maxlen=MET_SHOWN)  # of the newest versions: (pushes in it, live clusters)
+        self.committed_at: dict[VersionId, float] = {}  # versions of this term that are not retired
         self.closed_at = now  # when the last window closed
-        self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
+        self.update_s = 0.0  # from there to the last flip; 0 if the round left θ unchanged
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
         self.seed: Seed | None = None
-        self.seeds = 0  # of this term: names of their pushes
-        self.failed_seed: tuple[str, str] | None = None  # nonce of its process, and why: told when it asks again
+        self.seeds = 0  # number of seeds in this term, for the names of their pushes
+        self.failed_seed: tuple[str, str] | None = None  # (nonce of its process, reason), until it asks again
         self.orders = OrderBook()
         self.transfers = TransferBook()
         self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py
 
     def forget_old_versions(self) -> None:
-        """Bound the lineage: v0@r0, the newest `lineage_kept`, and what may still be offered stay. The ledger has all.
+        """Limit the lineage to v0@r0, the newest `lineage_kept` versions, and those on offer. The ledger has all.
 
-        What a rollback may undo stays, too: whatever is newer than the oldest version on offer, with its shares.
+        Versions that a rollback may undo stay as well, with their shares: all that are newer than the oldest on offer.
         """
         oldest = oldest_offered(self.versions.values())
         older = list(takewhile(lambda version: version.version < oldest.version, islice(self.versions, 1, None)))
@@ -170,10 +170,12 @@ class RunState:
                 }  # fmt: skip
 
     def next_incarnation(self, present: int) -> int:
-        """The one after `present`; of a restored ledger one that was never given, whatever was given after the copy."""
+        """Return a number above `present`; after a ledger was restored, above all that may have been given since its
+        copy.
+        """
         return max(present, self.incarnations_above) + 1
 
-    # ---- saying what is to be done ----
+    # ---- effects ----
 
     def emit_record(self, record: Record) -> None:
         self.out.append(record)
@@ -191,7 +193,7 @@ class RunState:
         bodies: Bodies,
         deadline_s: float,
     ) -> Fanout:
-        """Give each named slave its order; the continuation of `kind` is called when all have answered."""
+        """Give each named slave its order; the continuation of `kind` runs when all have answered."""
         fanout = Fanout(kind, subject)
         for name, body in bodies.items():
             sinc = self.slaves[name].sinc
@@ -199,7 +201,7 @@ class RunState:
         return fanout
 
     def replace_order(self, number: int, body: OrderBody) -> None:
-        """Give a slave another order in the place of one that it refused; the fanout goes on."""
+        """Replace an order that a slave refused by another; the fanout goes on."""
         fanout, old = self.orders.orders[number]
         sinc = self.slaves[old.slave].sinc
         self.out.append(self.orders.give_order(fanout, old.slave, sinc, self.term, body, old.deadline_s))
@@ -210,42 +212,42 @@ class RunState:
         return self.fan_out(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
 
     def has_encrypted_lanes(self) -> bool:
-        """Whether some slave's lanes ask who connects."""
+        """Whether some slave's lanes are encrypted."""
         return any(slave.key for slave in self.slaves.values())
 
     def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
-        """Whatever is answered to these from now on no longer matters."""
+        """Remove orders of these kinds, so that their answers are ignored."""
         self.orders.forget_fanouts(kinds, subject)
 
-    # ---- states, and what is found by them ----
+    # ---- states and their indexes ----
 
     def set_slave_state(self, slave: Slave, state: SlaveState, cause: SlaveCause, reason: str) -> None:
-        """Move a slave to a state, with its cause, and the same in words."""
+        """Set a slave's state with its cause and a reason in words."""
         slave.set_state(state, cause, reason, self.now)
         self.roster.follow_state(slave)
 
     def set_cluster_state(self, cluster: Cluster, state: ClusterState, cause: ClusterCause, reason: str) -> None:
-        """Move a cluster to a state, with its cause, and the same in words."""
+        """Set a cluster's state with its cause and a reason in words."""
         cluster.set_state(state, cause, reason, self.now)
         self.follow_cluster(cluster)
 
     def follow_cluster(self, cluster: Cluster) -> None:
-        """Note when a cluster that trains should have pushed: to be called when its state, pace or link changes."""
+        """Update when a training cluster's next push is expected; to be called when its state, pace or link changes."""
         if cluster.state is not ClusterState.TRAINING or not cluster.moving:
             self.next_pushes.drop_timer(cluster.name)
             return
-        due = -inf  # at once, for all that is known
+        due = -inf  # unknown, so it may come at once
         if cluster.requested_at is not None and (interval_s := cluster.push_interval_s) is not None:
-            due = cluster.requested_at + interval_s + self.moving_s(cluster)  # paces are from request to request
+            due = cluster.requested_at + interval_s + self.moving_s(cluster)  # paces count between requests
         self.next_pushes.set_timer(cluster.name, due)
 
     def count_in_window(self, cluster: Cluster, push: Push, times: int) -> None:
-        """Add a push that is committed, or with -1 take away one that is settled."""
+        """Add a committed push to the counts, or with `times` -1 subtract one that is settled."""
         cluster.in_window += times
         cluster.tokens_in_window += times * push.tokens
         self.tokens_in_window += times * push.tokens
 
-    # ---- what others ask ----
+    # ---- queries ----
 
     def cluster_standing(self, name: str, inc: int) -> ClusterStanding:
         cluster = self.clusters.get(name)
@@ -257,10 +259,10 @@ class RunState:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the slaves have registered that know if this ledger is an old copy (docs/rationale.md#2, #4).
+        """Whether enough slaves have registered to show if this ledger is an old copy (docs/rationale.md#2, #4).
 
-        All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
-        first term is no copy's: any one slave does.
+        All of them, since the one that serves a version without a row may come last; after a lease those that have
+        registered. In a first term the ledger cannot be a copy: any one slave is enough.
         """
         away = self.roster.unregistered
         if not away:
@@ -269,7 +271,7 @@ class RunState:
         return waited and len(away) < len(self.slaves)
 
     def refuse_unproven(self, req: int) -> bool:
-        """Ask the asker to come again if slaves have yet to register; return whether that was so."""
+        """Answer with UnavailableMaster while slaves have yet to register; return whether that was so."""
         if self.is_proven:
             return False
         away = name_some([s.name for s in in_order(self.slaves, self.roster.unregistered)])
@@ -279,8 +281,8 @@ class RunState:
     def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
         """Return the cluster if this incarnation of it is live; else answer the question with StaleIncarnation.
 
-        Before the slaves have registered nothing is answered: an old copy of the ledger would call leases foreign and
-        incarnations unknown that are not, and a cluster would end by it.
+        Before enough slaves have registered it is answered with UnavailableMaster: an old copy of the ledger would not
+        know leases and incarnations that exist, and a cluster would end for that.
         """
         if self.refuse_unproven(req):
             return None
@@ -297,7 +299,7 @@ class RunState:
         return [s for s in self.slaves.values() if s.state is SlaveState.READY]
 
     def offers_changed(self) -> None:
-        """What slaves offered no longer holds: a version is new, or on the disks, or gone from them."""
+        """Mark all slaves' offers as unknown: a version is new, has become durable, or was retired."""
         for slave in self.slaves.values():
             slave.offer = None
             self.roster.follow_offer(slave)
@@ -306,7 +308,7 @@ class RunState:
         return in_order(self.slaves, self.roster.missing)
 
     def why_missing(self) -> str:
-        """Which slaves cannot take anything new, and why; empty if all can."""
+        """Return which slaves cannot take anything new, and why; empty if all can."""
         if not self.roster.missing and not self.roster.draining:
             return ""
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
@@ -314,33 +316,33 @@ class RunState:
         return name_some(missing + [f"{s.name} (it drains)" for s in drained])
 
     def make_grant(self, version: VersionId, deadline_s: float, first: int = 0) -> Grant:
-        """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
+        """Return the grant of a transfer; `first` ranks of other transfers have their turns before its own."""
         slaves = self.roster.list_addresses(self.slaves)
         return Grant(version, slaves, deadline_s, first=first)
 
     @property
     def model_bytes(self) -> int:
-        """What a push or pull moves, at most."""
+        """Bytes that a push or pull moves, at most."""
         return self.manifest.numel * BYTES_PER_PARAMETER
 
     def transfer_s(self, cluster: Cluster) -> float:
-        """How long a push or pull of this cluster may be silent: by the whole model, over its own link."""
+        """Return how long a push or pull of this cluster may be silent, by the whole model over the cluster's link."""
         return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
     def moving_s(self, cluster: Cluster) -> float:
-        """How long a push of this cluster moves, by our guess; 0 while its bandwidth is unknown."""
+        """Return the estimated time in which a push of this cluster moves; 0 while its bandwidth is unknown."""
         return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
 
     def read_progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.targets.tokens, self.finished)
 
     def is_kept(self, version: VersionId) -> bool:
-        """Whether snapshots of this version are to stay on the disks."""
+        """Whether snapshots of this version should stay on the disks."""
         row = self.versions.get(version)
         return version in self.undone_kept if row is None else not row.retired
 
     def has_row(self, version: VersionId) -> bool:
-        """Whether the ledger has a version's row: in the lineage, undone, or too old to be remembered here."""
+        """Whether the ledger has a row of this version: in the lineage, undone, or too old to be in memory."""
         oldest = next(islice(self.versions, 1, None), None)  # after v0@r0, which is always kept
         known = version in self.versions or version in self.undone
         return known or (oldest is not None and GENESIS.version < version.version < oldest.version)
@@ -349,7 +351,7 @@ class RunState:
         return version in self.versions
 
     def cluster_of(self, transfer: object) -> Cluster | None:
-        """The cluster whose present push or pull has this name; None if it is over."""
+        """Return the cluster whose present push or pull has this name; None if it is over."""
         cluster = self.clusters.get(transfer.cluster) if isinstance(transfer, PushId | PullId) else None
         if cluster is None:
             return None
@@ -357,7 +359,7 @@ class RunState:
         return cluster if present and present.id == transfer else None
 
     def moved_since(self, base: VersionId | None) -> float:
-        """How far θ went since `base` at most, summed over layers; 0 if some of that is unknown."""
+        """Return an upper bound of ‖θ − θ_base‖, summed over layers; 0 if a part of it is unknown."""
         moved, version = 0.0, self.head
         while version != base:
             if not (step := self.step_norms.get(version, 0.0)):
@@ -366,5 +368,5 @@ class RunState:
         return moved
 
     def staleness_of(self, base: VersionId | None) -> int | None:
-        """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""
+        """Return the outer steps that θ has had since `base`; None if it is unknown or no ancestor."""
         return self.head.version - base.version if base and self.is_ancestor(base) else None

@@ -1,11 +1,13 @@
-"""The first model by the lanes (`dips seed`, docs/guides/seed.md): an operator brings v0@r0 to the slaves that lack it.
+"""Seeding: the first model over the lanes (`dips seed`, docs/guides/seed.md), from an operator's host to the slaves
+that lack v0@r0.
 
     asked → OpenPush on each slave that lacks it → granted → staged → KeepSeed: compared with the digests, on its disk
 
-All slaves are there before anything moves. What a slave keeps has the digests of the ledger, so nothing here defines θ
-(docs/architecture.md#invariant-7), and a slave that has it is passed over when the operator asks again. The ledger has
-no row of it: a master that restarts has forgotten what moves, its slaves drop it for the next, and what is on their
-disks stays. It ends when nobody has asked for a lease, or a slave that takes it is lost.
+All slaves must be present before anything moves. A slave keeps only a model with the digests of the ledger, so seeding
+does not define θ (docs/architecture.md#invariant-7), and a slave that has it is skipped when the operator asks again.
+The ledger has no row of it: after a restart the master does not know the transfer, its slaves drop it for the next one,
+and what is on their disks stays. The transfer ends when it has not been asked for during a lease, or a slave that takes
+it is lost.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from dips.protocol.roster import name_some
 from dips.protocol.run_state import RunState
 
 WAITS = "waits for the first model: run `dips seed`"
-SEEDER = "dips.seed"  # in the place of a cluster, in names of its pushes; their incarnation is the master's term
+SEEDER = "dips.seed"  # the cluster in the names of its pushes; their incarnation is the master's term
 SEED_RANKS = 1
 AWAY = (SlaveState.AWAITED, SlaveState.LOST)
 SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
 
 
 def on_seed_asked(run: RunState, event: SeedAsked) -> None:
-    """Legal while the head is v0@r0. A repetition renews the lease, and says how far it is."""
+    """Legal while the head is v0@r0. A repetition renews the lease, and is answered with the progress."""
     run.reply_to(event.req, _answer_asked(run, event))
 
 
@@ -53,7 +55,7 @@ def _answer_asked(run: RunState, event: SeedAsked) -> Result:
         return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
     if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:
         drop_seed(run, "it broke at the operator's end")
-        run.failed_seed = None  # who asks knows it
+        run.failed_seed = None  # the caller knows the reason
     if run.seed is not None:
         return _answer_seeder(run, run.seed, event)
     if run.failed_seed is not None and run.failed_seed[0] == event.seeder:
@@ -71,7 +73,7 @@ def _answer_asked(run: RunState, event: SeedAsked) -> Result:
 
 
 def describe_other_model(manifest: Manifest, ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
-    """How a model differs from the one whose digests stand in the ledger; empty if it is that one."""
+    """Describe how a model differs from the one whose digests are in the ledger; empty if it is that one."""
     if ours == theirs:
         return ""
     if len(ours) != len(theirs):
@@ -103,13 +105,13 @@ def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None
 
 
 def on_seed_opened(run: RunState, fanout: Fanout) -> None:
-    """Every slave that lacks it has room: it may move."""
+    """Open the transfer: every slave that lacks the model has a slot for it."""
     if run.seed is not None and run.seed.push == fanout.subject:
         run.seed.opened = True
 
 
 def take_staged(run: RunState, event: PushStaged) -> bool:
-    """All of it lies on one slave: have it kept. Every heartbeat repeats it; once is enough. False: another's push."""
+    """Order a slave that has all of the model to keep it; idempotent. Return False for other pushes."""
     if event.push.cluster != SEEDER:
         return False
     seed = run.seed
@@ -123,7 +125,7 @@ def take_staged(run: RunState, event: PushStaged) -> bool:
 
 
 def take_refused(run: RunState, event: PushRefused) -> bool:
-    """A slave gave it up: its ranges were wrong or it stalled. False: another's push."""
+    """Drop the transfer if a slave gave it up: its ranges were wrong or it stalled. Return False for other pushes."""
     if event.push.cluster != SEEDER:
         return False
     seed = run.seed
@@ -133,7 +135,7 @@ def take_refused(run: RunState, event: PushRefused) -> bool:
 
 
 def on_seed_kept(run: RunState, fanout: Fanout) -> None:
-    """It is on the disks of these slaves: their next Register is answered with Load."""
+    """Record that the model is on the disks of these slaves; their next Register is answered with LoadVersion."""
     seed = run.seed
     if seed is None or seed.push != fanout.subject:
         return
@@ -147,7 +149,7 @@ def on_seed_kept(run: RunState, fanout: Fanout) -> None:
 
 
 def settle_seed(run: RunState) -> None:
-    """After every event: a seed that nobody asks for, or one of whose slaves is another process, is over."""
+    """Drop, after every event, a transfer that is not asked for any more, or one of whose slaves is another process."""
     seed = run.seed
     assert seed is not None
     for name, sinc in seed.slaves.items():
@@ -160,7 +162,7 @@ def settle_seed(run: RunState) -> None:
 
 
 def drop_seed(run: RunState, reason: str) -> None:
-    """End it on every slave that has not kept it; the operator asks again."""
+    """Drop the transfer on every slave that has not kept the model; the operator asks again."""
     seed, run.seed = run.seed, None
     if seed is None:
         return
@@ -177,7 +179,7 @@ def _free_slots(run: RunState, seed: Seed, names: list[str], reason: str) -> Non
 
 
 def explain_unseeded(run: RunState) -> str:
-    """What a run without its first model waits for; empty if it has it, or needs it no more."""
+    """Return what a run without its first model waits for; empty if it has the model, or no longer needs it."""
     if run.head != GENESIS or not any(s.unseeded for s in run.slaves.values()):
         return ""
     if run.seed is None:

@@ -1,4 +1,4 @@
-"""How a round ends, and what that means for its clusters (docs/protocol.md#messages rows 14 to 16).
+"""The end of a round, and its outcomes for clusters (docs/protocol.md#messages rows 14 to 16).
 
 One row settles everything: VersionCommitted is the commit point of an outer step. A round that breaks before its row is
 *skipped*: θ stays, its clusters keep their progress and train on. One whose pushes were all gated leaves θ *unchanged*.
@@ -63,7 +63,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
 
 
 def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
-    """The penalty's statistics as this round leaves them."""
+    """Return the penalty's statistics after this round."""
     verdicts = [Settled(p.id.cluster, p.verdict, p.counted) for p in (*r.folded, *r.gated) if p.verdict is not None]
     live = [c.name for c in run.clusters.values() if c.live]
     rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
@@ -100,7 +100,7 @@ def _version_row(
 
 
 def end_unchanged(run: RunState, r: Round) -> None:
-    """All were gated: θ stays, and the gated pull it."""
+    """End a round in which all pushes were gated: θ stays, and their clusters pull it."""
     rows, history = statistics_after(run, r)
     outcomes = tuple(_outcome_row(p, OutcomeKind.GATED, None) for p in r.gated)
     reason = "all contributions were gated"
@@ -119,14 +119,14 @@ def end_unchanged(run: RunState, r: Round) -> None:
 
 
 def skip_round(run: RunState, reason: str) -> None:
-    """The round broke before its row: presumed abort. Folded pushes are gone, the others wait for the next window."""
+    """Skip a round that broke before its row: folded pushes are lost, the others wait for the next window."""
     r = run.round
     if r is None:
         return
     check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     run.forget_orders(ROUND_ORDERS)
     over = [*r.folded, *r.gated]
-    if r.current is not None:  # its measure or fold may have been half-way on some slave
+    if r.current is not None:  # some slave may have measured or folded it already
         over.append(r.current)
     outcomes = tuple(_outcome_row(p, OutcomeKind.SKIPPED, None, reason) for p in over)
     run.emit_record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
@@ -142,7 +142,7 @@ def skip_round(run: RunState, reason: str) -> None:
 
 
 def skip_waiting_pushes(run: RunState, reason: str) -> None:
-    """A slave that held a part of them is gone, or the run is over: committed pushes without a round are skipped."""
+    """Skip committed pushes without a round: a slave that held a part of them is lost, or the run is over."""
     over, run.waiting = run.waiting, []
     for push in over:
         _drop_on_slaves(run, push, reason)
@@ -169,7 +169,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
 
 
 def _kind_of(push: Push) -> OutcomeKind:
-    """The outcome of a push in a round that made a version."""
+    """Return the outcome of a push in a round that made a version."""
     return OutcomeKind.ACCEPTED if push.verdict is not None and push.verdict.accepted else OutcomeKind.GATED
 
 
@@ -186,7 +186,7 @@ def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reaso
 def _settle_push(
     run: RunState, push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = ""
 ) -> Cluster | None:
-    """Give the push's cluster its Outcome; return the cluster if it waits for it and so will pull."""
+    """Give the push's cluster its Outcome; return the cluster if it waits for it and will pull."""
     cluster = run.clusters[push.id.cluster]
     same_incarnation = cluster.inc == push.id.inc
     run.transfers.close_push(push)
@@ -219,7 +219,7 @@ def _settle_push(
 
 
 def find_end(run: RunState, stop: Targets) -> str:
-    """Which of these targets is reached, or that all data is settled; empty if the run goes on."""
+    """Return which of these targets is reached, or that all data is settled; empty if the run goes on."""
     settled = run.ranges.total > 0 and run.ranges.is_settled(stop.epochs)
     reasons = (
         (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
@@ -231,7 +231,9 @@ def find_end(run: RunState, stop: Targets) -> str:
 
 
 def finish_if_due(run: RunState) -> None:
-    """End the run when one of its targets is reached, or its data, and no round is open (Algorithm 1, line 7)."""
+    """End the run when one of its targets is reached or its data is settled, and no round is open (Algorithm 1, line
+    7).
+    """
     reason = find_end(run, run.targets)
     if not reason or run.finished or run.round is not None:
         return
@@ -244,6 +246,6 @@ def finish_if_due(run: RunState) -> None:
 
 
 def finish_if_time_is_over(run: RunState) -> None:
-    """Called when time has passed: `stop.wall_s` needs no push to end a run."""
+    """End the run if `stop.wall_s` is over; called when time has passed, since no push may come."""
     if run.targets.wall_s:
         finish_if_due(run)

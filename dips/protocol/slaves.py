@@ -1,5 +1,6 @@
-"""Incarnations of slaves: register until Hold, be lost, be in doubt
-(docs/protocol.md#messages rows 1, 18; docs/rationale.md#1, #13, #23)."""
+"""Handlers of slaves' incarnations: registration until Hold, loss, doubt (docs/protocol.md#messages rows 1, 18;
+docs/rationale.md#1, #13, #23).
+"""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import IncarnationGiven
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
-UNANSWERED_ORDERS = 2  # in a row past their deadline: orders do not reach the slave, though its heartbeats reach us
-EXIT_STALE = 75  # a later master exists; started again, this one would find itself above every term that was seen
-EXIT_OLD_LEDGER = 78  # only a person can say which ledger is the true one
+UNANSWERED_ORDERS = 2  # in a row past their deadline: orders do not reach the slave, though its heartbeats arrive
+EXIT_STALE = 75  # a later master exists; if restarted, this one would take a term above all others
+EXIT_OLD_LEDGER = 78  # only a person can decide which ledger is the right one
 RETRY_S = 1.0
 PROOF_RETRY_S = 0.25  # the other slaves register within a heartbeat of a restart
 
 
 def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
-    """Give the process its incarnation, and the next thing to do until it holds the head."""
+    """Give the process its incarnation, and its next order until it holds the head."""
     slave = run.slaves.get(event.slave)
     problem = _find_mismatch(run, event)
     if problem or slave is None:
@@ -91,10 +92,11 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
 
 
 def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed | None:
-    """Another process bears the name and was heard just now: nothing that this one says counts, terms included.
+    """Return an error if another process with the same name was heard just now; the request is not used, its term
+    included.
 
-    A slave that starts again in its directory names the process before it: whoever holds the directory now knows that
-    this one has ended. Started elsewhere, it is taken as soon as that process has been silent so long.
+    A slave that starts again in its directory names the former process there: since it holds the directory, that one
+    has ended. A slave that starts elsewhere is accepted as soon as that process has been silent for SILENT_HEARTBEATS.
     """
     if slave.nonce in (event.nonce, event.former_nonce):
         return None
@@ -107,7 +109,9 @@ def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed |
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
-    """It has seen what this ledger lacks: stop before anything is decided on an old copy (docs/rationale.md#2, #4)."""
+    """Return an Exit if the slave has seen what this ledger lacks: no decision may be made on an old copy
+    (docs/rationale.md#2, #4).
+    """
     if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
@@ -127,7 +131,7 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
 
 
 def _advise_on_ledger(run: RunState) -> str:
-    """A ledger without a version may be an old copy, or new beside the directory of a former run."""
+    """Return advice to a person: the ledger is an old copy, or new beside the directory of a former run."""
     former = "; if this run is new, and that slave's directory of a former one: empty that directory"
     return OLD_LEDGER + (former if run.head == GENESIS else "")
 
@@ -135,7 +139,7 @@ def _advise_on_ledger(run: RunState) -> str:
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
-        flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
+        flip.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
     slave.key, slave.unseeded = event.key, event.unseeded
@@ -144,20 +148,20 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
 
 
 def _ping_first(run: RunState, slave: Slave) -> RegisterLater:
-    """Its Register comes through, but do our orders? (docs/rationale.md#23)"""
+    """Order a Ping to a slave whose registrations arrive, to check that orders reach it (docs/rationale.md#23)."""
     if not any(run.orders.orders_of(slave.name, FanoutKind.PING)):
         run.fan_out(FanoutKind.PING, slave.sinc, {slave.name: Ping()}, run.options.timing.order_s)
     return RegisterLater(RETRY_S, "it was unresponsive to orders: it must answer a Ping first")
 
 
 def on_ping_answered(run: RunState, fanout: Fanout) -> None:
-    """It answered a Ping: its next Register may make it READY."""
+    """Record that a slave answered a Ping: its next Register may make it READY."""
     for name in fanout.answers:
         run.slaves[name].needs_ping = False
 
 
 def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
-    """What this slave does next on its way to the head."""
+    """Return the slave's next step on its way to the head."""
     if run.round is not None and run.round.state is RoundState.PERSISTING:
         return RegisterLater(RETRY_S, f"whether round {run.round.number} becomes a version is being decided")
     if event.prepared is not None and event.prepared == run.head:
@@ -187,7 +191,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
 
 
 def _lacks_head(run: RunState, event: SlaveRegistered) -> bool:
-    """Whether what it needs for the head is not on its disk: only somebody outside can bring it."""
+    """Whether the slave holds the head neither on its disk nor in memory, so that an operator must restore it."""
     return run.head not in event.complete and run.head != GENESIS and event.memory != run.head
 
 
@@ -204,7 +208,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
     mirrors.note_covered(slave)
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
-    if last > run.head.round:  # it may hold pieces of a round that broke while it was away
+    if last > run.head.round:  # it may hold parts of a round that was skipped while it was away
         run.fan_out(
             FanoutKind.STANDALONE,
             last,
@@ -216,7 +220,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
 
 
 def delete_garbage(run: RunState) -> None:
-    """What lies on disks and is in no row is deleted, when it is sure that this ledger has all rows."""
+    """Retire versions on disks that have no row, once it is certain that this ledger has all rows."""
     if not run.roster.garbage or not run.is_proven:
         return
     for name, garbage in run.roster.garbage.items():
@@ -225,14 +229,16 @@ def delete_garbage(run: RunState) -> None:
 
 
 def on_slave_silent(run: RunState, event: SlaveSilent) -> None:
-    """Its lease ran out."""
+    """Lose a slave whose lease has run out."""
     slave = run.slaves.get(event.slave)
     if slave and slave.sinc == event.sinc:
         lose_slave(run, slave, SlaveCause.SILENT, f"silent for {event.silent_s:.1f} s")
 
 
 def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> None:
-    """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
+    """Drop a lost slave's slots and pins and skip the round; after its Persist the round goes on, for its part is on
+    disk.
+    """
     slave.offer = None
     run.roster.follow_offer(slave)
     if slave.state in (SlaveState.LOST, SlaveState.AWAITED):
@@ -253,14 +259,14 @@ def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> N
 
 
 def _has_persisted(run: RunState, slave: Slave) -> bool:
-    """Its part of the version under way lies complete on its disk."""
+    """Whether the slave's part of the version being persisted is complete on its disk."""
     if run.round is None or run.round.state is not RoundState.PERSISTING:
         return False
     return not any(run.orders.orders_of(slave.name, FanoutKind.PERSIST))
 
 
 def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
-    """Take an answer; return the fanout if it completes it."""
+    """Record an answer; return the fanout if it is complete now."""
     found = run.orders.find_order(event.number)
     slave = run.slaves.get(event.slave)
     if found is None or slave is None or slave.sinc != event.sinc or found[1].slave != event.slave:
@@ -273,7 +279,7 @@ def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
 
 
 def on_order_failed(run: RunState, event: OrderFailed) -> None:
-    """An order was not carried out: repeat it, give up its subject, or give up the slave."""
+    """Handle a failed order: repeat it, give up its subject, or give up the slave."""
     found = run.orders.find_order(event.number)
     slave = run.slaves.get(event.slave)
     if stale_term := issubclass(event.error, StaleTerm):
@@ -283,7 +289,7 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
     fanout, order = found
     unresponsive = issubclass(event.error, UnresponsiveSlave)
     if fanout.kind is FanoutKind.PING:
-        run.orders.remove_order(event.number)  # the next Register sends another; a refusal was an answer
+        run.orders.remove_order(event.number)  # the next Register sends another; a refusal counts as an answer
         slave.needs_ping = slave.needs_ping and unresponsive
         return
     if unresponsive:
@@ -323,7 +329,7 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
     elif fanout.kind is FanoutKind.PERSIST_LATE:
         durability.on_late_snapshot_failed(run, slave, fanout, event)
     elif fanout.kind is FanoutKind.COMMIT:
-        # It is not in the state that was taken for granted: it must register anew.
+        # The slave was believed to be able to commit; its state is unknown, so it must register again.
         lose_slave(run, slave, SlaveCause.REFUSED, reason)
     else:
         run.orders.remove_order(event.number)

@@ -1,4 +1,6 @@
-"""A request for a slot: admitted, or refused with its place in the queue (admission.py) and when to ask again."""
+"""Answers to requests for a slot: admitted, or refused with a place in the queue (admission.py) and a time to ask
+again.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from dips.protocol.enums import ClusterCause
 from dips.protocol.events import PushRequested
 from dips.protocol.run_state import RunState
 
-LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
-RETRY_SHARE = 0.1  # of a push's time: who is next asks so often while a slot is about to be free
+LEAST_RETRY_S = 0.2  # a complete push is still to be measured and folded before its slot is free
+RETRY_SHARE = 0.1  # of a push's time: how often the first in the queue asks while a slot is about to be free
 
 
 def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refused | None:
-    """Keep the cluster's place in the queue and say so; None if a slot is to be had, which it then takes."""
+    """Return Refused with the cluster's place in the queue; None if it may take a slot."""
     missing, slots = run.why_missing(), run.roster.slots
     free = 0 if missing else slots - len(run.transfers.pushes)
     longest = run.options.timing.busy_retry_s
@@ -37,14 +39,14 @@ def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refuse
 
 
 def _retry_s(run: RunState, answer: SlotAnswer, slots: int) -> float:
-    """When to ask again: who is next, when the first of the open pushes is due, and often once one is late."""
+    """Return when to ask again: the first in the queue when an open push is due, and often once one is late."""
     longest = run.options.timing.busy_retry_s
     soonest = min(_free_in_s(run), default=longest) if answer.ahead < slots else longest
     return min(longest, max(LEAST_RETRY_S, soonest))
 
 
 def _free_in_s(run: RunState) -> list[float]:
-    """For each open push whose cluster's bandwidth is known: when its slot should be free, or when to look again."""
+    """Return, for each open push with known bandwidth, when its slot should be free or when to look again."""
     found = list[float]()
     for push in run.transfers.pushes.values():
         moving_s = run.moving_s(run.clusters[push.id.cluster])

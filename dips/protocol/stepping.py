@@ -1,7 +1,7 @@
-"""What a push weighs and how a round steps: the run's options and state, put before the rules (rules/).
+"""Weights of a push and the coefficients of a round: applies the rules (rules/) to the run's options and state.
 
-What must stay true: a push's weights depend on it and on those folded before it, never on what comes later, since
-slaves fold each as it comes. In the common case, the mean of whole pushes, they are one number, whatever the layers.
+What must stay true: a push's weights depend on it and on those folded before it, never on later ones, since slaves fold
+each as it comes. In the common case, the mean of whole pushes, all layers share one number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dips.protocol.run_state import RunState
 
 
 def weigh_push(run: RunState, r: Round, push: Push) -> None:
-    """Decide what an accepted push weighs, over the first that is folded."""
+    """Compute the weights of an accepted push, relative to the first that is folded."""
     o, most = run.options.outer, run.penalty.most_tokens()
     push.counted = push.tokens if most is None else min(push.tokens, most)
     if push.counted < push.tokens:
@@ -38,13 +38,13 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
 
 
 def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
-    """The order of a slave that holds these layers."""
+    """Return the order for a slave that holds these layers."""
     weights = push.layer_weights
     return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
 
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
-    """The layers whose weights and scales may differ; the first stands for all that are not here."""
+    """Return the layers whose weights and scales may differ; the first layer stands for all that are not returned."""
     by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
@@ -55,7 +55,7 @@ def _merge_of(run: RunState, layer: int) -> Merge:
 
 
 def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | None]:
-    """One after another: who looks for the first that counts there does not make all."""
+    """Iterate over the pushes' shares in one layer, lazily, since a caller may stop at the first that counts."""
     return (_share_in(push, layer) for push in pushes)
 
 
@@ -69,7 +69,7 @@ def _share_in(push: Push, layer: int) -> LayerShare | None:
 
 
 def make_step(run: RunState, r: Round) -> Clipped:
-    """Decide the numbers of the round's outer step; its norm may turn out not to be finite."""
+    """Compute the coefficients of the round's outer step; its norm may turn out not to be finite."""
     o = run.options.outer
     cut = _clip(run, r, _scale_layers(run, r))
     live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
@@ -98,7 +98,7 @@ def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
 
 
 def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
-    """The round's momentum and its share of a cycle: what the step rule may look at."""
+    """Return the round's momentum and share of a cycle, the input of a step rule."""
     tokens = dict[str, int]()
     for push in r.folded:
         tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted

@@ -1,6 +1,6 @@
-"""Which options an operator may change while the run goes on, and how a change becomes options.
+"""Options that an operator may change in a running run, and the conversion of changes to options.
 
-What is not in TUNABLE is agreed upon with others (heartbeats, codecs), or allocated at start.
+Options that are not in TUNABLE are agreed upon with other processes (heartbeats, codecs), or allocated at start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from dips.errors import ConfigError
 from dips.protocol.options import Options, TunedOption
 
-TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
+TUNABLE: dict[str, str] = {  # tunable option → when a change takes effect
     "outer.lr": "from the next Apply",
     "outer.momentum": "from the next Apply",
     "outer.clip.norm": "from the next Apply",
@@ -28,7 +28,7 @@ TUNABLE: dict[str, str] = {  # what may be tuned → when it holds
     "timing.transfer_s": "from the next transfer",
     "timing.min_push_bps": "at once",
 }
-TARGETS = {  # how far the run goes, which extension.py changes: key of the run file → field of options.Targets
+TARGETS = {  # how far the run goes, changed by extension.py: key of the run file → field of options.Targets
     "stop.tokens": "tokens",
     "stop.versions": "versions",
     "stop.wall_s": "wall_s",
@@ -39,7 +39,7 @@ MAY_BE_OFF = frozenset({*CLIPS, "timing.window_s"})  # null in the files
 
 
 def tune_options(options: Options, changes: Iterable[TunedOption]) -> Options:
-    """Return the options with these changes; raise ConfigError on a key that is none, or a value that cannot be."""
+    """Return the options with these changes; raise ConfigError on an unknown key or an impossible value."""
     sections: dict[str, dict[str, Any]] = {}
     for change in changes:
         if change.key not in TUNABLE:
@@ -56,13 +56,13 @@ def tune_options(options: Options, changes: Iterable[TunedOption]) -> Options:
 def restore_tuned(
     options: Options, changes: Iterable[TunedOption]
 ) -> tuple[Options, dict[str, TunedOption], tuple[str, ...]]:
-    """What a ledger holds of these, as it holds: (the options, what is tuned in them, why the rest is not).
+    """Apply the changes that a ledger holds; return (options, applied changes, why others were not).
 
-    An older Di-PS took numbers that no judgement survives. A master that refused to start over them could not be told
-    of better ones, so the file's hold.
+    A change that is refused today may be in an older ledger. The master starts all the same, with the value of the run
+    file, so that an operator can set a better one.
     """
     known, held, refused = list(changes), set[str](), list[str]()
-    for change in sorted(known, key=lambda change: not change.off):  # one clip is off before the other is named
+    for change in sorted(known, key=lambda change: not change.off):  # one clip is off before the other is set
         try:
             options = tune_options(options, (change,))
         except ConfigError as error:
@@ -73,7 +73,7 @@ def restore_tuned(
 
 
 def complete_changes(changes: Sequence[TunedOption]) -> tuple[TunedOption, ...]:
-    """The changes as they are kept: of two clips one at most holds, so to name one is to leave the other."""
+    """Return the changes in the form that is kept: setting one of the two clips turns the other off."""
     named = {change.key: change for change in changes}
     if len(named) != len(changes):
         raise ConfigError(f"expected each key once, got {describe_changes(changes):.200}")
@@ -85,12 +85,12 @@ def complete_changes(changes: Sequence[TunedOption]) -> tuple[TunedOption, ...]:
 
 
 def describe_changes(changes: Iterable[TunedOption]) -> str:
-    """As the command line spells them."""
+    """Format changes as on the command line."""
     return " ".join(f"{change.key}={'off' if change.off else f'{change.value:.15g}'}" for change in changes)
 
 
 def current_values(options: Options) -> dict[str, float | str | None]:
-    """What holds now, of everything that may be tuned."""
+    """Return the present values of all tunable options."""
     return {key: _value_of(options, key) for key in TUNABLE}
 
 

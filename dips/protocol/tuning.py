@@ -1,8 +1,8 @@
-"""An operator changes numbers of the outer step, the gate and the deadlines while the run goes on (`dips set`).
+"""Changes of the outer step, the gates and the deadlines by an operator in a running run (`dips set`).
 
-The ledger keeps each change, so every later master has it. A change holds from the next decision on: a round that is
-being applied ends with the numbers that its Apply named, and these are what the version's row says. The run file, and
-the digest that clusters compare, keep what the run began with.
+The ledger keeps each change, so every later master has it. A change takes effect with the next decision: a round that
+is being applied ends with the numbers of its Apply, and these are in the version's row. The run file, and the digest
+that clusters compare, keep the initial values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dips.protocol.tunable import complete_changes, describe_changes, tune_optio
 
 
 def on_tuning_asked(run: RunState, event: TuningAsked) -> None:
-    """Legal any time; a repetition changes nothing and is answered with what holds."""
+    """Legal any time; a repetition changes nothing and is answered with the present values."""
     if run.refuse_unproven(event.req):
         return
     try:
@@ -37,6 +37,6 @@ def on_tuning_asked(run: RunState, event: TuningAsked) -> None:
 
 
 def _check_momentum(run: RunState, options: Options) -> None:
-    """Updates give back what rounding leaves over through m (docs/protocol.md#updates): without it nothing would."""
+    """Refuse momentum 0: through m, updates give back what rounding leaves over (docs/protocol.md#updates)."""
     if run.options.outer.momentum and not options.outer.momentum:
         raise ConfigError("outer.momentum: 0 would lose what updates carry over in m; expected a number above 0")

@@ -1,9 +1,9 @@
-"""The window in which a round takes commits: how long it is, which pushes it waits for, when it ends
+"""The window in which a round takes commits: its length, the pushes that it waits for, and its end
 (docs/rationale.md#24).
 
-A window ends when its time is over, or before that when no push is expected any more. With `timing.window: adaptive`
-its time may grow, up to MOST_LENGTHS times its length, until those clusters are in that are due soon, as long as all in
-it wait no longer in the mean than a fixed one lets the first wait.
+A window ends when its time is over, or earlier when no push is expected any more. With `timing.window: adaptive` its
+time may grow to at most MOST_LENGTHS times its length, for clusters that are due soon, as long as the mean wait of all
+pushes in it is no longer than a fixed window's for its first push.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
 
 WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
-IDLE_SHARE = 0.2  # of a push that is open without moving: inner steps and fragments end where they end
+IDLE_SHARE = 0.2  # of the time in which a push is open without moving: inner steps and fragments end at any time in it
 LEAST_WINDOW_S = 1.0
 LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
-MOST_LENGTHS = 4.0  # of a window, that an adaptive one may last: a round must end
-SPREAD_SHARE = 0.5  # of a window: waited for that much longer than a cluster is due by its last pushes
+MOST_LENGTHS = 4.0  # of its length, the most that an adaptive window may last: a round must end
+SPREAD_SHARE = 0.5  # of a window: added to the time when a cluster is due by its last pushes
 
 
 def window_s(run: RunState) -> float:
-    """How long a window is: as configured, or a share of the clusters' own pace."""
+    """Return the length of a window: as configured, or a share of the clusters' own pace."""
     if run.options.timing.window_s is not None:
         return run.options.timing.window_s
     paces = [pace for c in run.clusters.values() if c.live for pace in c.paces]
@@ -44,7 +44,7 @@ def can_open(run: RunState) -> bool:
 
 
 def open_window(run: RunState) -> None:
-    """Begin a round; its number is reserved by a row before anybody may use it."""
+    """Begin a round; its number is reserved by a row before it is used."""
     number = run.next_round
     run.next_round += 1
     run.emit_record(RoundReserved(number, run.now))
@@ -56,19 +56,19 @@ def open_window(run: RunState) -> None:
 
 
 def extend_open_window(run: RunState) -> None:
-    """A push has been granted, or come: the open window may become longer."""
+    """Extend the open window if it should be longer, after a push was granted or committed."""
     if run.round is not None and run.round.state is RoundState.COLLECTING:
         extend_window(run, run.round)
 
 
 def extend_window(run: RunState, r: Round) -> None:
-    """Let an adaptive window last as long as it should by now; never less than before, or more than MOST_LENGTHS."""
+    """Extend an adaptive window; never to less than before, nor to more than MOST_LENGTHS."""
     if run.options.timing.window is WindowRule.ADAPTIVE:
         r.closes = max(r.closes, min(_adapt(run, r), r.opened + MOST_LENGTHS * r.window_s))
 
 
 def _adapt(run: RunState, r: Round) -> float:
-    """Until the last due cluster is in for which all in the window wait `window_s` or less in the mean."""
+    """Return the arrival of the last due cluster for which the mean wait of all pushes is at most `window_s`."""
     latest = r.opened + MOST_LENGTHS * r.window_s
     arrivals = [push.committed_at for push in r.pushes]
     total, count, end = sum(arrivals), len(arrivals), r.closes
@@ -80,7 +80,7 @@ def _adapt(run: RunState, r: Round) -> float:
 
 
 def _predict_arrivals(run: RunState) -> Iterator[float]:
-    """When pushes should be here that are not: of those under way, and of clusters that train; -inf is unknown."""
+    """Iterate over the expected arrivals of pushes under way and of those of training clusters; -inf is unknown."""
     for push in run.transfers.uncommitted_pushes():
         if push.due and run.clusters[push.id.cluster].moving:
             yield push.due
@@ -88,12 +88,12 @@ def _predict_arrivals(run: RunState) -> Iterator[float]:
 
 
 def explain_round(run: RunState, r: Round) -> str:
-    """What it does, and what it waits for, for people."""
+    """Describe what the round does and waits for, for people."""
     return f"{r.state}: {describe_round(run, r)}"
 
 
 def describe_round(run: RunState, r: Round) -> str:
-    """What its state does not say."""
+    """Describe the round beyond its state: the commits and the time left of an open window, else its reason."""
     if r.state is not RoundState.COLLECTING:
         return r.reason
     late = f", not before {run.head} is on every disk" if run.durability.late is not None else ""
@@ -101,14 +101,14 @@ def describe_round(run: RunState, r: Round) -> str:
 
 
 def is_over(run: RunState, r: Round) -> bool:
-    """Its time is over, or no cluster's push will come before that."""
+    """Whether the window's time is over, or no further push will come before its end."""
     if run.now >= r.closes:
         return True
     return run.next_pushes.first_at() > r.closes and not any(_find_expected(run, r))
 
 
 def window_deadlines(run: RunState) -> Iterator[float]:
-    """When a window ends by itself, and when each push that it waits for will be late."""
+    """Iterate over the end of the window and the times when each awaited push will be late."""
     r = run.round
     if r is None or r.state is not RoundState.COLLECTING or r.current is not None:
         return
@@ -121,7 +121,7 @@ def window_deadlines(run: RunState) -> Iterator[float]:
 
 
 def _find_expected(run: RunState, r: Round) -> Iterator[tuple[Cluster, Push]]:
-    """The pushes under way that will be here before the window ends."""
+    """Iterate over the pushes under way that will arrive before the window ends."""
     for push in run.transfers.uncommitted_pushes():
         cluster = run.clusters[push.id.cluster]
         if cluster.moving and _comes_in_time(run, cluster, push, r):
@@ -129,7 +129,9 @@ def _find_expected(run: RunState, r: Round) -> Iterator[tuple[Cluster, Push]]:
 
 
 def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:
-    """A slow link must keep open neither the windows before its push is due nor, once it is late, all those after."""
+    """Whether the window waits for the push: only if it is due in it, and not once it is late, so that a slow link
+    delays few.
+    """
     return not push.due or (push.due <= r.closes and run.now < _late_at(run, cluster, push))
 
 

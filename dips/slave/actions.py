@@ -1,8 +1,8 @@
-"""The values that pass between a slave's core (core.py) and its shell: what the core is given, and what it wants done.
+"""The values exchanged between a slave's core (core.py) and its shell: inputs of the core, and actions that it returns.
 
-The daemon's shell (runtime.py) does it with a thread, gRPC and a clock; the simulation's (sim/slave.py) in simulated
-time. What must stay true of a shell: work on the shard is done one after another, in the order in which the core asked
-for it, and the end of all work, on the shard or beside it, goes back to `SlaveCore.on_done`.
+The daemon's shell (runtime.py) carries actions out with a thread, gRPC and a clock; the simulation's (sim/slave.py) in
+simulated time. What must stay true of a shell: work on the shard is done one piece after another, in the order in which
+the core asked for it, and the end of all work, on the shard or beside it, is passed to `SlaveCore.on_done`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dips.protocol.effects import LoadVersion, Order
 from dips.protocol.events import Answer, MirrorReport, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat
 
-Ticket = int  # names an order that came, until it is answered
-DiskWork = Callable[[], Answer]  # the part of an order that is done on another thread
+Ticket = int  # identifies a received order until it is answered
+DiskWork = Callable[[], Answer]  # the part of an order that runs on another thread
 Read = Callable[[], None]  # reads the snapshot that is to be loaded
 
-# ---- what the core is given ------------------------------------------------------------------------------------------
+# ---- inputs of the core ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SlaveIdentity:
-    """Who this process is, and where it is reached."""
+    """Identity of this process, and its addresses."""
 
     run: str
     slave: str
-    nonce: str  # of the process
+    nonce: str  # random, of the process
     address: str  # host:port of its control server
     lanes: tuple[str, ...]  # host:port of each data lane
     master: str  # host:port
-    key: str = ""  # public, of the data lanes; empty: they are plain
-    former_nonce: str = ""  # of the process that held the directory before
+    key: str = ""  # public key of the data lanes; empty: they are not encrypted
+    former_nonce: str = ""  # nonce of the process that held the directory before
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class SlaveTiming:
     """Intervals of one slave, in seconds."""
 
     heartbeat_s: float
-    call_s: float = 10.0  # for a Register or a report to be answered
+    call_s: float = 10.0  # deadline of a Register or a report
     backoff_s: tuple[float, float] = (0.2, 5.0)  # first and longest pause between two tries to reach the master
-    busy_retry_s: float = 0.05  # how soon an order that found the pool full is tried again
+    busy_retry_s: float = 0.05  # until an order that found no slot or bank is tried again
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a heartbeat says of the shard."""
+    """State of the shard for a heartbeat."""
 
     sinc: int
     term: int
@@ -63,17 +63,17 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Meters:
-    """What a heartbeat says of the process: bytes since its start, how long its last Apply and Persist took, its
-    mirror and its disk.
+    """State of the process for a heartbeat: bytes since its start, durations of its last Apply and Persist, its mirror
+    and its disk.
     """
 
     bytes_in: int = 0
     bytes_out: int = 0
     persist_s: float = 0.0
     apply_s: float = 0.0
-    work_bytes: int = 0  # kernels and disk
+    work_bytes: int = 0  # processed by kernels and disk
     mirror: MirrorReport | None = None  # None: its directory has no mirror
-    disk_free: int = 0  # where its snapshots lie
+    disk_free: int = 0  # bytes, where its snapshots are
     disk_total: int = 0  # 0: unknown
 
 
@@ -81,7 +81,7 @@ class Meters:
 
 
 class ShardMethod(StrEnum):
-    """The methods of `Shard` (shard.py) that its core asks for, by name."""
+    """Names of the methods of `Shard` (shard.py) that the core asks for."""
 
     DESCRIBE = "make_registration"
     WELCOME = "on_registered"
@@ -99,11 +99,11 @@ class ShardWork:
 
     method: ShardMethod
     arguments: tuple[Any, ...] = ()
-    ticket: Ticket | None = None  # of the order that it is part of
+    ticket: Ticket | None = None  # of the order that it belongs to
 
     @property
     def order(self) -> Order:
-        """The order, of work that has a ticket."""
+        """Return the order of work that has a ticket."""
         order = self.arguments[0]
         assert isinstance(order, Order), f"{self.method} is no part of an order"
         return order
@@ -120,7 +120,7 @@ class WorkOnDisk:
 
 @dataclass(frozen=True, slots=True)
 class ReadSnapshot:
-    """Read the snapshot that is to be loaded, likewise."""
+    """Read the snapshot that is to be loaded, on any thread, beside the work on the shard."""
 
     order: LoadVersion
     run: Read
@@ -128,8 +128,8 @@ class ReadSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RestoreFromMirror:
-    """Bring back what the mirror holds and is newer than `on_disk`, or asked for by the master (`look_for`), beside all
-    else; a Restored is its end.
+    """Restore the mirror's versions that are newer than `on_disk` or asked for by the master (`look_for`), beside other
+    work; the result is a Restored.
     """
 
     on_disk: tuple[VersionId, ...]
@@ -143,14 +143,14 @@ SlaveWork = ShardWork | WorkOnDisk | ReadSnapshot | RestoreFromMirror
 
 @dataclass(frozen=True, slots=True)
 class KeepInMirror:
-    """Tell the mirror, if there is one, what it is to hold: the last of `versions` next."""
+    """Pass the mirror, if there is one, the versions to hold; the last of `versions` is copied next."""
 
     versions: tuple[VersionId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallMaster:
-    """Ask the master; of each kind of message at most one is under way."""
+    """Call the master; at most one call of each kind of message is open."""
 
     message: SlaveRegistered | SlaveHeartbeat | PushStaged | PushRefused
     deadline_s: float
@@ -158,7 +158,7 @@ class CallMaster:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOrder:
-    """Answer the order that came under `ticket`, by an answer or by an error."""
+    """Answer the order with this `ticket`, with an answer or an error."""
 
     ticket: Ticket
     answer: Answer | Exception
@@ -175,7 +175,7 @@ class WriteLog:
 
 @dataclass(frozen=True, slots=True)
 class EndSlave:
-    """The master refuses this slave for good, or it cannot serve: the process ends with this error."""
+    """End the process with this error: the master refuses this slave for good, or it cannot serve."""
 
     error: Exception
 

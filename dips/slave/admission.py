@@ -1,5 +1,5 @@
-"""Which streams of ranks a slave takes: a HELLO must be meant for this run, slave and incarnation, and come from the
-rank that it names; then it is the receiver's or the sender's. Pure; used by the ZeroMQ flow and by the simulated one.
+"""Admission of ranks' streams: a HELLO must be meant for this run, slave and incarnation, and come from the rank that
+it names; then it is passed to the receiver or the sender. Pure; used by the ZeroMQ flow and by the simulated one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dips.wire.streams import StreamName
 
 
 class Admission:
-    """The door to a receiver and a sender; `start` comes before any HELLO."""
+    """Checks HELLOs for a receiver and a sender; `start` must come before any HELLO."""
 
     def __init__(
         self, run: str, slave: str, receiver: Receiver, sender: Sender, keyring: Keyring | None = None
     ) -> None:
-        """`keyring`: whose key is whose; None: the lanes are plain."""
+        """`keyring` has the keys that ranks may use; None: the lanes are not encrypted."""
         self._run, self._slave, self._receiver, self._sender = run, slave, receiver, sender
         self._keyring = keyring
         self.sinc = -1
 
     def start(self, sinc: int) -> None:
-        """Take streams of incarnation `sinc`; a new one drops every push and pull of the last."""
+        """Accept streams of incarnation `sinc`; a new incarnation drops every push and pull of the former one."""
         changed, first = sinc != self.sinc, self.sinc == -1
         self.sinc = sinc
         if changed and not first:
@@ -45,9 +45,9 @@ class Admission:
         ready: int | None = None,
         key: str = "",
     ) -> list[Move]:
-        """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number.
+        """Begin a rank's stream, numbered `stream` in its header; raise BadFrame if that is not the name's number.
 
-        key  that its connection has shown; "": the lane is plain
+        key  public key of the connection; "": the lane is not encrypted
         """
         if name.stream_id != stream or name.run != self._run:
             raise BadFrame("message", f"the HELLO of {name} bears another stream's number")

@@ -47,7 +47,7 @@ from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
-CONCURRENT_STREAMS = 4  # kept busy at once on a lane: one alone waits a round trip for each piece
+CONCURRENT_STREAMS = 4  # at once on a lane: a single one would wait a round trip for each piece
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -86,7 +86,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one incarnation is made of."""
+    """The parts of one incarnation."""
 
     section: SlaveSection
     disk: Snapshots
@@ -102,7 +102,7 @@ class Parts:
     last: LastProcess
 
     def prepare_memory(self, registered: Registered) -> None:
-        """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
+        """Check the memory that the layers need before it is allocated, and bind the layers; on the shard's thread."""
         self.last.keep_nonce(self.nonce)
         manifest = self.shard.learn_manifest(registered)
         if self.thread.standing.sinc == 0:
@@ -116,7 +116,7 @@ class Parts:
             self.mirror.bind_layers(registered.layers)
 
     def read_metrics(self) -> dict[str, Any]:
-        """What Prometheus reads, but for the disk; from any thread."""
+        """Return the values for Prometheus, except those of the disk; from any thread."""
         standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit_bytes
         return {
             "sinc": standing.sinc,
@@ -135,7 +135,7 @@ class Parts:
         }
 
     def read_meters(self) -> Meters:
-        """What a heartbeat says of this process; from any thread."""
+        """Return the state of this process for a heartbeat; from any thread."""
         mirror = self.mirror.report() if self.mirror is not None else None
         thread, done = self.thread, self.work.nbytes
         return Meters(
@@ -159,10 +159,11 @@ async def serve(
 ) -> int:
     """Run until stopped; return the exit code. `ready` gets host:port of the control server once it serves.
 
-    `file` is where `config` was read: it is looked at again while the slave runs. `fixed_level`: it does not change the
-    log's level.
+    `file` is the path of `config` and is watched while the slave runs. With `fixed_level` it does not change the log's
+    level.
 
-    Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
+    Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses this
+    slave.
     """
     async with AsyncExitStack() as stack:
         lanes = len(section.data_lanes(available_cores()))  # for as many clusters as may push at once; more may pull
@@ -204,12 +205,12 @@ async def serve(
 
 
 def list_foreign_keys(config: RunFile, section: SlaveSection) -> tuple[str, ...]:
-    """Return patterns of the keys of a run file that are no concern of the slave of this section."""
+    """Return patterns of the run file's keys which the slave of this section does not use."""
     return ("clusters", "limits.*", "master.*", *(f"slaves.{s.name}.*" for s in config.slaves if s is not section))
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
-    """Make everything that ends with this incarnation; the stack ends it in reverse: flow, shard's thread, kernels,
+    """Build everything that ends with this incarnation; the stack closes it in reverse: flow, shard's thread, kernels,
     disk.
     """
     run, name = config.shared.run, section.name
@@ -232,7 +233,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
         section.stall_s,
-        key=None if config.tls is None else curve.new_keys(),  # in memory only; told by Register
+        key=None if config.tls is None else curve.new_keys(),  # in memory only; sent with Register
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)
@@ -296,7 +297,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:
-    """Return at SIGTERM or SIGINT; raise what ends the slave by itself."""
+    """Return at SIGTERM or SIGINT; raise the error with which the slave ends by itself."""
     stop = asyncio.Event()
     stopped = asyncio.create_task(stop.wait())
     try:

@@ -1,8 +1,8 @@
-"""Checksums of a version's chunks, each made once: several clusters pull a version, and a version never changes.
+"""Checksums of a version's chunks, each computed once: several clusters pull a version, and a version never changes.
 
-A name v@r stands for the same bytes for ever, wherever they lie (a bank, a snapshot file), so what was made of the one
-holds for the other, and bytes that went bad meanwhile do not pass at their reader. Never for what may change: a push's
-source is hashed as often as it is sent. Any thread may ask; two that meet make the same number twice.
+A name v@r stands for the same bytes wherever they are (a bank, a snapshot file), so a checksum of one copy holds for
+the other, and bytes that were damaged meanwhile are rejected by their reader. Not used for bytes that may change: a
+push's source is hashed whenever it is sent. Any thread may call; two at once may compute the same number twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEPT = 1 << 15  # chunks, over all versions: 32 GiB of parameters in chunks of 1
 
 
 class Checksums:
-    """A bounded table; when it is full, the version that was first asked for is forgotten."""
+    """A bounded table; when it is full, the version that was asked for first is forgotten."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -31,7 +31,7 @@ class Checksums:
         return self._held
 
     def chunk_checksum(self, version: VersionId, chunk: Range, body: Buffer) -> int:
-        """Return the checksum of a chunk, whose bytes are `body`. Cost: the first time reads them, without the GIL."""
+        """Return the checksum of a chunk with the bytes `body`. Cost: the first call reads them, without the GIL."""
         table = self._versions.get(version)
         known = table.get(chunk) if table is not None else None
         if known is not None:
@@ -45,14 +45,14 @@ class Checksums:
         while self._held >= self._kept:
             oldest = next(iter(self._versions))
             if oldest == version:
-                return  # nothing older: what does not fit is made anew each time
+                return  # nothing is older: further chunks are hashed each time
             self._held -= len(self._versions.pop(oldest))
         table = self._versions.setdefault(version, {})
         self._held += chunk not in table
         table[chunk] = made
 
     def forget_all(self) -> None:
-        """Forget all: the slave has another incarnation."""
+        """Forget all checksums, for a new incarnation of the slave."""
         with self._lock:
             self._versions.clear()
             self._held = 0

@@ -1,10 +1,10 @@
-"""The deciding part of a slave's process around its shard: orders from their arrival to their answers, and reports.
+"""The decisions of a slave's process around its shard: orders from their arrival to their answers, and reports.
 
-Pure: no clock, socket, thread or asyncio. A shell calls `tick` at `next_deadline`, hands over what comes (an order to
+Pure: no clock, socket, thread or asyncio. A shell calls `tick` at `next_deadline`, passes in what arrives (an order to
 `orders.take_order`, the shard's reports to `reports.add_reports`, the end of work to `on_done`, the master's reply to
-`on_reply`), and does what each of these returns (actions.py). The shells are the daemon's (runtime.py) and the
-simulation's (sim/slave.py). Registration and heartbeats are in registration.py; what an order does to layers and
-versions, and that a repetition gets the same answer, is decided in shard.py.
+`on_reply`), and carries out the returned actions (actions.py). The shells are the daemon's (runtime.py) and the
+simulation's (sim/slave.py). Registration and heartbeats are in registration.py; shard.py decides what an order does to
+layers and versions, and repeats the answer to a repeated order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.transport.backoff import Backoff
 
 ON_DISK = (Persist, Retire, KeepSeed)
-ANSWER_SHARE = 0.8  # of an order's deadline is ours to try; the rest brings the answer home
+ANSWER_SHARE = 0.8  # of an order's deadline, for trying it; the rest is for the answer's way back
 
 
 class SlaveCore:
@@ -61,7 +61,9 @@ class SlaveCore:
         meters: Callable[[], Meters],
         rng: Random,
     ) -> None:
-        """Callables are read when a heartbeat leaves; `rng` spreads the pauses between tries to reach the master."""
+        """The callables are called when a heartbeat is sent; `rng` spreads the pauses between tries to reach the
+        master.
+        """
         self.registration = Registration(identity, timing, rng, meters)
         self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc, rng)
         self.orders = OrderDesk(timing)
@@ -72,15 +74,15 @@ class SlaveCore:
 
     @property
     def serving(self) -> bool:
-        """Whether the last answer to a Register was Hold, and nothing has asked for another since."""
+        """Whether the last answer to a Register was Hold, and no new registration is due since."""
         return self.registration.phase is RegistrationPhase.SERVING
 
     def explain_unready(self) -> str:
-        """Why it serves nothing; empty: its master knows it as READY, at the head."""
+        """Return why the slave serves nothing; empty if its master has it as READY, at the head."""
         return "" if self.serving else f"it {self.registration.phase.value}"
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinite if nothing is planned."""
+        """Return when `tick` has something to do; infinite if nothing is planned."""
         return min([part.next_deadline() for part in self._parts])
 
     def tick(self, now: float) -> Actions:
@@ -88,7 +90,7 @@ class SlaveCore:
         return [action for part in self._parts for action in part.tick(now)]
 
     def on_done(self, work: SlaveWork, result: Any, now: float) -> Actions:
-        """Work has ended, with a result or with the exception that it raised."""
+        """Continue after work has ended, with its result or the exception that it raised."""
         match work:
             case ShardWork(method, ticket=ticket):
                 return self._on_shard_done(method, ticket or 0, result, now)
@@ -117,7 +119,7 @@ class SlaveCore:
                 return self.registration.on_followed(result, now)
 
     def on_reply(self, call: CallMaster, reply: Any, now: float) -> Actions:
-        """The master has answered a call, or the call failed with an exception."""
+        """Continue after the master has answered a call, or the call failed with an exception."""
         match call.message:
             case SlaveHeartbeat():
                 return self.heartbeats.on_answer(reply, now)
@@ -132,50 +134,50 @@ class SlaveCore:
 
 @dataclass(slots=True)
 class OpenOrder:
-    """An order that came and is not answered."""
+    """An order that is not answered yet."""
 
     order: Order
     came_at: float
-    until: float  # it is tried again when Busy
-    again_at: float = inf  # when it is tried again; infinite: it is at work, or waits for the disk's turn
-    needs_disk: bool = False  # it is carried out there, or waits for what is
+    until: float  # last time at which it is tried again when Busy
+    again_at: float = inf  # next try; infinite: it is being carried out, or waits for the disk's turn
+    needs_disk: bool = False  # it is a disk order, or waits for one
 
 
 class OrderDesk:
-    """All orders that are not answered, by ticket: what waits, and what runs beside what.
+    """All unanswered orders by ticket: those that wait, and those that run beside each other.
 
     An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
-    deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it;
-    or a snapshot's writer, and that takes as long as it takes: heartbeats say so, since a disk that is silent for
-    minutes in one fsync is no slave that hangs (docs/protocol.md#timing). Snapshots are written and deleted beside
-    other orders, one after another, so that a repeated Persist finds the first one done.
+    deadline, and does not delay others: it may wait for a reader that is about to finish, or for a DropPush behind it.
+    If it waits for the writer of a snapshot there is no limit: heartbeats report the wait, since a disk that is silent
+    for minutes in one fsync is not a slave that hangs (docs/protocol.md#timing). Snapshots are written and deleted
+    beside other orders, one after another, so that a repeated Persist finds the first one done.
     """
 
     def __init__(self, timing: SlaveTiming) -> None:
         self._timing = timing
         self._open: dict[Ticket, OpenOrder] = {}
-        self._on_disk: deque[Ticket] = deque()  # the first is being carried out
+        self._on_disk: deque[Ticket] = deque()  # the first one is being carried out
 
     def next_deadline(self) -> float:
         return min([found.again_at for found in self._open.values()]) if self._open else inf
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
-        """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
+        """Accept an order; exactly one AnswerOrder with this ticket follows, unless it is dropped."""
         self._open[ticket] = OpenOrder(order, now, now + ANSWER_SHARE * order.deadline_s)
         return self._begin_order(ticket)
 
     def drop_order(self, ticket: Ticket) -> None:
-        """Nobody waits for the answer any more: do not try again. What is being carried out goes on."""
+        """Stop trying an order whose caller has hung up; one that is being carried out goes on."""
         if ticket in self._open and self._open[ticket].again_at < inf:
             del self._open[ticket]
 
     def tick(self, now: float) -> Actions:
-        """Try the orders again whose time has come, in the order in which they came."""
+        """Try due orders again, in the order in which they came."""
         due = [ticket for ticket, found in self._open.items() if found.again_at <= now]
         return [action for ticket in due for action in self._begin_order(ticket)]
 
     def list_waits(self, now: float) -> tuple[OrderWait, ...]:
-        """Which orders wait for the disk, for a heartbeat."""
+        """Return the orders that wait for the disk, for a heartbeat."""
         waiting = (found for found in self._open.values() if found.needs_disk)
         return tuple(
             OrderWait(found.order.number, type(found.order.body).__name__, now - found.came_at)
@@ -191,7 +193,7 @@ class OrderDesk:
         return self._begin_on_disk() if len(self._on_disk) == 1 else []
 
     def on_executed(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
-        """The shard has carried out an order, or refuses it."""
+        """Answer an order that the shard has carried out or refused, or plan to try it again."""
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
         found.needs_disk = isinstance(result, BusyDisk) and bool(self._on_disk)
@@ -213,17 +215,17 @@ class OrderDesk:
         return [ShardWork(ShardMethod.BEGIN_ON_DISK, (self._open[ticket].order,), ticket)]
 
     def on_disk_begun(self, ticket: Ticket, result: Answer | DiskWork | Exception, now: float) -> Actions:
-        """The shard has an answer already, or returns what is to be done on the disk."""
+        """Continue after the shard returned an answer, or the work to do on the disk."""
         if callable(result):
             return [WorkOnDisk(ticket, self._open[ticket].order, result)]
         return self.on_disk_ended(ticket, result, now)
 
     def on_disk_worked(self, ticket: Ticket, result: Answer | Exception) -> Actions:
-        """The work on the disk is done, or has failed."""
+        """Pass the result of the work on the disk to the shard."""
         return [ShardWork(ShardMethod.END_ON_DISK, (self._open[ticket].order, result), ticket)]
 
     def on_disk_ended(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
-        """The shard has taken note of that, and returns the answer or raises the error."""
+        """Answer a disk order after the shard has recorded its result, and begin the next one."""
         self._on_disk.popleft()
         return [*self.on_executed(ticket, result, now), *self._begin_on_disk()]
 
@@ -232,16 +234,16 @@ class OrderDesk:
 
 
 class ReportQueue:
-    """What a slave reports of its own accord, push by push: staged, or refused here; until the master acknowledges it.
+    """Reports of staged and refused pushes, sent until the master acknowledges them.
 
-    Reports are sent one after another, oldest first; every heartbeat names what is staged besides. A master that knows
-    better (Stale) learns the truth with the next Register.
+    Reports are sent one after another, oldest first; besides, every heartbeat names the staged pushes. A report that
+    the master refuses as Stale is dropped: the next Register synchronises both.
     """
 
     def __init__(self, slave: str, timing: SlaveTiming, sinc: Callable[[], int], rng: Random) -> None:
         self._slave, self._timing, self._sinc = slave, timing, sinc
         self._waiting: deque[Report] = deque()
-        self._sent: PushStaged | PushRefused | None = None  # and not acknowledged
+        self._sent: PushStaged | PushRefused | None = None  # sent and not acknowledged
         self._again_at = inf  # infinite: the call is under way, or there is none
         self._backoff = Backoff(*timing.backoff_s, rng)
 
@@ -249,12 +251,12 @@ class ReportQueue:
         return self._again_at
 
     def add_reports(self, reports: Iterable[Report]) -> Actions:
-        """Queue what the shard has to report."""
+        """Queue reports of the shard."""
         self._waiting.extend(reports)
         return self._send_next() if self._sent is None else []
 
     def tick(self, now: float) -> Actions:
-        """Send again what was not acknowledged."""
+        """Send the report again that was not acknowledged."""
         if now < self._again_at:
             return []
         assert self._sent is not None
@@ -262,7 +264,7 @@ class ReportQueue:
         return [CallMaster(self._sent, self._timing.call_s)]
 
     def on_reply(self, error: Exception | None, now: float) -> Actions:
-        """The master has acknowledged it, or has not."""
+        """Send the next report after an acknowledgement, or plan to repeat this one."""
         assert self._sent is not None
         if isinstance(error, Unavailable | Busy):
             self._again_at = now + self._backoff.next_pause_s()

@@ -1,4 +1,4 @@
-"""What a data flow counts for metrics: bytes by cluster, in a bounded number of names, and refused frames by reason."""
+"""Counters of a data flow for metrics: bytes by cluster, for a bounded number of names, refused frames by reason."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 
 from dips.telemetry.refusals import count_refusal
 
-MOST_CLUSTERS = 1000  # counted by name; those that come after them are counted together
+MOST_CLUSTERS = 1000  # counted by name; later ones are counted together
 OTHERS = "others"
 
 
 class ByCluster:
-    """Counts bytes since the start of the process; its owner serialises the calls."""
+    """Bytes by cluster since the start of the process; the owner must serialise calls."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
@@ -26,7 +26,7 @@ class ByCluster:
 
 
 class FrameCounters:
-    """What came in, from any of the flow's threads, since the start of the process."""
+    """Counts of received bytes and refused frames since the start of the process; any thread of the flow may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How much room is left where the snapshots lie, for people; asked beside everything else, since a disk may hang."""
+"""Free disk space where the snapshots are, for people; asked on a thread of its own, since a disk may hang."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class FreeDisk(NamedTuple):
 
 
 class DiskRoom:
-    """Asked by heartbeats, answers at once with what was found last."""
+    """Free disk space for heartbeats, returned at once as last measured."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._room, self._due, self._asking = FreeDisk(), 0.0, False
 
     def read_room(self) -> FreeDisk:
-        """The newest answer; a thread asks anew if it is old. One that hangs is not joined by others."""
+        """Return the last measurement; if it is old, start a thread to measure anew, unless one is still running."""
         if not self._asking and time.monotonic() >= self._due:
             self._asking = True
             threading.Thread(target=self._ask_disk, name="disk-room", daemon=True).start()
@@ -37,6 +37,6 @@ class DiskRoom:
             found = shutil.disk_usage(self._directory)
             self._room = FreeDisk(found.free, found.total)
         except OSError:
-            self._room = FreeDisk()  # its snapshots will say why
+            self._room = FreeDisk()  # its snapshots will report the reason
         finally:
             self._due, self._asking = time.monotonic() + ASKED_EVERY_S, False

@@ -1,7 +1,7 @@
 """Assembles a version from the slaves' snapshots into one safetensors checkpoint under the model's own names.
 
-Reads the directories of all slaves, running or not; writes aside, fsyncs and renames. Snapshots say that a version is
-complete, not that it is committed: the ledger knows that, so a caller that has it names the version.
+Reads the directories of all slaves, running or not; writes aside, fsyncs and renames. A snapshot shows that a version
+is complete, not that it is committed: only the ledger does, so a caller that has it names the version.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dips.slave.snapshot_files import find_whole, read_theta
 from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
 from dips.slave.tensorfile import Reader
 
-Place = tuple[Path, LayerRecord]  # a snapshot's directory and a layer that lies in it
+Place = tuple[Path, LayerRecord]  # a snapshot's directory and the record of a layer in it
 
 
 def export_snapshot(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
     """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
 
-    Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if
-    bytes do not have their digest. Takes the memory of one layer.
+    Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if bytes
+    do not have their digest. Uses the memory of one layer.
     """
     chosen, manifests = _choose_version(directories, version)
     places = _order_layers(chosen, manifests)
     shapes = [(p.name, p.shape) for _, record in places for p in record.layer.parameters]
     first = next(iter(manifests.values()))
-    metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers asks for `format`
+    metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers requires `format`
     try:
         with write_aside(output) as aside:
             tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
@@ -45,7 +45,7 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
 def _choose_version(
     directories: Sequence[Path], version: VersionId | None
 ) -> tuple[VersionId, dict[Path, SnapshotManifest]]:
-    """Pick the version, and return each directory's snapshot of it."""
+    """Choose the version; return it with each directory's snapshot of it."""
     if not directories:
         raise ConfigError("expected the snapshot directories of all slaves, got none")
     offered = {directory: find_whole(directory) for directory in directories}
@@ -64,7 +64,9 @@ def _choose_version(
 
 
 def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:
-    """Put all layers in the model's order; raise ConfigError if one is missing, twice, or of another run or model."""
+    """Return all layers in the model's order; raise ConfigError if one is missing, found twice, or of another run or
+    model.
+    """
     models = {(m.run, m.model_digest, m.model_layers) for m in manifests.values()}
     if len(models) != 1:
         raise ConfigError(f"{version}: the directories belong to different runs: {', '.join(map(str, manifests))}")

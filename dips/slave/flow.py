@@ -1,9 +1,10 @@
-"""The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the two halves that decide.
+"""The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the receiver and sender that
+decide.
 
     lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
-                               → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
+                                → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
 
-A bad frame is counted in `refused_frames` under its reason and changes nothing else; a lane never ends because of it.
+A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
 
-TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
-OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
+TICK_S = 0.05  # interval at which stalls, deadlines and trackers are checked
+OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet hashed; 16 streams at full credit
 
 _log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ P = ParamSpec("P")
 
 
 def _catch_bad_frames(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concatenate[ZmqFlow, P], None]:
-    """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
+    """Count bad frames, and log any other exception, so that the thread goes on for the other pushes and pulls."""
 
     @wraps(work)
     def catch_bad_frame(flow: ZmqFlow, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -67,7 +68,7 @@ def _catch_bad_frames(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable
 
 
 class ZmqFlow:
-    """Implements ports.Flow. Made (and bound), started anew for each incarnation, closed."""
+    """Implements ports.Flow. Bound when it is made, started anew for each incarnation, closed once."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class ZmqFlow:
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
-        key  of all lanes: they speak CURVE, with the ranks of what is open; None: plain, with everybody
+        key  of all lanes, which use CURVE and admit the ranks of open transfers; None: not encrypted, open to all
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()
@@ -114,17 +115,17 @@ class ZmqFlow:
 
     @property
     def refused_frames(self) -> Counter[str]:
-        """Frames that were refused, by reason (wire.frame.REASONS)."""
+        """Refused frames by reason (wire.frame.REASONS)."""
         return self._counters.refused_by_reason()
 
     @property
     def bytes_in(self) -> int:
-        """Bytes staged, since the start of the process."""
+        """Bytes staged since the start of the process."""
         return self._counters.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        """Bytes of chunks handed to libzmq, since the start of the process."""
+        """Bytes of chunks handed to libzmq since the start of the process."""
         return self._sender.bytes_out
 
     @property
@@ -133,21 +134,21 @@ class ZmqFlow:
         return self._pool.used_bytes, self._pool.limit
 
     def link_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
+        """Return bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
         return {"in": self._counters.received_by_cluster(), "out": self._sender.sent_by_cluster()}
 
     def lane_addresses(self) -> tuple[str, ...]:
-        """The host:port of each lane, as really bound."""
+        """Return the host:port to which each lane is bound."""
         return tuple(lane.address for lane in self._lanes)
 
     def set_layers(self, manifest: Manifest, layers: tuple[int, ...]) -> None:
-        """Say which layers this slave holds; before start, and never differently."""
+        """Set the layers that this slave holds; before start, and never differently."""
         layout = LayerLayout(manifest, layers)
         self._receiver.set_layers(layout)
         self._sender.set_layers(layout)
 
     def start(self, sinc: int, on_event: Callable[[FlowEvent], None]) -> None:
-        """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
+        """Serve streams of incarnation `sinc`; a new incarnation drops every push and pull of the former one."""
         self._on_event = on_event
         self._admission.start(sinc)
         if not self._started:
@@ -170,17 +171,17 @@ class ZmqFlow:
         codec: Codec = Codec.FP32,
         keys: tuple[str, ...] = (),
     ) -> None:
-        """Accept HELLOs of the push's ranks and ask them, at these places of the line, into `buffers`."""
+        """Accept HELLOs of the push's ranks and ask for their chunks, in the order of `places`, into `buffers`."""
         if self._keyring is not None:
             self._keyring.open_transfer(push, keys, len(places))
         self._receiver.open_push(push, places, buffers, deadline_s, self._clock(), codec)
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
-        """Ask the push's ranks at these places of the line, from the next turn on."""
+        """Ask the push's ranks in the order of `places`, from the next turn on."""
         self._receiver.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
-        """Stop receiving; on return nobody writes into its buffers."""
+        """Stop receiving a push; its buffers are not written after this returns."""
         self._forget_keys(push)
         self._receiver.drop_push(push)
 
@@ -192,29 +193,29 @@ class ZmqFlow:
         chain: tuple[Update, ...] = (),
         keys: tuple[str, ...] = (),
     ) -> None:
-        """Serve `source`, or of `chain` what a rank lacks, until the pull is closed or stalls."""
+        """Serve `source`, or the updates of `chain` that a rank lacks, until the pull is closed or stalls."""
         if self._keyring is not None:
             self._keyring.open_transfer(pull, keys)
         self._sender.open_pull(pull, version, source, self._clock(), chain)
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`; SourceMoved follows when no byte of the old one is in flight."""
+        """Serve the rest from `source`; SourceMoved follows when no byte of the former one is in flight."""
         self._sender.move_pull(pull, source)
         self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; Released follows when the last byte in flight is gone."""
+        """Stop serving a pull; Released follows when no byte of its source is in flight."""
         self._forget_keys(pull)
         self._sender.close_pull(pull, "closed")
         self._lanes[0].wake()
 
     def admit_probe(self, cluster: str, key: str) -> None:
-        """Answer PROBEs of who shows this key, for a while."""
+        """Answer PROBEs of a connection with this key, for a while."""
         if self._keyring is not None:
             self._keyring.admit_probe(cluster, key, self._clock())
 
     def _admit_key(self, key: str) -> bool:
-        """Whether a connection that shows this key is taken; asked by the lanes."""
+        """Whether to accept a connection with this key; called by the lanes."""
         admitted = self._keyring is None or self._keyring.admits(key, self._clock())
         if not admitted:
             self._counters.add_refused("key")
@@ -225,11 +226,11 @@ class ZmqFlow:
             self._keyring.close_transfer(transfer)
 
     def list_transfers(self) -> tuple[Transfer, ...]:
-        """What is moving now."""
+        """Return the transfers that move now."""
         return self._receiver.list_transfers() + self._sender.list_transfers()
 
     def close(self) -> None:
-        """End every thread and socket; on return nobody reads or writes a buffer of anybody. Twice is once."""
+        """Stop all threads and close all sockets; no buffer is accessed after this returns. Idempotent."""
         if self._over:
             return
         self._over = True
@@ -242,7 +243,7 @@ class ZmqFlow:
         for lane in self._lanes:
             lane.close()
         self._receiver.drop_all()
-        while self._sender.holds_sources:  # libzmq let go at lane.close; its trackers say so a moment later
+        while self._sender.holds_sources:  # libzmq frees them at lane.close; its trackers report it a moment later
             self._sender.close_all("the data flow ends")  # the shard's thread may have opened a pull meanwhile
             self._do_moves(self._sender.tick(self._clock()))
             time.sleep(0.001)
@@ -251,7 +252,7 @@ class ZmqFlow:
 
     @_catch_bad_frames
     def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
-        """Take one message from the network."""
+        """Process one message from the network."""
         if len(parts) != 2:
             raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
         body = parts[1].buffer
@@ -285,7 +286,7 @@ class ZmqFlow:
         self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
 
     def _key_of(self, peer: bytes) -> str:
-        """The key that a connection has shown; "" on plain lanes."""
+        """Return the public key of a connection; "" on lanes that are not encrypted."""
         return "" if self._keyring is None else peer[:KEY_CHARS].decode()
 
     def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
@@ -303,7 +304,7 @@ class ZmqFlow:
 
     @_catch_bad_frames
     def on_turn(self, lane: int) -> None:
-        """After each batch of a lane: ask for what may be asked, end what is over."""
+        """After each batch of a lane: send the WANTs and chunks that are possible now, and end what is over."""
         now = self._clock()
         self._do_moves(self._receiver.plan_wants(lane, now))
         self._send(lane, self._sender.due(lane, now))
@@ -319,7 +320,7 @@ class ZmqFlow:
         try:
             moves = self._receiver.stage_chunk(claim)
         except BadFrame:
-            self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
+            self._lanes[claim.stream.lane].wake()  # the chunk is missing again: ask for it again
             raise
         self._counters.add_received(claim.stream.push.push.cluster, claim.chunk.nbytes)
         self._do_moves(moves)
@@ -333,7 +334,7 @@ class ZmqFlow:
         else:
             self._sender.on_not_sent(job)
 
-    # ---- from any of them -------------------------------------------------------------------------------------------
+    # ---- on any of these threads ------------------------------------------------------------------------------------
 
     def _do_moves(self, moves: Iterable[Move]) -> None:
         for move in moves:

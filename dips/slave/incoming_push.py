@@ -1,4 +1,4 @@
-"""One open push as its receiver knows it: which ranks bring what, over which streams, and how far it is.
+"""The receiver's state of one open push: its ranks, their ranges and streams, and its progress.
 
 Pure bookkeeping under the receiver's lock.
 """
@@ -25,7 +25,7 @@ SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to ot
 
 
 class PushPhase(Enum):
-    """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
+    """Phases of a push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
 
     GATHERING = "waits for HELLOs"
     MOVING = "moving"
@@ -36,7 +36,7 @@ class PushPhase(Enum):
 
 @dataclass(eq=False, slots=True)
 class InStream:
-    """One rank's stream on one lane; its epochs come and go, its chunks stay."""
+    """One rank's stream on one lane; chunks are kept when a reconnect raises the epoch."""
 
     push: IncomingPush
     rank: int
@@ -46,14 +46,14 @@ class InStream:
     epoch: int
     stream: int
     peer: bytes
-    ready: int  # so many of its pieces may be asked for
+    ready: int  # number of its pieces that may be asked for
 
     def is_slow(self, now: float) -> bool:
-        """It was asked, and nothing comes."""
+        """Whether the stream was asked and no byte has come for SLOW_S."""
         return self.intake.in_flight > 0 and now - self.intake.last_byte_at > SLOW_S
 
     def done_message(self) -> Say:
-        """Tell the rank that all of it is here."""
+        """Return the message that tells the rank that all its bytes are here."""
         return Say(self.lane, self.peer, Kind.DONE, self.stream, streams.encode_done(self.intake.total))
 
 
@@ -63,15 +63,15 @@ class IncomingPush:
 
     push: PushId
     places: dict[int, int]  # rank → its place in the line of all pushes
-    targets: Arrays  # layer → its buffer; empty once nothing may be written
+    targets: Arrays  # layer → its buffer; empty when nothing may be written any more
     codec: Codec
-    total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
-    gather_s: float  # so long after a HELLO the next one is waited for
-    moved_at: float  # when a byte last came, or a rank for the first time
+    total: int  # encoded bytes; until all ranks are here, as if no rank cut a block in two
+    gather_s: float  # longest wait after a HELLO for the next one
+    moved_at: float  # when the last byte came, or a rank for the first time
     rate: Rate
     phase: PushPhase = PushPhase.GATHERING
     reason: str = ""
-    code: str = "refused"  # told to ranks whose HELLO comes after its refusal
+    code: str = "refused"  # error code for ranks whose HELLO comes after its refusal
     copying: int = 0  # threads that may be writing into a target
     streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
 
@@ -81,12 +81,12 @@ class IncomingPush:
 
     @property
     def ranges(self) -> int:
-        """How many its HELLOs have named."""
+        """Number of ranges in its HELLOs."""
         return sum(len(stream.pieces) for stream in self.streams.values())
 
     @property
     def received_bytes(self) -> int:
-        """Bytes in their place."""
+        """Bytes that are in place."""
         return sum(s.intake.total - s.intake.left for s in self.streams.values())
 
     @property
@@ -95,16 +95,15 @@ class IncomingPush:
         return all(s.intake.complete for s in self.streams.values())
 
     def silent_since(self) -> float | None:
-        """Since when ranks owe us something and nothing came; None while nothing is owed.
-
-        Nobody owes anything before all ranks are here, while it waits for its turn or for room in the pool, or for
-        what is here and being checked.
+        """Return the time of the last byte while ranks owe bytes; None while they owe none. Ranks owe nothing before
+        all of them are here, while the push waits for its turn or for room in the pool, or for chunks that have arrived
+        and are being checked.
         """
         owing = [s.intake.last_byte_at for s in self.streams.values() if s.intake.in_flight]
         return max(self.moved_at, *owing) if owing and self.phase is PushPhase.MOVING else None
 
     def over_at(self, stall_s: float) -> float:
-        """When it ends unless something comes: by a stall, or because the last ranks do not follow the first."""
+        """Return when the push ends unless bytes come: by a stall, or because the last ranks have not come."""
         if self.phase is PushPhase.GATHERING:
             return self.moved_at + self.gather_s if self.streams else inf
         silent_since = self.silent_since()
@@ -113,9 +112,9 @@ class IncomingPush:
     def refuse_hello(
         self, lane: int, name: StreamName, pieces: tuple[Range, ...], misfit: str | None
     ) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None.
+        """Return (code, message) if this HELLO may not join, else None.
 
-        misfit  why its ranges are not of the layers that are held here
+        misfit  why its ranges do not match the layers held here
         """
         if self.phase is PushPhase.REFUSED:
             return self.code, f"push {self.push} was refused: {self.reason}"
@@ -131,7 +130,7 @@ class IncomingPush:
         return None
 
     def find_problems(self, layout: LayerLayout) -> list[str]:
-        """Say where the ranges of all ranks overlap, leave gaps or lie outside; [] if each element has one owner."""
+        """Describe where the ranges of all ranks overlap, leave gaps or are outside; [] if each element has one."""
         claims: dict[str, list[Range]] = {}
         for (rank, _), stream in sorted(self.streams.items()):
             outside = layout.describe_outside(stream.pieces)
@@ -141,7 +140,7 @@ class IncomingPush:
         return describe_uncovered(layout, claims)
 
     def describe_missing(self) -> str:
-        """Say what has not come, for a person."""
+        """Describe the missing ranks or bytes, for people."""
         silent = sorted(set(self.places) - {rank for rank, _ in self.streams})
         if silent:
             return f"ranks {silent} never said HELLO"
@@ -154,7 +153,7 @@ class IncomingPush:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedChunk:
-    """A chunk that was asked for and came; its checksum is still to be believed."""
+    """A chunk that was asked for and came; its checksum is not yet verified."""
 
     stream: InStream
     chunk: Range

@@ -1,7 +1,8 @@
-"""Where a slave finds v0@r0: what `dips seed` brought into its directory, or else the file that `initial_model` names.
+"""The source of v0@r0 on a slave: the model that `dips seed` sent into its directory, or else the file that
+`initial_model` names.
 
-Neither is believed before its layers have the digests of the ledger. What was brought is written aside, read back and
-compared, and renamed: it is whole, or it is not there. It is never deleted, since a run may roll back to v0@r0.
+Neither is used unless its layers have the digests of the ledger. A seeded model is written aside, read back, compared
+and renamed: it is complete, or it is not there. It is never deleted, since a run may roll back to v0@r0.
 """
 
 from __future__ import annotations
@@ -24,36 +25,38 @@ from dips.slave.tensorfile import Reader
 
 OWN_FILE = "initial.safetensors"
 
-_Version = tuple[Path, int, int]  # a file as it was: its path, size and time of change
+_Version = tuple[Path, int, int]  # identifies a file's contents: path, size and time of change
 
 
 class InitialModel:
-    """v0@r0 of one slave; `bind_layers` says what must be in it."""
+    """The layers of v0@r0 of one slave; `bind_layers` sets which these are."""
 
     def __init__(self, directory: Path, run: str, given: Path | None, on_piece: Callable[[int], None]) -> None:
-        """`given`: what `dips init` wrote, all layers of the model; None: it waits for `dips seed`."""
+        """`given` is the file that `dips init` wrote, with all layers of the model; None: the slave waits for `dips
+        seed`.
+        """
         self._own, self.given, self._run, self._on_piece = directory / OWN_FILE, given, run, on_piece
         self._manifest: Manifest | None = None
         self._digests: Mapping[int, str] = {}
-        self._bad: dict[_Version, str] = {}  # looked into, and why it is of no use
-        self._good: set[_Version] = set()  # every tensor has its name and shape there
+        self._bad: dict[_Version, str] = {}  # files of no use, and why
+        self._good: set[_Version] = set()  # files in which every tensor has its name and shape
 
     def bind_layers(self, manifest: Manifest, digests: Mapping[int, str]) -> None:
-        """Learn which layers are needed, and what they hash to."""
+        """Set the layers that are needed, and their digests."""
         if digests != self._digests:
             self._bad.clear()
             self._good.clear()
         self._manifest, self._digests = manifest, digests
 
     def is_held(self) -> bool:
-        """Whether a file is here whose tensors have the right names and shapes; digests are compared when it is read.
+        """Whether there is a file whose tensors have the right names and shapes; digests are compared when it is read.
 
-        Raises nothing. Before the layers are known, any file will do.
+        Does not raise. Before the layers are known, any file counts.
         """
         return any(self._may_serve(version) for version in self._find_versions())
 
     def describe_unfit(self) -> str:
-        """What does not fit in the files that are here; "" if there are none, or one fits."""
+        """Describe why the files that are here do not fit; "" if there are none, or one fits."""
         return "; ".join(self._bad[version] for version in self._find_versions() if version in self._bad)
 
     def read_layers(self, theta: Arrays, momentum: Arrays) -> None:
@@ -70,14 +73,16 @@ class InitialModel:
             momentum[index].fill(0.0)
 
     def map_layers(self) -> Arrays | None:
-        """θ as a map of the file; None before the layers are known, or without a file."""
+        """Map θ from the file; return None before the layers are known, or without a file."""
         if self._manifest is None or not self.is_held():
             return None
         layers = {index: self._manifest.layers[index] for index in self._digests}
         return map_layers(self._choose_file()[0], layers, "")
 
     def keep_layers(self, theta: Arrays) -> None:
-        """Write what was brought, durably; CorruptSnapshot, and nothing kept, if it is another model. OSError."""
+        """Write a seeded model durably; raise CorruptSnapshot, and keep nothing, if it is another model, OSError if the
+        disk fails.
+        """
         assert self._manifest is not None, "nothing is brought to a slave that knows no layers"
         aside = self._own.with_name(f"{ASIDE}initial")
         try:
@@ -91,7 +96,7 @@ class InitialModel:
     # ---- files ---------------------------------------------------------------------------------
 
     def _find_versions(self) -> list[_Version]:
-        """The files that are there, what was brought first."""
+        """Return the files that exist, the seeded one first."""
         found = []
         for path in (self._own, self.given):
             try:
@@ -142,7 +147,9 @@ class InitialModel:
             )
 
     def _write_checked(self, path: Path, theta: Arrays) -> None:
-        """Read back what was written: a slot that was freed meanwhile is found, like a disk that lies."""
+        """Write the model, read it back and compare digests, which detects a slot that was freed meanwhile and a faulty
+        disk.
+        """
         assert self._manifest is not None
         layers = {index: self._manifest.layers[index] for index in self._digests}
         shapes = [(p.name, p.shape) for layer in layers.values() for p in layer.parameters]

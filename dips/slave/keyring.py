@@ -1,8 +1,9 @@
-"""Whose keys a slave's lanes admit now: those of the ranks of open pushes and pulls, and of probes for a while.
+"""The public keys that a slave's lanes admit now: those of the ranks of open pushes and pulls, and those of probes for
+a while.
 
-A connection shows one key for all its life (transport/zap.py). It is made only while that key is here, and each HELLO
-must be of the rank whose key it is: a stream that was begun so ends with its push or pull, whatever its connection does
-later. Plain lanes, on loopback, have no keyring. Any thread; no clock.
+A connection has one key for all its life (transport/zap.py). It is accepted only while that key is admitted, and each
+HELLO must be of the rank with that key, so a stream ends with its push or pull, whatever its connection does later.
+Lanes without encryption, on loopback, have no keyring. Any thread; no clock.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ from dips.ids import PullId, PushId
 from dips.protocol.rank_keys import find_wrong_keys
 from dips.wire.streams import StreamName
 
-PROBE_S = 600.0  # a probe's key is admitted for so long: `dips-client check` takes seconds a slave
+PROBE_S = 600.0  # how long a probe's key is admitted: `dips-client check` takes seconds for each slave
 MOST_PROBES = 256  # keys; the oldest is forgotten
 
 
 class Keyring:
-    """The keys of everything that is open."""
+    """The keys of all open transfers and recent probes."""
 
     def __init__(self) -> None:
         self._open: dict[PushId | PullId, tuple[str, ...]] = {}
-        self._uses: dict[str, int] = {}  # a cluster pushes and pulls with the same keys
-        self._probes: dict[str, tuple[str, float]] = {}  # cluster → its key, and until when
+        self._uses: dict[str, int] = {}  # key → open transfers with it: a cluster pushes and pulls with the same keys
+        self._probes: dict[str, tuple[str, float]] = {}  # cluster → its probe's key, and until when it is admitted
         self._lock = threading.Lock()
 
     def open_transfer(self, transfer: PushId | PullId, keys: Sequence[str], ranks: int | None = None) -> None:
-        """Admit its ranks, rank r by the r-th key; raise RemoteProtocolError if these are no keys of `ranks` ranks."""
+        """Admit the ranks of a transfer, rank r with the r-th key; raise RemoteProtocolError if these are no keys of
+        `ranks` ranks.
+        """
         if wrong := find_wrong_keys(keys, len(keys) if ranks is None else ranks, needed=True):
             raise RemoteProtocolError(f"{transfer}: {wrong}")
         with self._lock:
@@ -39,7 +42,7 @@ class Keyring:
                     self._uses[key] = self._uses.get(key, 0) + 1
 
     def close_transfer(self, transfer: PushId | PullId) -> None:
-        """Admit them no more; nothing if it is not open."""
+        """Stop admitting the ranks of a transfer. Idempotent."""
         with self._lock:
             for key in set(self._open.pop(transfer, ())):
                 self._uses[key] -= 1
@@ -47,7 +50,7 @@ class Keyring:
                     del self._uses[key]
 
     def close_all(self) -> None:
-        """The slave has another incarnation."""
+        """Stop admitting all ranks, for a new incarnation of the slave."""
         with self._lock:
             self._open.clear()
             self._uses.clear()
@@ -61,12 +64,12 @@ class Keyring:
             self._probes[cluster] = key, now + PROBE_S
 
     def admits(self, key: str, now: float) -> bool:
-        """Whether who shows this key may connect, and may send what needs no HELLO."""
+        """Whether a connection with this key is accepted, and may send messages that need no HELLO."""
         with self._lock:
             return key in self._uses or any(key == k and now < until for k, until in self._probes.values())
 
     def find_stranger(self, name: StreamName, key: str) -> str:
-        """Why a HELLO of `name` is not its rank's own if `key` was shown; "" if it is, or nothing such is open."""
+        """Return why `key` is not that of the rank in a HELLO; "" if it is, or if the transfer is not open."""
         transfer = (PushId if name.kind == "push" else PullId)(name.cluster, name.inc, name.seq)
         with self._lock:
             keys = self._open.get(transfer)

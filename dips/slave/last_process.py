@@ -1,9 +1,9 @@
-"""Which process held a slave's directory last, as the next one there may prove to the master.
+"""The last process that held a slave's directory, as proof to the master that the next one there may replace it.
 
-The master takes another process of a slave that was heard just now for a rival. One that holds the directory knows
-that the process before it has ended, and its nonce, which no other peer is told, proves that it holds it: so a slave
-that is started again at once need not wait. A copy of the directory proves nothing, its lock is another file. Not
-fsynced: after a reboot the old process has been silent for long enough.
+The master takes another process of a slave that was heard just now for a rival. A process that holds the directory's
+lock knows that the former one has ended, and proves that it holds the directory by the former nonce, which no other
+peer knows: so a slave that is restarted at once need not wait. A copy of the directory proves nothing, since its lock
+is another file. Not fsynced: after a reboot the old process has been silent for long enough.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 from dips.telemetry.logs import Log
 
 FILE = "process.json"
-NONCE_CHARS = 64  # at most; ours have 32
+NONCE_CHARS = 64  # most characters; ours have 32
 
 
 class LastProcess:
-    """The file of one directory; whoever holds the directory's lock owns it."""
+    """The file of one directory, owned by the holder of the directory's lock."""
 
     def __init__(self, directory: Path, lock: Path, log: Log) -> None:
         self._path, self._lock, self._log = directory / FILE, lock, log
         self._kept = ""
 
     def read_nonce(self) -> str:
-        """Of the last process here that the master gave an incarnation; empty if none is known."""
+        """Return the nonce of the last process here that the master gave an incarnation; empty if unknown."""
         try:
             found = json.loads(self._path.read_text())
             nonce, inode = found["nonce"], found["lock_inode"]
@@ -38,7 +38,7 @@ class LastProcess:
             return ""
 
     def keep_nonce(self, nonce: str) -> None:
-        """This process has an incarnation now; a disk that is full costs its successor two heartbeats."""
+        """Keep this process's nonce, once it has an incarnation; on a full disk its successor waits two heartbeats."""
         if nonce == self._kept:
             return
         self._kept = nonce

@@ -1,6 +1,6 @@
-"""The metrics that a slave exports of itself: dips_shard_…; the master exports dips_slave_… from all heartbeats.
+"""The metrics that a slave exports about itself, dips_shard_…; the master exports dips_slave_… from all heartbeats.
 
-Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals: all
+Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals, all
 bounded by the run or by a table.
 """
 
@@ -38,7 +38,7 @@ TABLES: tuple[Table, ...] = (
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn what app.py reads (see the keys below) into metric families."""
+    """Convert the values that app.py reads (see the keys below) into metric families."""
     yield from make_families(SELF, [((), status)], ())
     links = [
         ((name, direction), {"nbytes": nbytes})
@@ -53,7 +53,7 @@ def collect(status: Status) -> Iterator[Metric]:
 
 
 def count_snapshots(directory: Path) -> dict[str, int]:
-    """Count the snapshots in a slave's directory and their bytes; what is removed meanwhile is passed over."""
+    """Count the snapshots in a slave's directory and their bytes; those removed meanwhile are ignored."""
     versions, nbytes = 0, 0
     for path in directory.glob("v*@r*"):
         versions += 1
@@ -62,6 +62,6 @@ def count_snapshots(directory: Path) -> dict[str, int]:
 
 
 def _file_sizes(files: Iterable[Path]) -> Iterator[int]:
-    with suppress(FileNotFoundError):  # retired while we look
+    with suppress(FileNotFoundError):  # retired meanwhile
         for file in files:
             yield file.stat().st_size

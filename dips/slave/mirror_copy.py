@@ -1,8 +1,7 @@
-"""One snapshot from a slave's disk into its mirror, and back: `<mirror>/<run>/<slave>/v12@r17/`.
+"""Copies one snapshot from a slave's disk into its mirror, and back: `<mirror>/<run>/<slave>/v12@r17/`.
 
-The bytes are compared with the digests of the snapshot's manifest while they pass, in both directions, so rot on one
-side is not carried to the other. The manifest is written last: a folder without one is a copy that was not finished,
-and is not believed.
+In both directions the bytes are compared with the digests in the snapshot's manifest while they are copied, so damaged
+bytes are not carried over. The manifest is written last: a folder without one is an unfinished copy and is not used.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from dips.telemetry.logs import Log
 
 MOST_MANIFEST_BYTES = 64 << 20
 
-Moved = Callable[[int], None]  # is told the bytes that have passed, piece by piece
+Moved = Callable[[int], None]  # called with the number of bytes of each piece copied
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorListing:
-    """What lies in a slave's mirror, ascending by round."""
+    """The versions in a slave's mirror, ascending by round."""
 
     whole: tuple[VersionId, ...] = ()
     outdated: tuple[
         VersionId, ...
-    ] = ()  # of other layers, from before a rebalance, or rotten: to be replaced or deleted
-    reason: str = ""  # why the newest of these, or of what is not whole, was passed over
+    ] = ()  # with other layers, from before a rebalance, or damaged: to be replaced or deleted
+    reason: str = ""  # why the last one that is not in `whole` was ignored
 
 
 def list_copies(
@@ -49,10 +48,10 @@ def list_copies(
     layers: Collection[int] | None = None,
     rotten: Mapping[VersionId, str] | None = None,
 ) -> MirrorListing:
-    """Versions whose copy is whole by its manifest and size; others are passed over, told.
+    """List the versions whose copy is complete by its manifest and size; others are ignored, with a warning in the log.
 
-    layers  that this slave holds, once it knows: a copy of others has a name that says nothing of it
-    rotten  whose bytes were found wrong, and `copy_state` of them then: they are not read again until they change
+    layers  layers that this slave holds, if known: a copy of other layers may have the same name
+    rotten  versions whose bytes were found damaged → their `copy_state` then: not read again until that changes
     """
     whole, outdated, reason = list[VersionId](), list[VersionId](), ""
     for version in _list_versions(store):
@@ -77,7 +76,7 @@ def list_copies(
 
 
 def copy_state(store: MirrorStore, version: VersionId) -> str:
-    """Another one if the copy's model file is another one, or has changed."""
+    """Return a string that differs if the copy's model file was replaced or changed."""
     return store.file_state(f"{version}/{MODEL_FILE}")
 
 
@@ -86,15 +85,16 @@ def _list_versions(store: MirrorStore) -> list[VersionId]:
     for name in store.list_names():
         try:
             found.append(VersionId.parse(name))
-        except ValueError:  # not ours
+        except ValueError:  # not a version's folder
             continue
     return sorted(found, key=lambda v: v.round)
 
 
 def copy_out(store: MirrorStore, directory: Path, version: VersionId, moved: Moved) -> None:
-    """Copy a snapshot; raise CorruptSnapshot if its bytes are not its digests', FailedMirror for everything else.
+    """Copy a snapshot; raise CorruptSnapshot if its bytes do not have their digests, FailedMirror for all other
+    failures.
 
-    A snapshot that is deleted meanwhile is copied to its end: its file is open.
+    A snapshot that is deleted meanwhile is copied to its end, since its file is open.
     """
     path, folder = directory / str(version), str(version)
     try:
@@ -114,9 +114,9 @@ def copy_out(store: MirrorStore, directory: Path, version: VersionId, moved: Mov
 
 
 def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, version: VersionId, moved: Moved) -> None:
-    """Restore a snapshot into a slave's directory, durable on return.
+    """Restore a snapshot into a slave's directory; it is durable on return.
 
-    Raise CorruptSnapshot if the copy is not whole, FailedMirror if the mirror fails, OSError if this disk does.
+    Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
     """
     text, manifest = _read_manifest(store, run, slave, version)
     partial, name = directory / f"{ASIDE}{version}", f"{version}/{MODEL_FILE}"
@@ -158,7 +158,7 @@ def _read_manifest(store: MirrorStore, run: str, slave: str, version: VersionId)
 
 
 def _pass_verified(source: IO[bytes], target: IO[bytes], manifest: SnapshotManifest, where: str, moved: Moved) -> None:
-    """Copy a model file: its header, then θ and m of each layer, each of which must have its digest."""
+    """Copy a model file: its header, then θ and m of each layer, and verify the digest of each."""
     length = source.read(8)
     header = int.from_bytes(length, "little")
     numel = sum(record.layer.numel for record in manifest.layers)
@@ -178,7 +178,7 @@ def _pass_verified(source: IO[bytes], target: IO[bytes], manifest: SnapshotManif
 
 
 def _pass(source: IO[bytes], target: IO[bytes], nbytes: int, where: str, moved: Moved) -> str:
-    """Copy so many bytes; return their digest."""
+    """Copy `nbytes` bytes; return their digest."""
     digest = xxhash.xxh3_128()
     while nbytes:
         piece = source.read(min(nbytes, PIECE_BYTES))

@@ -1,7 +1,8 @@
-"""What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
+"""Actions of the data flow, returned by its pure halves (receiver.py, sender.py) and carried out by flow.py.
 
-Orders to the lanes (Say, Wake), what they count (FrameRefused) and events for the shard (`FlowEvent`), as values, so
-that both halves can be tested without a socket, and so that nothing is called while a lock is held.
+Messages and wake-ups for the lanes (Say, Wake), refusals to count (FrameRefused) and events for the shard
+(`FlowEvent`), as values, so that both halves can be tested without a socket, and so that nothing is called while a lock
+is held.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """The lane can ask for more now."""
+    """Wake a lane that can ask for more now."""
 
     lane: int
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
+    """All ranges of the push are in its buffers and verified; they are no longer written."""
 
     push: PushId
     nbytes: int
@@ -42,7 +43,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class PushOver:
-    """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes into its buffers now."""
+    """The push cannot be completed (ranges overlap or leave gaps, it stalled); its buffers are no longer written."""
 
     push: PushId
     reason: str
@@ -50,14 +51,16 @@ class PushOver:
 
 @dataclass(frozen=True, slots=True)
 class FrameRefused:
-    """Count a frame whose sender meant it so: its push is over, nothing is asked again."""
+    """Count a frame that was refused although it arrived as it was sent: its push is over, and it is not asked for
+    again.
+    """
 
     reason: str  # of REASONS
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
+    """The pull's source is no longer read, neither for a rank nor by libzmq. Returned once for each opened pull."""
 
     pull: PullId
     reason: str
@@ -65,42 +68,42 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class SourceMoved:
-    """Nobody reads what the pull's source was before its `move_pull`. Not said after Released."""
+    """The former source of a pull is no longer read after `move_pull`. Not returned after Released."""
 
     pull: PullId
 
 
-FlowEvent = Staged | PushOver | Released | SourceMoved  # what the shard is told (`ports.Flow`)
+FlowEvent = Staged | PushOver | Released | SourceMoved  # events for the shard (`ports.Flow`)
 Move = Say | Wake | FrameRefused | FlowEvent
 
 
 def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
-    """Refuse a HELLO."""
+    """Return the message that refuses a HELLO."""
     return Say(lane, peer, Kind.ERROR, stream, streams.encode_error(code, text))
 
 
 class Tombstones:
-    """For each cluster the highest (incarnation, seq) that is over: what tells "not any more" from "not yet"."""
+    """The highest closed (incarnation, seq) of each cluster, which tells a closed transfer from one not open yet."""
 
     def __init__(self) -> None:
         self._highest: dict[str, tuple[int, int]] = {}
 
     def close(self, transfer: PushId | PullId) -> None:
-        """Have this transfer of its cluster, and all before it, be over."""
+        """Close this transfer of its cluster, and all before it."""
         self._highest[transfer.cluster] = max(self._highest_of(transfer.cluster), (transfer.inc, transfer.seq))
 
     def is_closed(self, transfer: PushId | PullId) -> bool:
-        """Whether it is over, be it that it never came."""
+        """Whether the transfer is over, even if it was never open here."""
         return (transfer.inc, transfer.seq) <= self._highest_of(transfer.cluster)
 
     def refuse_closed(self, transfer: PushId | PullId) -> None:
-        """Raise StalePush if it is over."""
+        """Raise StalePush if the transfer is over."""
         if self.is_closed(transfer):
             inc, seq = self._highest_of(transfer.cluster)
             raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
 
     def explain_not_open(self, name: StreamName) -> tuple[str, str]:
-        """Code and message for the HELLO of a push or pull that is not open."""
+        """Return (code, message) for the HELLO of a push or pull that is not open."""
         text = f"{name.kind} {name.cluster}/{name.inc} {name.seq} at slave {name.slave}"
         if self.is_closed(PushId(name.cluster, name.inc, name.seq)):
             return "stale_push", f"{text} is over"

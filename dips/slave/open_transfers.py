@@ -1,9 +1,9 @@
-"""The pushes and pulls that are open on a slave: who holds a slot, what is staged, who reads, what is over for good.
+"""The open pushes and pulls of a slave: slots, staged pushes, readers, and tombstones of closed transfers.
 
-What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
-(one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only with the flow's Released, and a bank that a slow reader leaves for a file is free only with its
-SourceMoved. It does not know rounds.
+What must stay true: no slot without a live push, no pin without a live pull; a closed transfer is never opened again
+(one tombstone for each cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into
+it, a pin ends only with the flow's Released, and the bank of a slow reader that is moved to a file is free only after
+its SourceMoved. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged,
 from dips.slave.ports import Arrays, Disk, Flow
 
 NO_KEYS = RankKeys(())
-Report = Staged | PushOver  # what the master is told of
+Report = Staged | PushOver  # reports for the master
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
 
 
 @dataclass(slots=True)
 class Receiving:
-    """An open push: its bytes come in, or lie here until they are folded."""
+    """An open push, which is moving or waits here until it is folded."""
 
     opened: Opened
     codec: Codec
-    base: VersionId | None  # what the slot held at first, if differences are added to it
+    base: VersionId | None  # initial contents of the slot, if differences are added to it
     nbytes: int | None = None  # None while it moves, its bytes once it is staged
-    measured: int | None = None  # the round in which it was measured against the version that is served
+    measured: int | None = None  # the round in which it was measured against the served version
 
 
 @dataclass(slots=True)
@@ -50,19 +50,20 @@ class OpenTransfers:
     pulls: dict[PullId, Opened] = field(default_factory=dict)
     closed_pushes: Tombstones = field(default_factory=Tombstones)
     closed_pulls: Tombstones = field(default_factory=Tombstones)
-    reports: list[Report] = field(default_factory=list)  # that the master was not sent yet
+    reports: list[Report] = field(default_factory=list)  # reports that were not yet sent to the master
 
     def staged_pushes(self) -> tuple[PushId, ...]:
-        """Return the pushes that are full and not measured: every heartbeat names them."""
+        """Return the pushes that are staged and not measured: every heartbeat names them."""
         return tuple(p for p, r in self.pushes.items() if r.nbytes is not None and r.measured is None)
 
     # ---- pushes --------------------------------------------------------------------------------
 
     def open_push(self, order: OpenPush, opened: Opened) -> None:
-        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is reported again.
+        """Reserve a slot and let it fill; an open push stays as it is, and is reported again if it is staged.
 
-        A lossy push's slot begins as θ of its base: no pin is needed, so no head that flips meanwhile waits for it.
-        Raise StalePush if it is open with another codec or base: a new master did not know what the old one granted.
+        A lossy push's slot is initialised with θ of its base, so the base needs no pin, and a flip meanwhile need not
+        wait. Raise StalePush if the push is open with another codec or base: a new master does not know what the old
+        one granted.
         """
         push = order.push
         if push in self.pushes:
@@ -86,13 +87,15 @@ class OpenTransfers:
         self.pushes[push] = Receiving(opened, order.codec, order.base)
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
-        """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
+        """Change the order of asking while the push moves; ignored for a push that is staged or not open."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
             self.flow.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
-        """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
+        """Free the slot and set the tombstone, also for a push that was never open: its OpenPush may still be on its
+        way.
+        """
         self.closed_pushes.close(push)
         if push in self.pushes:
             self.flow.drop_push(push)
@@ -105,7 +108,7 @@ class OpenTransfers:
             self.drop_push(other)
 
     def forget_push(self, push: PushId) -> None:
-        """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
+        """Forget a push that was folded, or half folded: its slot is free or acc, and it cannot be opened again."""
         self.closed_pushes.close(push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
@@ -121,7 +124,7 @@ class OpenTransfers:
         return known
 
     def forget_measures(self) -> None:
-        """The θ that was measured against is being left, or its round is over."""
+        """Forget which pushes were measured, when θ is about to change or the round is over."""
         for known in self.pushes.values():
             known.measured = None
 
@@ -145,7 +148,7 @@ class OpenTransfers:
         self.pulls[pull] = opened
 
     def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
-        """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
+        """Pin a version in memory, or an older one in its snapshot file, so that a late reader needs no bank."""
         memory = self.versions.served_version
         try:
             return self.versions.held.pin_version(pull, version)
@@ -159,7 +162,7 @@ class OpenTransfers:
     def move_old_readers(self) -> None:
         """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.
 
-        One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
+        A version whose snapshot is deleted, or was never written (v0@r0), keeps its bank as long as it has readers.
         """
         excess = self.versions.held.excess_versions
         for version in self.versions.held.older_versions if excess else ():
@@ -171,9 +174,10 @@ class OpenTransfers:
                 self.flow.move_pull(pull, source)
 
     def open_pulls(self, order: Commit, opened: Opened) -> None:
-        """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated.
+        """Open the pulls of a Commit; those that are open or closed already are skipped, since a Commit may be
+        repeated.
 
-        Raise RemoteProtocolError if it has keys for other pulls than it names.
+        Raise RemoteProtocolError if it has keys for another number of pulls than it names.
         """
         if order.keys and len(order.keys) != len(order.pulls):
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
@@ -183,7 +187,7 @@ class OpenTransfers:
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve it no further and set the tombstone; the pin ends with the flow's Released."""
+        """Stop serving a pull and set the tombstone; the pin ends with the flow's Released."""
         self.closed_pulls.close(pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
@@ -191,7 +195,7 @@ class OpenTransfers:
     # ---- both --------------------------------------------------------------------------------
 
     def on_flow_event(self, event: FlowEvent) -> None:
-        """What the data flow says of a transfer; of a push that was dropped meanwhile it changes nothing."""
+        """Record an event of the data flow; one for a push that was dropped meanwhile changes nothing."""
         match event:
             case Staged(push, nbytes):
                 known = self.pushes.get(push)
@@ -209,7 +213,7 @@ class OpenTransfers:
                 self.versions.held.on_reader_moved(pull)
 
     def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
-        """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
+        """Drop transfers that are not live and were opened by an order that the list knows; return their names."""
         live = {*live_pushes, *live_pulls}
         pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live]
         pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live]
@@ -220,7 +224,7 @@ class OpenTransfers:
         return [*map(str, pushes), *map(str, pulls)]
 
     def drop_all(self) -> None:
-        """Drop every push and close every pull: another version, or another incarnation, begins here."""
+        """Drop every push and close every pull, before another version or another incarnation."""
         for push in list(self.pushes):
             self.drop_push(push)
         for pull in list(self.pulls):

@@ -1,4 +1,4 @@
-"""One open pull as its sender knows it: which bytes it is served from, over which streams, and what is in flight.
+"""The sender's state of one open pull: the bytes that it is served from, its streams, and chunks in flight.
 
 Pure bookkeeping under the sender's lock.
 """
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Tracker(Protocol):
-    """What libzmq says of a body that was sent without a copy."""
+    """Whether libzmq still reads a body that it sends without a copy."""
 
     @property
     def done(self) -> bool: ...
@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PullSource:
-    """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
+    """The bytes that a pull is served from, and the number of their chunks not yet released by libzmq."""
 
     views: dict[int, Bytes]
     in_flight: int = 0
@@ -41,29 +41,31 @@ class PullSource:
 
 @dataclass(eq=False, slots=True)
 class OutStream:
-    """One rank's stream on one lane, in its present epoch."""
+    """The stream of one rank on one lane, in its present epoch."""
 
     pull: OutgoingPull
     lane: int
     peer: bytes
     epoch: int
     stream: int
-    named: int  # bytes of the ranges that its HELLO named
-    parked: deque[Range] = field(default_factory=deque)  # asked, and waiting for libzmq to let go of what was sent
-    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may read it still
-    queued: int = 0  # bytes asked, not parked and not handed to libzmq
-    jobs: int = 0  # chunks asked, not parked and not handed to libzmq
+    named: int  # bytes of the ranges in its HELLO
+    parked: deque[Range] = field(default_factory=deque)  # asked for, and waiting until libzmq releases what was sent
+    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may still read these
+    queued: int = 0  # bytes asked for, not parked and not handed to libzmq
+    jobs: int = 0  # chunks asked for, not parked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
-    updates: tuple[Update, ...] = ()  # what each of its chunks brings; none: parameters
-    ranges: type[Range] = Range  # of its chunks, counted in what really travels
+    updates: tuple[Update, ...] = ()  # contents of each of its chunks; none: parameters
+    ranges: type[Range] = Range  # class of its chunks, whose `nbytes` are the bytes as encoded
 
     def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
-        """Chunks and bytes that are asked, with `more`, and have not left: the rank knows each of them as in flight."""
+        """Return (chunks, bytes) that are asked for, with `more`, and not sent: the rank counts each of them as in
+        flight.
+        """
         waiting = [chunk.nbytes for chunk in chain(self.parked, more)]
         return self.jobs + len(waiting), self.queued + sum(waiting)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether libzmq may be given `nbytes` more: twice the credit, since it lets go of what has arrived late."""
+        """Whether libzmq may be given `nbytes` more: twice the credit, since it releases late what has arrived."""
         if self.jobs + len(self.held) >= 2 * MOST_CHUNKS:
             return False
         return self.queued + sum(n for _, n, _ in self.held) + nbytes <= 2 * MOST_BYTES
@@ -85,16 +87,16 @@ class OutgoingPull:
     pull: PullId
     version: VersionId
     source: PullSource
-    moved_at: float  # when a rank last asked, or libzmq let go of a chunk
+    moved_at: float  # when a rank last asked, or libzmq released a chunk
     rate: Rate
-    closed: str = ""  # the reason, once nothing more is served
+    closed: str = ""  # the reason, once it is no longer served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
-    out: int = 0  # bytes that left libzmq
+    out: int = 0  # bytes that libzmq has sent
     chain: tuple[Update, ...] = ()  # the updates that led to the version, pinned as long as it is
-    former: list[PullSource] = field(default_factory=list)  # sources before the present one, while chunks are in flight
+    former: list[PullSource] = field(default_factory=list)  # earlier sources that still have chunks in flight
 
     def find_updates(self, held: str) -> tuple[Update, ...]:
-        """What makes the version of the one that a rank holds; () if that is not to be had."""
+        """Return the updates from the version that a rank holds to the pull's; () if they are not available."""
         begins = [str(update.parent) for update in self.chain]
         return self.chain[begins.index(held) :] if held in begins else ()
 
@@ -104,11 +106,11 @@ class OutgoingPull:
 
     @property
     def owed(self) -> bool:
-        """Chunks were sent that a rank does not take off our hands; what we have yet to send is our own affair."""
+        """Whether chunks were sent that a rank does not take; chunks not yet sent are not the rank's fault."""
         return not self.closed and any(s.held for s in self.streams)
 
     def refuse_hello(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None; `latest` is the rank's newest stream."""
+        """Return (code, message) if this HELLO may not join, else None; `latest` is the rank's newest stream."""
         if self.closed:
             return "stale_push", f"pull {self.pull} is over: {self.closed}"
         if name.version != str(self.version):
@@ -121,7 +123,7 @@ class OutgoingPull:
 
 
 def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) -> bytes:
-    """A chunk's body: of one update after the other the steps of the blocks that it touches, and its elements."""
+    """Return the body of a chunk: for each update the step sizes of the blocks that it touches, then its codes."""
     begin, end = layout.place_range(chunk)
     blocks, parts = layout.place_blocks(chunk), list[memoryview]()
     for update in updates:

@@ -1,7 +1,7 @@
-"""A lane's answers to PROBEs, by which `dips-client check` measures the way to a slave before it joins.
+"""A lane's answers to PROBEs, with which `dips-client check` measures the path to a slave before it joins.
 
-A probe touches no push, pull or version. Answers share one buffer, and few of them leave at a time, so that probes cost
-a known amount of memory and take turns with transfers; who asks for more is refused. One lane's thread owns it.
+A probe touches no push, pull or version. All answers share one buffer, and few are sent at a time, so that probes use a
+known amount of memory and alternate with transfers; further ones are refused. Owned by one lane's thread.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Header, Kind, pack_header
 if TYPE_CHECKING:
     import zmq
 
-MOST_ANSWERS = 32  # of one lane, not yet handed to the network: 32 MiB on their way at most
+MOST_ANSWERS = 32  # of one lane, not yet handed to the network: at most 32 MiB in flight
 
-_PADDING = memoryview(os.urandom(MESSAGE_LIMIT))  # links that compress must not flatter themselves
+_PADDING = memoryview(os.urandom(MESSAGE_LIMIT))  # random, so that links that compress do not look faster
 
 
 class Probes:
-    """Answers for one lane; also what the lane tells of their fate (`lane.Sent`)."""
+    """Makes a lane's answers to probes and counts those that are not sent yet (`lane.Sent`)."""
 
     def __init__(self, run: int) -> None:
         self._run = run
@@ -29,12 +29,12 @@ class Probes:
         self._leaving: list[zmq.MessageTracker] = []
 
     def make_answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
-        """Make the answer of `nbytes` bytes; raise BadFrame if too many are on their way."""
+        """Return the answer of `nbytes` bytes; raise BadFrame if too many are being sent."""
         self._leaving = [tracker for tracker in self._leaving if not tracker.done]
         if self._posted + len(self._leaving) >= MOST_ANSWERS:
             raise BadFrame("credit", f"more than {MOST_ANSWERS} probes are being answered")
         self._posted += 1
-        # No checksum of the body: its bytes mean nothing, and what is measured is the way.
+        # No checksum of the body: its bytes have no meaning, only the path is measured.
         return Outgoing(
             peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
         )

@@ -1,8 +1,9 @@
 """Copies layers between the slaves' directories for `dips rebalance`, while no slave runs.
 
-A snapshot is made whole: its layers are read where they lie now, verified, written, fsynced and staged beside what is
-there (staged_snapshots.py), then read back. Nothing of before is touched until the ledger says so. Takes the memory of
-one layer's θ. It does not know the ledger: the caller says what lies where, and when it is the slave's.
+A complete snapshot is made: its layers are read from their present places, verified, written, fsynced and staged beside
+existing snapshots (staged_snapshots.py), then read back. Existing snapshots are not changed before the ledger has the
+row. Uses the memory of one layer's θ. It does not know the ledger: the caller names the sources, and when a snapshot
+becomes the slave's.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from dips.slave.snapshots import LISTING_BYTES
 from dips.slave.staged_snapshots import STAGED, delete_snapshot, promote_snapshot, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 
-Report = Callable[[int], None]  # is told bytes as they are done
-Digests = Mapping[tuple[int, str], str]  # by (round, slave), of the manifests, as the ledger has them
+Report = Callable[[int], None]  # called with the number of bytes that are done
+Digests = Mapping[tuple[int, str], str]  # (round, slave) → digest of the manifest, from the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCopy:
-    """A snapshot to be made for a slave: of which layers, and where each lies."""
+    """A snapshot to be made for a slave, with its layers and their sources."""
 
     run: str
     slave: str
@@ -52,12 +53,12 @@ class SnapshotCopy:
 
     @property
     def nbytes(self) -> int:
-        """θ and m."""
+        """Bytes of θ and m."""
         return 2 * sum(self.model.layers[layer].nbytes for layer in self.sources)
 
 
 def manifest_digest(path: Path) -> str:
-    """What the ledger keeps of a snapshot; raise CorruptSnapshot if it is not whole."""
+    """Return the digest that the ledger keeps of a snapshot; raise CorruptSnapshot if it is not complete."""
     read_manifest(path)
     return xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
 
@@ -65,9 +66,10 @@ def manifest_digest(path: Path) -> str:
 def find_placed(
     directories: Sequence[Path], run: str, slave: str, layers: Sequence[int], digests: Digests
 ) -> dict[VersionId, Path]:
-    """Name the snapshots of a slave that are whole and hold just `layers`, in any of the directories that it may have.
+    """Return the complete snapshots of a slave that hold just `layers`, from all directories that it may have.
 
-    Raise ConfigError if no directory is there, or one is of another run. Bytes are not read: who copies them does.
+    Raise ConfigError if no directory is there, or one is of another run. Bytes are not verified here; copying does
+    that.
     """
     here = [directory for directory in directories if directory.is_dir()]
     if not here:
@@ -94,9 +96,9 @@ def finish_staged(
     on_damaged: Callable[[CorruptSnapshot], None],
     discard: Callable[[Path], None] = delete_snapshot,
 ) -> tuple[list[VersionId], list[VersionId]]:
-    """Put into its place what was staged here and has a row; return what, and what is staged and has none.
+    """Promote the staged snapshots that have a row; return (promoted, staged without a row).
 
-    A damaged one is told, and left for a person.
+    A damaged one is passed to `on_damaged` and left for a person.
     """
     finished, without_row = list[VersionId](), list[VersionId]()
     for version in staged_versions(directory):
@@ -114,7 +116,9 @@ def finish_staged(
 
 
 def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
-    """Take the room for all that is not staged yet, before any of it is written; OSError if a disk is full."""
+    """Reserve disk space for all copies that are not staged yet, before any is written; raise OSError if a disk is
+    full.
+    """
     for copy in copies:
         if not is_staged(copy):
             aside = _aside(copy)
@@ -124,7 +128,7 @@ def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
 
 
 def is_staged(copy: SnapshotCopy) -> bool:
-    """Whether an earlier try has finished with this one: then it is the same to the byte."""
+    """Whether an earlier try has staged this snapshot, which is then the same to the byte."""
     try:
         manifest = read_manifest(staged_path(copy.directory, copy.version))
     except CorruptSnapshot:
@@ -137,7 +141,7 @@ def is_staged(copy: SnapshotCopy) -> bool:
 
 
 def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
-    """Make a snapshot, verifying what it is made of, and stage it; return the digest of its manifest.
+    """Make a snapshot, verifying its sources, and stage it; return the digest of its manifest.
 
     Raise CorruptSnapshot naming what is damaged, OSError if the disk fails.
     """
@@ -153,7 +157,7 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
 
 
 def check_staged(copy: SnapshotCopy, report: Report) -> None:
-    """Read a staged snapshot back, and compare every layer with where it came from, by their digests."""
+    """Read a staged snapshot back, and compare the digests of every layer with those of its source."""
     path, sources = staged_path(copy.directory, copy.version), _source_records(copy)
     manifest = read_manifest(path)
     for record in manifest.layers:
@@ -167,15 +171,15 @@ def check_staged(copy: SnapshotCopy, report: Report) -> None:
 
 
 def unstage_snapshot(copy: SnapshotCopy) -> None:
-    """Give back what a try that failed has taken."""
+    """Delete everything that a failed try has written."""
     for path in (_aside(copy), staged_path(copy.directory, copy.version)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_directory(directory: Path, run: str, present: VersionId | None, discard: Callable[[Path], None]) -> None:
-    """Discard the snapshots of this run that are not `present`'s, and delete what rebalances have left unfinished.
+    """Discard the snapshots of this run of versions other than `present`, and delete unfinished and staged ones.
 
-    What is damaged or of another run is left for a person.
+    Damaged snapshots and those of another run are left for a person.
     """
     for path in sorted(directory.glob("v*@r*")):
         version = version_of(path)
@@ -190,7 +194,7 @@ def _aside(copy: SnapshotCopy) -> Path:
 
 
 def _read_layers(copy: SnapshotCopy, report: Report) -> Iterator[F32]:
-    """θ and m of each layer, verified, in one buffer that is filled anew each time."""
+    """Iterate over θ and m of each layer, verified, in one buffer that is refilled each time."""
     records = _source_records(copy)
     buffer = np.empty(max(record.layer.numel for record in records.values()), np.float32)
     for layer, path in copy.sources.items():
@@ -204,7 +208,7 @@ def _read_layers(copy: SnapshotCopy, report: Report) -> Iterator[F32]:
 
 
 def _source_records(copy: SnapshotCopy) -> dict[int, LayerRecord]:
-    """What the snapshots that are copied from say of the layers."""
+    """Return the records of the layers from the manifests of all sources."""
     manifests = [read_manifest(path) for path in dict.fromkeys(copy.sources.values())]
     return {r.index: r for manifest in manifests for r in manifest.layers if r.index in copy.sources}
 

@@ -1,9 +1,10 @@
-"""Writes a version into the slaves' directories from a model's file: what `dips recover` does to lost disks.
+"""Writes a version into the slaves' directories from a model's file: the part of `dips recover` that replaces lost
+disks.
 
-θ of every layer comes from the file, so that the model is the one that somebody saved, and no mixture of two moments.
-Momentum comes from each slave's newest whole snapshot, on its disk or in its mirror; where neither has one it is 0,
-which is what torch's SGD begins with. The directories are held against their slaves meanwhile, and all is staged before
-any of it counts (staged_snapshots.py).
+θ of every layer comes from the file, so that the model is one that was saved, not a mixture of two moments. Momentum
+comes from each slave's newest complete snapshot, on its disk or in its mirror; where neither has one it is 0, the
+initial value in torch's SGD. The directories are locked meanwhile, and everything is staged before any of it counts
+(staged_snapshots.py).
 """
 
 from __future__ import annotations
@@ -36,26 +37,27 @@ from dips.telemetry.logs import Log
 
 @dataclass(frozen=True, slots=True)
 class SlaveFinding:
-    """What one slave still has."""
+    """The remaining data of one slave."""
 
     slave: str
     layers: tuple[int, ...]
-    momentum_of: VersionId | None  # its newest whole snapshot; None: momentum is lost
-    lacking: str = ""  # why its mirror gave nothing back, if it has one and gave nothing
+    momentum_of: VersionId | None  # its newest complete snapshot; None: momentum is lost
+    lacking: str = ""  # why its mirror restored nothing; "" if it did, or there is none
 
 
 class Rebuild:
-    """All slaves' directories, held until `close`."""
+    """The directories of all slaves, locked until `close`."""
 
     def __init__(self, config: RunFile, row: RunRow, digests: Digests, model: Path, log: Log) -> None:
-        """Finish what an earlier try has staged, if `digests`, the ledger's, know it; remove what they do not.
+        """Lock the directories; promote snapshots staged by an earlier try whose row is in `digests`, delete other
+        staged ones.
 
         Raise ConfigError if a slave runs, or the file does not hold this run's model.
         """
         self._manifest, self._row, self._model, self._log = Manifest.from_json(row.manifest), row, model, log
         self._stack, self._disks = ExitStack(), dict[str, Snapshots]()
         self._sections = {name: config.slave_section(name) for name, _ in row.placement}
-        self.finished: set[VersionId] = set()  # by this try, of an earlier one
+        self.finished: set[VersionId] = set()  # versions that this try promoted for an earlier one
         try:
             self._check_model()
             for name, section in self._sections.items():
@@ -72,11 +74,11 @@ class Rebuild:
             raise
 
     def close(self) -> None:
-        """Let the slaves have their directories again."""
+        """Unlock the directories."""
         self._stack.close()
 
     def look_at_disks(self) -> list[SlaveFinding]:
-        """Read every directory through, bring back what is newer in its mirror, and say whose momentum is left."""
+        """Read every directory, restore what is newer in its mirror, and return which slaves still have momentum."""
         found = []
         for name, layers in self._row.placement:
             lacking = self._bring_back(name, layers)
@@ -91,8 +93,8 @@ class Rebuild:
     ) -> tuple[tuple[str, str], ...]:
         """Stage the version's snapshots; return (slave, digest of its manifest) for the ledger's row.
 
-        The version's round must be reserved in the ledger, if there is one: then no slave that starts without the row
-        is a witness of a newer ledger. Raise FailedDisk; then nothing is staged.
+        The version's round must be reserved in the ledger, if there is one, so that a slave that starts without the row
+        is not taken as proof of a newer ledger. Raise FailedDisk; then nothing is staged.
         """
         try:
             for one in found:
@@ -107,7 +109,7 @@ class Rebuild:
             raise
 
     def place_version(self, version: VersionId) -> None:
-        """Its row is durable: give the staged snapshots their names."""
+        """Promote the staged snapshots of a version whose row is durable."""
         for section in self._sections.values():
             promote_snapshot(section.directory, version)
 
@@ -118,7 +120,7 @@ class Rebuild:
         self._log.warning("snapshot_passed_over", reason=str(error))
 
     def _bring_back(self, name: str, layers: tuple[int, ...]) -> str:
-        """What the slave itself would do at its start; return why nothing came, "" if it lacks nothing."""
+        """Restore from the slave's mirror as at its start; return why nothing was restored, "" if all is there."""
         section = self._sections[name]
         if section.mirror is None:
             return ""
@@ -136,12 +138,12 @@ class Rebuild:
         return SnapshotMirror(store, directory, run, name, self._log, time.monotonic)
 
     def _holds_layers(self, name: str, version: VersionId, layers: Sequence[int]) -> bool:
-        """Another ledger may have placed other layers on this slave."""
+        """Whether a snapshot holds these layers; another ledger may have placed others on this slave."""
         records = read_manifest(self._sections[name].directory / str(version)).layers
         return {record.index: record.layer for record in records} == {i: self._manifest.layers[i] for i in layers}
 
     def _reserve_room(self, version: VersionId, found: SlaveFinding, sinc: int) -> None:
-        """A full disk is found before any is written."""
+        """Reserve disk space for one slave, so that a full disk is found before anything is written."""
         disk = self._disks[found.slave]
         disk.bind_layers(self._manifest, found.layers, [self._row.genesis[layer] for layer in found.layers], sinc)
         disk.reserve_room(version, 2 * sum(self._manifest.layers[layer].nbytes for layer in found.layers))
@@ -157,7 +159,7 @@ class Rebuild:
         return disk.stage_snapshot(version, theta, momentum)
 
     def _check_model(self) -> None:
-        """Every parameter is there, in fp32 and finite: found before anything is written."""
+        """Check, before anything is written, that the file has every parameter, in fp32 and finite."""
         try:
             for layer, array in self._read_model(range(len(self._manifest.layers))):
                 if not np.isfinite(array).all():

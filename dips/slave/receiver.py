@@ -1,9 +1,10 @@
-"""Pushes coming in: who brings what, whether it is all of it and only once, what to ask next, what is here.
+"""The receiver of pushes: checks that ranks cover each layer exactly once, plans which chunks to ask for, and places
+them.
 
 All ranks say HELLO first; together they must cover each of the slave's layers exactly once. Then each is asked, in
-turn, for what is missing. When the last chunk is in its place the push is frozen: nothing is written any more.
-No socket, no clock: peers are bytes, `now` is an argument, what is to be done is returned (moves.py). Lanes and their
-stages share it; the lock guards bookkeeping only and is held over no checksum and no copy of parameters.
+turn, for its missing chunks. When the last chunk is in its place the push is frozen and its buffers are no longer
+written. No socket, no clock: peers are bytes, `now` is an argument, actions are returned (moves.py). Lanes and their
+stages share it; the lock guards bookkeeping only and is not held during a checksum or a copy of parameters.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from dips.wire.chunks import LayerLayout, Range, encode_ranges
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
-# In HELLOs of all open pushes. The reason is memory that no sum of a slave's counts and that peers choose: 208 bytes a
-# range, so 218 MB. Ranks that each hold a part of each tensor name ranks × tensors / slaves of them: 64 ranks, 50,000
-# tensors and 16 slaves take a fifth; 256 ranks and 8 slaves would need 1.6 M, and their job ends with what to change.
+# In HELLOs of all open pushes. Limits memory that is in no sum of a slave's and that peers choose: 208 bytes a range,
+# so 218 MB. Ranks that each hold a part of each tensor name ranks × tensors / slaves of them: 64 ranks, 50,000 tensors
+# and 16 slaves use a fifth; 256 ranks and 8 slaves would need 1.6 M, and their job ends with advice.
 MOST_RANGES = 1 << 20
-MOST_LINKS = 4096  # clusters whose links are remembered
+MOST_LINKS = 4096  # clusters whose link rates are kept
 
 
 class Receiver:
-    """All pushes of one slave, over all its lanes."""
+    """The receiver of all pushes of one slave, over all its lanes."""
 
     def __init__(self, lanes: int, chunk_bytes: int, pool: Transit, concurrent_streams: int, stall_s: float) -> None:
         self._chunk_bytes = chunk_bytes
@@ -46,13 +47,13 @@ class Receiver:
         self._closed = Tombstones()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._starved: set[int] = set()  # lanes that want more than the pool had
+        self._starved: set[int] = set()  # lanes that could ask for more than the pool had room for
         self._layout: LayerLayout | None = None
         self._links: dict[str, LinkRate] = {}  # by cluster
-        self._ranges = 0  # named by HELLOs of open pushes
+        self._ranges = 0  # number of ranges in HELLOs of open pushes
 
     def set_layers(self, layout: LayerLayout) -> None:
-        """Say which layers this slave holds."""
+        """Set the layers that this slave holds."""
         self._layout = layout
 
     def open_push(
@@ -64,9 +65,9 @@ class Receiver:
         now: float,
         codec: Codec = Codec.FP32,
     ) -> None:
-        """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold.
+        """Accept the HELLOs of a push; idempotent. Chunks of a lossy codec are added to the contents of `buffers`.
 
-        deadline_s  from each rank's HELLO to the next one's; for the first there is none, since ranks may be anywhere
+        deadline_s  from each rank's HELLO to the next one's; there is none for the first, since ranks may be anywhere
                     in an inner step when their push is granted
         """
         layout = self._layout
@@ -80,7 +81,9 @@ class Receiver:
                 self._pushes[push] = IncomingPush(push, line, buffers, codec, total, deadline_s, now, Rate(now))
 
     def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
-        """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
+        """Change the places of a push's ranks; present turns go on. Ignored for an unknown push or another number of
+        ranks.
+        """
         with self._lock:
             push = self._pushes.get(push_id)
             if push is not None and len(push.places) == len(places):
@@ -100,9 +103,9 @@ class Receiver:
         now: float,
         ready: int | None = None,
     ) -> list[Move]:
-        """A rank says what it brings, for the first time or after its connection broke.
+        """Register a rank's stream and its ranges, for the first time or after its connection broke.
 
-        ready       so many of `pieces` may be asked for now; None: all
+        ready       number of `pieces` that may be asked for now; None: all
         Repetition  a HELLO at or below the stream's epoch is refused and changes nothing
         """
         assert self._layout is not None, "set_layers() comes before any HELLO"
@@ -136,7 +139,7 @@ class Receiver:
             return moves
 
     def _refuse_too_many(self, push: IncomingPush, name: StreamName, lane: int, peer: bytes, ranges: int) -> list[Move]:
-        """No waiting makes room for this push: its job ends."""
+        """Refuse a push with more ranges than can ever be kept; its job ends."""
         reason = (
             f"{len(push.streams) + 1} of {len(push.places) * len(self._turns)} streams name {ranges} pieces of "
             f"parameters, expected at most {MOST_RANGES} of all ranks; a smaller max_transfer_ranks, more slaves, or "
@@ -147,7 +150,9 @@ class Receiver:
         return [*moves, error_message(lane, peer, name.stream_id, "too_many", text)]
 
     def _make_room(self, push: IncomingPush, ranges: int) -> list[Move]:
-        """Give up younger pushes that still gather, the youngest first: of two that fit alone, one comes to its end."""
+        """Refuse younger pushes that still gather, the youngest first, so that of two that fit only alone one can
+        complete.
+        """
         moves = list[Move]()
         for other in reversed(self._pushes.values()):
             if other is push or ranges <= MOST_RANGES - self._ranges:
@@ -163,7 +168,7 @@ class Receiver:
     ) -> InStream:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
-            intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are believed
+            intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are verified
             stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer, 0)
             push.streams[name.rank, lane] = stream
             self._ranges += len(pieces)
@@ -176,7 +181,7 @@ class Receiver:
         return stream
 
     def _begin_push(self, push: IncomingPush, now: float) -> list[Move]:
-        """All ranks are here: refuse the push if they do not fit together, else line them up to be asked."""
+        """Begin to ask when all ranks are here; refuse the push if their ranges do not fit together."""
         assert self._layout is not None
         problems = push.find_problems(self._layout)
         if problems:
@@ -200,7 +205,7 @@ class Receiver:
         return moves + self._freeze_if_whole(push)
 
     def on_ready(self, lane: int, peer: bytes, stream_id: int, ready: int) -> list[Move]:
-        """The first `ready` ranges of a stream may be asked for; raise BadFrame if it is unknown or names fewer.
+        """Allow to ask for the first `ready` ranges of a stream; raise BadFrame if it is unknown or has fewer.
 
         Repetition: a number that is not above the last changes nothing.
         """
@@ -215,7 +220,7 @@ class Receiver:
 
     def _raise_ready(self, stream: InStream, ready: int) -> None:
         stream.ready = max(stream.ready, ready)
-        stream.intake.release_pieces(stream.ready)  # before all ranks are here it has none
+        stream.intake.release_pieces(stream.ready)  # it has no chunks before all ranks are here
         if stream.push.phase is PushPhase.MOVING and not stream.intake.idle:
             self._turns[stream.lane].enter_line(stream)
 
@@ -225,7 +230,7 @@ class Receiver:
         return self._links.setdefault(cluster, LinkRate())
 
     def plan_wants(self, lane: int, now: float) -> list[Move]:
-        """The WANTs that this lane may send now."""
+        """Return the WANTs that this lane may send now."""
         with self._lock:
             turns, moves = self._turns[lane], list[Move]()
             if turns.empty:
@@ -239,7 +244,7 @@ class Receiver:
             return moves
 
     def claim_chunk(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
-        """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
+        """Accept a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
         with self._lock:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
@@ -256,9 +261,10 @@ class Receiver:
             return ClaimedChunk(stream, chunk, header, body)
 
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
-        """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong.
+        """Verify a claimed chunk and copy it into its place; if it is wrong, undo the claim and raise BadFrame.
 
-        A step that is not finite came as it was sent, and would again: the push is refused, before anything is written.
+        A scale that is not finite arrived as it was sent, and would arrive again: the push is refused, before anything
+        is written.
         """
         stream, push = claim.stream, claim.stream.push
         with self._lock:
@@ -298,9 +304,9 @@ class Receiver:
         bodies.put(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after_chunk(self, stream: InStream) -> list[Move]:
-        """What a chunk that came to its place makes possible."""
-        lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
-        if stream.intake.idle:  # who has nothing to bring now must not hold a turn
+        """Return the actions that a chunk in its place makes possible."""
+        lanes, self._starved = self._starved, set()  # other lanes ask after their next read, without a wake-up
+        if stream.intake.idle:  # a stream without chunks to ask for must not hold a turn
             self._turns[stream.lane].leave_line(stream)
             lanes = lanes | {stream.lane}
         wakes = [Wake(lane) for lane in sorted(lanes)]
@@ -316,7 +322,9 @@ class Receiver:
         return [Staged(push.push, push.total)]
 
     def next_deadline(self, now: float) -> float:
-        """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
+        """Return when `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is
+        open.
+        """
         with self._lock:
             if not self._pushes:
                 return inf
@@ -326,7 +334,7 @@ class Receiver:
             return min(due)
 
     def tick(self, now: float) -> list[Move]:
-        """End what stalls: its ranks owe something and are silent, or the last ones do not follow the first."""
+        """Refuse pushes that stall: ranks owe bytes and are silent, or the last ranks do not follow the first."""
         moves: list[Move] = []
         with self._lock:
             for push in list(self._pushes.values()):
@@ -346,7 +354,7 @@ class Receiver:
         return [*moves, PushOver(push.push, reason)]
 
     def drop_push(self, push_id: PushId) -> None:
-        """Forget a push; on return nobody writes into its buffers. Waits for a copy under way, a chunk's worth."""
+        """Forget a push; its buffers are not written after this returns. Waits for a copy of one chunk at most."""
         with self._lock:
             push = self._pushes.get(push_id)
             if push is None:
@@ -354,7 +362,7 @@ class Receiver:
             self._forget_push(push)
 
     def drop_all(self) -> None:
-        """Forget every push: the slave has another incarnation."""
+        """Forget every push, for a new incarnation of the slave."""
         with self._lock:
             for push in list(self._pushes.values()):
                 self._forget_push(push)
@@ -365,7 +373,7 @@ class Receiver:
             self._closed.close(push.push)
 
     def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
-        """No more writes: give back what was asked, wait out copies under way."""
+        """Stop all writes of a push: release the credit of its streams and wait for copies in progress."""
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
             stream.intake.on_connection_lost()
@@ -377,7 +385,7 @@ class Receiver:
             self._changed.wait()
 
     def list_transfers(self) -> tuple[Transfer, ...]:
-        """What is moving now."""
+        """Return the transfers that move now."""
         with self._lock:
             return tuple(
                 Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.received_bytes, p.total, p.rate.bytes_per_s)

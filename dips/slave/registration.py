@@ -1,10 +1,10 @@
-"""A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove incarnation.
+"""A slave's registration with its master until Hold, and the heartbeats that renew it.
 
-Pure: `now` is an argument, what is to be done is returned (actions.py). A master that does not answer is asked again
-for ever, with backoff. A slave that serves nothing, or is asked for a version, looks into its mirror before each
-Register. With an empty disk and a mirror that fails it does not register at all: the run might begin anew for that.
-What must stay true: the answer to a heartbeat is believed only about the registration under which it was sent (a slave
-that registers again loses its open round); heartbeats go on whatever the shard is busy with.
+Pure: `now` is an argument, actions are returned (actions.py). A master that does not answer is asked again for ever,
+with backoff. A slave that serves no version, or is asked for one, restores from its mirror before each Register. With
+an empty disk and a failing mirror it does not register at all, since the run might begin anew for that. What must stay
+true: the answer to a heartbeat is applied only to the registration under which it was sent (a slave that registers
+again loses its open round); heartbeats go on whatever the shard is busy with.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from dips.slave.mirror_plan import Restored
 from dips.slave.shard import Followed, Unfollowed
 from dips.transport.backoff import Backoff
 
-RETRIED = (Unavailable, Busy, Stale, OSError)  # by a Register; OSError: our disk cannot be listed now
+RETRIED = (Unavailable, Busy, Stale, OSError)  # a Register is repeated; OSError: our disk cannot be listed
 
 
 class RegistrationPhase(Enum):
-    """PAUSED → ASKING → (PAUSED → ASKING)* → SERVING; and again from PAUSED whenever a heartbeat's answer says so."""
+    """PAUSED → ASKING → (PAUSED → ASKING)* → SERVING; again from PAUSED whenever a heartbeat's answer demands it."""
 
     PAUSED = "will register"
     ASKING = "registers, or does what it was told"
@@ -52,7 +52,7 @@ class RegistrationPhase(Enum):
 
 
 class Registration:
-    """When to register, and what each answer means."""
+    """The state machine of registration."""
 
     def __init__(
         self,
@@ -64,19 +64,19 @@ class Registration:
         self._identity, self._timing, self._meters = identity, timing, meters
         self._describe = ShardWork(ShardMethod.DESCRIBE, (identity,))
         self.phase = RegistrationPhase.PAUSED
-        self.number = 0  # of this registration: rises whenever one begins
+        self.number = 0  # number of this registration; rises whenever one begins
         self._registered: Registered | None = None
         self._again_at = 0.0  # while PAUSED
         self._backoff = Backoff(*timing.backoff_s, rng)
-        self._said = ""  # why it waits, as it was last logged
-        self._look_for: tuple[VersionId, ...] = ()  # what the master asked for, with the last answer
-        self._restored: str | None = None  # since the last Register, and why no more came back than did
+        self._said = ""  # why it waits, as last logged
+        self._look_for: tuple[VersionId, ...] = ()  # versions that the master asked for in its last answer
+        self._restored: str | None = None  # since the last Register, with the reason why no more was restored
 
     def next_deadline(self) -> float:
         return self._again_at if self.phase is RegistrationPhase.PAUSED else inf
 
     def tick(self, now: float) -> Actions:
-        """Register, if it is time."""
+        """Register, if it is due."""
         if now < self.next_deadline():
             return []
         self.phase = RegistrationPhase.ASKING
@@ -84,14 +84,14 @@ class Registration:
         return [self._describe]
 
     def request_again(self, number: int, now: float) -> Actions:
-        """Register again, unless that has happened, or begun, since registration `number` was the present one."""
+        """Register again, unless a later registration than `number` has begun, or this one is not complete."""
         if number != self.number or self.phase is not RegistrationPhase.SERVING:
             return []
         self._sleep_for(0.0, now)
         return self.tick(now)
 
     def on_described(self, described: SlaveRegistered | Exception, now: float) -> Actions:
-        """The shard has said what it holds."""
+        """Send a Register with what the shard holds, after a restore from the mirror if one is needed."""
         if isinstance(described, Exception):
             return self._on_failure(described, now)
         mirror, restored = self._meters().mirror, self._restored
@@ -103,7 +103,7 @@ class Registration:
         return [CallMaster(replace(described, mirror=mirror, reason=why, former_nonce=former), self._timing.call_s)]
 
     def on_restored(self, work: RestoreFromMirror, restored: Restored | Exception, now: float) -> Actions:
-        """What the mirror had is on the disk, or it fails. An old disk is good enough then, an empty one is not."""
+        """Continue after a restore, or its failure, with which an old disk is used but an empty one is not."""
         if isinstance(restored, Restored):
             self._restored = restored.reason
             return [self._describe]
@@ -118,7 +118,7 @@ class Registration:
         return [WriteLog("error", "restore_waits", {"reason": str(restored), "again_in_s": pause_s})]
 
     def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
-        """The master has answered a Register, or has not."""
+        """Process the master's answer to a Register, or its failure."""
         if isinstance(registered, Exception):
             return self._on_failure(registered, now)
         self._registered = registered
@@ -126,14 +126,16 @@ class Registration:
         return [ShardWork(ShardMethod.WELCOME, (registered,))]
 
     def on_welcomed(self, error: Exception | None, now: float) -> Actions:
-        """The shard has taken term, incarnation and layers, or could not: Stale is the answer of an old master."""
+        """Follow the answer's order after the shard has taken term, incarnation and layers; Stale comes from an old
+        master.
+        """
         if error is not None:
             return self._on_failure(error, now)
         assert self._registered is not None
         return [ShardWork(ShardMethod.FOLLOW, (self._registered.order,))]
 
     def on_followed(self, followed: Followed | Unfollowed | Read | Exception, now: float) -> Actions:
-        """The shard has done what the answer ordered, says why it could not, or what is to be read for it."""
+        """Continue after the shard has followed the order, could not, or returned what is to be read for it."""
         if isinstance(followed, Exception):
             return self._on_failure(followed, now)
         registered = self._registered
@@ -162,7 +164,7 @@ class Registration:
         return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
 
     def on_read(self, order: LoadVersion, error: Exception | None) -> Actions:
-        """The snapshot lies in memory, or could not be read."""
+        """Pass the result of reading the snapshot to the shard."""
         return [ShardWork(ShardMethod.END_LOAD, (order, error))]
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
@@ -178,7 +180,7 @@ class Registration:
 
 
 class Heartbeats:
-    """Sends one every `heartbeat_s`, at most one at a time, and does what the answers say."""
+    """Sends a heartbeat every `heartbeat_s`, at most one at a time, and acts on the answers."""
 
     def __init__(
         self,
@@ -194,18 +196,18 @@ class Heartbeats:
         self._standing, self._transfers, self._meters, self._waits = standing, transfers, meters, waits
         self._due_at: float | None = None
         self._under_way = False
-        self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
+        self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the open call
         self._answered = True
         self._dropping = False
-        self._live: SlaveHeartbeatAnswer | None = None  # with the newest list of what is live, not yet acted upon
-        self._list: LiveTransfers | None = None  # the last that came
-        self._list_of: tuple[int, int] = (0, 0)  # registration number and term under which it came
+        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of live transfers, not yet applied
+        self._list: LiveTransfers | None = None  # the last list received
+        self._list_of: tuple[int, int] = (0, 0)  # registration number and term under which it was received
 
     def next_deadline(self) -> float:
         return inf if self._under_way or self._due_at is None else self._due_at
 
     def tick(self, now: float) -> Actions:
-        """Send a heartbeat if one is due; none before the first registration, which gives the slave its name."""
+        """Send a heartbeat if one is due; none before the first registration, which gives the slave its incarnation."""
         if self._due_at is None:
             self._due_at = now + self._timing.heartbeat_s
         if now < self.next_deadline():
@@ -242,11 +244,13 @@ class Heartbeats:
         )
 
     def _known_as(self, standing: Standing) -> tuple[int, int]:
-        """Only under it a list is good: another master, or one with an old ledger, counts its lists anew."""
+        """Return the key under which a list is valid: another master, or one with an old ledger, numbers its lists
+        anew.
+        """
         return self._registration.number, standing.term
 
     def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
-        """The master has answered, or has not."""
+        """Process the master's answer to a heartbeat, or its failure."""
         self._under_way = False
         if self._due_at is not None:
             self._due_at = max(self._due_at, now)
@@ -259,7 +263,7 @@ class Heartbeats:
         number, sinc = self._sent
         standing = self._standing()
         if answer.register or answer.term > standing.term:
-            # Also with a master of a lower term: so it learns which term was seen.
+            # Also with a master of a lower term, so that it learns which term was seen.
             return actions + self._registration.request_again(number, now)
         if answer.term == standing.term and sinc == standing.sinc:
             self._keep_list(answer)
@@ -269,7 +273,7 @@ class Heartbeats:
         return actions
 
     def _keep_list(self, answer: SlaveHeartbeatAnswer) -> None:
-        """An answer without a list means the one that this slave has."""
+        """Keep the answer's list of live transfers; an answer without one refers to the list that this slave has."""
         came_under = (self._sent[0], answer.term)
         if answer.live is not None:
             self._list, self._list_of = answer.live, came_under
@@ -287,14 +291,14 @@ class Heartbeats:
         return [WriteLog("warning", "master_silent", fields)] if silent else []
 
     def _drop_unlisted(self) -> Actions:
-        """Apart from the heartbeats, since it needs a turn of the shard's thread, which may be busy for minutes."""
+        """Drop what is not live, apart from heartbeats, since the shard's thread may be busy for minutes."""
         if self._dropping or self._live is None:
             return []
         answer, self._live, self._dropping = self._live, None, True
         return [ShardWork(ShardMethod.DROP_UNLISTED, (answer,))]
 
     def on_dropped(self, dropped: list[str] | Exception) -> Actions:
-        """The shard has dropped what is not live."""
+        """Log what the shard has dropped, and apply a newer list if one has come."""
         self._dropping = False
         if isinstance(dropped, Exception):
             return [EndSlave(dropped)]

@@ -1,7 +1,7 @@
 """The shell of a slave's core in the daemon: control server, calls to the master, the clock, the shard's thread.
 
-Decides nothing (core.py and shard.py do). `SlaveRuntime` runs on the event loop; `ShardThread` gives the shard its
-thread, and hands results and reports over to the loop.
+It decides nothing (core.py and shard.py do). `SlaveRuntime` runs on the event loop; `ShardThread` owns the shard's
+thread, and passes results and reports to the loop.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ T = TypeVar("T")
 
 
 class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
-    """One incarnation of a slave, and the `OrderService` by which its master orders it.
+    """One incarnation of a slave, and the `OrderService` through which its master sends orders.
 
-    `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own.
+    `stub` and `heartbeat_stub` are SlaveService stubs on separate channels.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Live until cancelled; raise DipsError if the master refuses this slave for good."""
+        """Run until cancelled; raise DipsError if the master refuses this slave for good."""
         self._thread.on_reports = self._pass_reports
         self._step_core(self.core.tick)
         try:
@@ -98,9 +98,9 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             self._ended.set_exception(error)
 
     async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]  # noqa: N802 (gRPC's name; gate.py)
-        """Carry out an order of the master; the same (term, number) again gets the remembered answer.
+        """Carry out an order of the master; a repeated (term, number) gets the remembered answer.
 
-        Errors leave by their class (transport/control.py).
+        Errors are sent by their class (transport/control.py).
         """
         order = from_proto(request, Order)
         self._tickets += 1
@@ -124,17 +124,17 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         for task in self._tasks:
             task.cancel()
 
-    # ---- doing what the core wants -----------------------------------------------------------------------------------
+    # ---- carrying out the core's actions ---------------------------------------------------------------------------
 
     def _step_core(self, handle: Callable[[float], Actions]) -> None:
-        """Tell the core something and do what it wants; our own fault in it ends the process, loudly."""
+        """Call the core and carry out the actions that it returns; an exception in it ends the process."""
         if self._ended.done():
             return
         try:
             for action in handle(self._loop.time()):
                 self._do_action(action)
             self._plan_tick()
-        except Exception as error:  # noqa: BLE001 (whatever it is, run() raises it)
+        except Exception as error:  # noqa: BLE001 (any exception is raised by run())
             self.fail(error)
 
     def _do_action(self, action: SlaveAction) -> None:
@@ -162,12 +162,12 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
                 self.fail(error)
 
     def _restore_beside(self, action: RestoreFromMirror) -> None:
-        """On a thread that ends with the process: a mount that hangs must not keep it alive."""
+        """Restore on a daemon thread, so that a mount that hangs does not keep the process alive."""
         assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
         result: object
         try:
             result = self._mirror.restore(action.on_disk, action.look_for)
-        except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
+        except Exception as error:  # noqa: BLE001 (the core decides by its class)
             result = error
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, action, result))
@@ -191,14 +191,14 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
                 explain=isinstance(action.message, SlaveRegistered),
             )
             reply = from_proto(raw, kind)
-        except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
+        except Exception as error:  # noqa: BLE001 (the core decides by its class)
             reply = error
         self._step_core(partial(self.core.on_reply, action, reply))
 
     def _answer_order(self, ticket: Ticket, answer: Answer | Exception) -> None:
         waiting = self._answers.get(ticket)
         if waiting is None or waiting.done():
-            return  # who gave the order has hung up
+            return  # the caller has hung up
         if isinstance(answer, Exception):
             waiting.set_exception(answer)
         else:
@@ -211,17 +211,17 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         self._timer = self._loop.call_at(due, self._step_core, self.core.tick) if due < inf else None
 
     def _pass_reports(self, reports: list[Report]) -> None:
-        """On the shard's thread."""
+        """Pass the shard's reports to the loop; called on the shard's thread."""
         self._loop.call_soon_threadsafe(self._step_core, lambda now: self.core.reports.add_reports(reports))
 
 
 class ShardThread:
-    """Gives a shard its thread, into which the data flow reports, too.
+    """The thread of a shard, on which the data flow's events are processed, too.
 
-    Orders, registration, healing and the data flow's events run there, one after another, so the shard needs no lock.
-    Heartbeats must not wait for an Apply of minutes: they read `standing`, which is replaced as a whole after each
-    piece of work. `thread` is an executor of exactly one thread; `on_reports` is called, in that thread, with what a
-    piece of work has left to tell the master.
+    Orders, registration, dropping of unlisted transfers and the data flow's events run there, one after another, so the
+    shard needs no lock. Heartbeats must not wait for an Apply of minutes: they read `standing`, which is replaced as a
+    whole after each piece of work. `thread` is an executor of exactly one thread; `on_reports` is called, in that
+    thread, with the reports for the master that a piece of work has left.
     """
 
     def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
@@ -230,21 +230,21 @@ class ShardThread:
         self._disk_began = 0.0
         self.on_reports: Callable[[list[Report]], None] = lambda reports: None
         self.standing = Standing(0, 0, None, (), 0, 0)
-        self.apply_s = 0.0  # what the last Apply took
-        self.persist_s = 0.0  # what the last snapshot took
+        self.apply_s = 0.0  # duration of the last Apply
+        self.persist_s = 0.0  # duration of the last snapshot
         self.spent: dict[str, Histogram] = {}  # seconds by kind of order
 
     def own_shard(self, shard: Shard) -> None:
-        """Own `shard` from now on; called once, before anything else."""
+        """Take ownership of `shard`; called once, before anything else."""
         self._shard = shard
         self.standing = shard.take_standing()
 
     def perform_work(self, work: ShardWork) -> Future[object]:
-        """Do what the core asked for, after everything that was given before; orders are timed."""
+        """Submit work of the core after all earlier work; orders are timed."""
         return self._thread.submit(self._run_job, partial(self._time_work, work))
 
     def on_flow_event(self, event: FlowEvent) -> None:
-        """Hand on what the data flow reports, from its own threads."""
+        """Submit an event of the data flow; called from its threads."""
         self._thread.submit(self._take_event, event)
 
     # ---- on the shard's thread -----------------------------------------------------------------------
@@ -252,7 +252,7 @@ class ShardThread:
     def _take_event(self, event: FlowEvent) -> None:
         try:
             self._run_job(lambda shard: shard.transfers.on_flow_event(event))
-        except Exception:  # nobody waits for this job's result, so the log must tell of it
+        except Exception:  # the result of this job is not read, so the log must have the error
             self._log.exception("flow_event_failed", what=str(event))
             raise
 
@@ -273,7 +273,7 @@ class ShardThread:
         match work.method:
             case ShardMethod.EXECUTE:
                 self._record_time(work.order, self._clock() - began)
-            case ShardMethod.BEGIN_ON_DISK if callable(result):  # else an answer is repeated
+            case ShardMethod.BEGIN_ON_DISK if callable(result):  # else a remembered answer is repeated
                 self._disk_began = began
             case ShardMethod.END_ON_DISK:
                 self._record_time(work.order, self._clock() - self._disk_began)
@@ -286,7 +286,7 @@ class ShardThread:
             self.persist_s = took_s
         kind = type(order.body).__name__
         if kind.lower() not in self.spent:
-            self.spent = {**self.spent, kind.lower(): Histogram()}  # replaced as a whole: others read it
+            self.spent = {**self.spent, kind.lower(): Histogram()}  # replaced as a whole, since other threads read it
         self.spent[kind.lower()].observe_value(took_s)
         # An outer step is one line: its Commit.
         log = self._log.info if isinstance(order.body, Commit) else self._log.debug

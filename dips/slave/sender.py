@@ -1,12 +1,13 @@
-"""Pulls going out: which rank may have what of which version, and when nobody reads the source any more.
+"""The sender of pulls: admits ranks, sends the chunks that they ask for, and releases a source when it is no longer
+read.
 
-A rank asks (WANT), a stage makes the checksum (or a pull before it did, checksums.py), the lane sends the bytes
+A rank asks (WANT), a stage computes the checksum (or an earlier pull did, checksums.py), the lane sends the bytes
 straight from the source. A source is released once: when the pull is closed or stalled, and no job and no tracker of
-libzmq holds a byte of it. It stalls while a rank does not take what it asked for; who is not asked, or not yet greeted,
-waits (the master closes a pull that leads nowhere).
-`released` is never said at send (docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow
-reader is moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock;
-the lock is held over no checksum and no send.
+libzmq holds a byte of it. A pull stalls while a rank does not take the chunks that it asked for; a pull that is not
+asked for chunks waits (the master closes one that leads nowhere). A source is never released at the moment of sending
+(docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow reader is moved to a file): each
+chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is not held during a
+checksum or a send.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 3
 
 @dataclass(eq=False, slots=True)
 class ChunkSend:
-    """One chunk that a rank asked for. The lane watches it (transport/lane.py, Sent)."""
+    """One chunk that a rank asked for, watched by the lane (transport/lane.py, Sent)."""
 
     sender: Sender
     stream: OutStream
     chunk: Range
     source: PullSource
-    body: Buffer  # of updates: from `make_body` on
+    body: Buffer  # for updates: empty before `make_body`
 
     def make_body(self) -> Buffer:
-        """What leaves. Cost: copies a chunk of updates."""
+        """Return the bytes to send. Cost: copies a chunk of updates."""
         self.body = self.sender.make_body(self)
         return self.body
 
     def make_header(self, run: int) -> bytes:
-        """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
+        """Compute the checksum and return the header. Cost: reads the chunk, unless a pull of its version has asked for
+        it before.
+        """
         layer, param, offset, _ = chunk = self.chunk
         body = self.make_body()
         if self.stream.updates:
@@ -76,7 +79,7 @@ class ChunkSend:
 
 
 class Sender:
-    """All pulls of one slave, over all its lanes."""
+    """The sender of all pulls of one slave, over all its lanes."""
 
     def __init__(self, chunk_bytes: int, stall_s: float, clock: Callable[[], float]) -> None:
         self._chunk_bytes = chunk_bytes
@@ -94,20 +97,20 @@ class Sender:
         self._sent_to = ByCluster()
 
     def sent_by_cluster(self) -> dict[str, int]:
-        """Bytes handed to libzmq for each cluster."""
+        """Return the bytes handed to libzmq for each cluster."""
         with self._lock:
             return self._sent_to.snapshot()
 
     def set_layers(self, layout: LayerLayout) -> None:
-        """Say which layers this slave holds."""
+        """Set the layers that this slave holds."""
         self._layout = layout
 
     def open_pull(
         self, pull: PullId, version: VersionId, source: Arrays, now: float, chain: tuple[Update, ...] = ()
     ) -> None:
-        """Serve `source` until close or stall, however late its ranks come; opening it again changes nothing.
+        """Serve `source` until close or stall, however late its ranks come. Idempotent.
 
-        chain  the updates that led to the version: a rank that holds where one of them begins gets these
+        chain  the updates that led to the version: a rank that holds the parent of one gets the updates from there
         """
         served = self._make_source(source)
         with self._lock:
@@ -115,7 +118,7 @@ class Sender:
                 self._pulls[pull] = OutgoingPull(pull, version, served, now, Rate(now), chain=chain)
 
     def move_pull(self, pull_id: PullId, source: Arrays) -> None:
-        """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
+        """Cut chunks from `source` from now on; `tick` returns SourceMoved when none of the former one is in flight."""
         served = self._make_source(source)
         with self._lock:
             pull = self._pulls.get(pull_id)
@@ -130,7 +133,7 @@ class Sender:
         return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})
 
     def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
-        """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
+        """Register a rank's stream; a HELLO at or below the stream's epoch is refused and changes nothing."""
         pull_id = PullId(name.cluster, name.inc, name.seq)
         place = (pull_id, name.rank, lane)
         with self._lock:
@@ -167,7 +170,7 @@ class Sender:
         return None if wrong is None else ("ranges", f"rank {name.rank}: {wrong}")
 
     def on_want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
-        """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
+        """Process a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is exceeded."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
             if stream is None or stream.over:
@@ -186,7 +189,7 @@ class Sender:
             return self._unpark(stream)
 
     def due(self, lane: int, now: float) -> list[ChunkSend]:
-        """Chunks of this lane that were asked before and for which there is room only now."""
+        """Return chunks of this lane that were asked for before and for which there is room only now."""
         if not self._parked:
             return []
         with self._lock:
@@ -197,7 +200,9 @@ class Sender:
             return jobs
 
     def _unpark(self, stream: OutStream) -> list[ChunkSend]:
-        """What libzmq may be given now. It may hold chunks that have long arrived: a WANT waits for it, and is kept."""
+        """Return the chunks that libzmq may be given now. It may still hold chunks that have arrived, so a WANT may be
+        parked.
+        """
         jobs, source = list[ChunkSend](), stream.pull.source
         while stream.parked and stream.has_room(stream.parked[0].nbytes):
             chunk = stream.parked.popleft()
@@ -223,23 +228,23 @@ class Sender:
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
     def make_body(self, job: ChunkSend) -> Buffer:
-        """Cut a chunk's updates out of where they lie; parameters are sent from there."""
+        """Return a chunk's body: updates are cut out and copied, parameters are sent from their place."""
         assert self._layout is not None
         return cut_updates(self._layout, job.stream.updates, job.chunk) if job.stream.updates else job.body
 
     def on_sent(self, job: ChunkSend, tracker: Tracker) -> None:
-        """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
+        """Record that the lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue_chunk(job)
             if not job.stream.pull.owed:
-                job.stream.pull.moved_at = self._clock()  # from now on something is owed to us
+                job.stream.pull.moved_at = self._clock()  # from now on the rank owes progress
             job.stream.held.append((tracker, job.chunk.nbytes, job.source))
             self.bytes_out += job.chunk.nbytes
             self._sent_to.add_bytes(job.stream.pull.pull.cluster, job.chunk.nbytes)
             self._reap_stream(job.stream, self._clock())
 
     def on_not_sent(self, job: ChunkSend) -> None:
-        """The chunk will not leave; if its pull is still served, its peer is unreachable."""
+        """Record that the chunk will not be sent; if its pull is still served, its peer is unreachable."""
         with self._lock:
             self._unqueue_chunk(job)
             job.source.in_flight -= 1
@@ -256,7 +261,7 @@ class Sender:
             stream.pull.moved_at = now
 
     def on_done(self, lane: int, peer: bytes, stream_id: int) -> None:
-        """The rank has all it wants; nothing for an unknown stream: an honest DONE may come after the close."""
+        """End a stream whose rank has all it wants; ignored if unknown, as an honest DONE may come after the close."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
             if stream is None:
@@ -271,14 +276,14 @@ class Sender:
         self._streams.pop((stream.lane, stream.peer, stream.stream), None)
 
     def close_pull(self, pull_id: PullId, reason: str) -> None:
-        """Serve no further; `tick` says when the source is released."""
+        """Stop serving a pull; `tick` returns Released when its source is released."""
         with self._lock:
             pull = self._pulls.get(pull_id)
             if pull is not None:
                 self._close_pull(pull, reason)
 
     def close_all(self, reason: str) -> None:
-        """Serve nothing further: the slave has another incarnation, or ends."""
+        """Stop serving all pulls: the slave has another incarnation, or ends."""
         self.checksums.forget_all()
         with self._lock:
             for pull in self._pulls.values():
@@ -290,21 +295,21 @@ class Sender:
             self._end_stream(stream)
 
     def next_deadline(self) -> float:
-        """When a pull stalls, unless bytes move; infinite if nothing is owed by a rank."""
+        """Return when a pull stalls unless bytes move; infinite if no rank owes progress."""
         if not self._pulls:
             return inf
         with self._lock:
             return min((p.moved_at + self._stall_s for p in self._pulls.values() if p.owed), default=inf)
 
     def list_sources(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
-        """Every pull that is not released, its version, and all sources that its readers may still read."""
+        """Return every pull that is not released, with its version and all sources that may still be read."""
         if not self._pulls:
             return []
         with self._lock:
             return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
 
     def tick(self, now: float) -> list[Move]:
-        """Close what stalls; release what nobody reads any more."""
+        """Close pulls that stall; release sources that are no longer read."""
         moves: list[Move] = []
         with self._lock:
             for pull in list(self._pulls.values()):
@@ -330,17 +335,17 @@ class Sender:
 
     @property
     def is_draining(self) -> bool:
-        """Some source is held only until libzmq lets go of it: `tick` will say when."""
+        """Whether some source is held only until libzmq releases it, which `tick` will find."""
         with self._lock:
             return any(pull.closed or pull.former for pull in self._pulls.values())
 
     @property
     def holds_sources(self) -> bool:
-        """Some source is not released."""
+        """Whether some source is not released."""
         return bool(self._pulls)
 
     def list_transfers(self) -> tuple[Transfer, ...]:
-        """What is moving now."""
+        """Return the transfers that move now."""
         with self._lock:
             return tuple(
                 Transfer(

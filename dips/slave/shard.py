@@ -1,12 +1,12 @@
-"""One slave's layers, and what its master's orders do to them: fences, orders, registration.
+"""One slave's layers, and the effects of its master's orders on them: fences, orders, registration.
 
 Synchronous and deterministic: no thread, clock or socket. One owner calls it, in the daemon the shard's thread, in the
-simulation the simulated world. What must stay true: an order is carried out once however often it comes; what has an
-old term, incarnation, round or seq changes nothing; a version is served only after its Commit; an order that fails
-half-way poisons its round, and then only Abort is legal. It does not know how bytes move (Flow) or are kept (Disk).
-The rounds are in shard_round.py, the pushes and pulls in open_transfers.py.
+simulation the simulated world. What must stay true: an order is carried out once however often it comes; an order with
+an old term, incarnation, round or seq changes nothing; a version is served only after its Commit; an order that fails
+half-way poisons its round, and then only Abort is legal. It does not know how bytes move (Flow) or are kept (Disk). The
+rounds are in shard_round.py, the pushes and pulls in open_transfers.py.
 
-The first order of a later round proves that the one before ended without a row (its Abort was lost): presumed abort.
+The first order of a later round proves that the former one ended without a row (its Abort was lost): presumed abort.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from dips.slave.open_transfers import Opened, OpenTransfers, Report
 from dips.slave.ports import Arrays, Disk, Flow
 from dips.slave.shard_round import ShardRound, ShardSnapshots
 
-# A load takes the place of what these are about.
+# A load replaces the version that these refer to.
 NEED_A_VERSION = (e.OpenPush, e.Measure, e.Fold, e.Apply, e.Commit, e.OpenPull)
-REMEMBERED = 4096  # answers of a term, and orders without one; more than a master ever has under way at one slave
+REMEMBERED = 4096  # answers of a term, and unanswered orders; more than a master ever has open at one slave
 
 
 class Followed(Enum):
-    """What an order of a registration that was followed leads to."""
+    """The result of following an order of a registration."""
 
     SERVES = "it was told Hold"
     WAITS = "there was nothing to do: register again later"
@@ -61,11 +61,11 @@ class Unfollowed:
 
 
 class Shard:
-    """One slave's layers, and what may be done to them.
+    """One slave's layers, and the operations on them.
 
     `on_flow_event` is called by the data flow, on its threads, and calls `transfers.on_flow_event` on the one thread
     that owns the shard; without it the flow calls the latter itself. `prepare` is called with the master's answer to
-    each Register before anything of it is taken: it may refuse, for good.
+    each Register before anything of it is used: it may refuse, for good.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Shard:
         self.reason = ""  # why this slave does not hold what it was ordered to hold
         self.fences = OrderFences(name)
         self.transfers = OpenTransfers(versions, flow, disk)
-        self._manifest: Manifest | None = None  # the run's, once it was told
+        self._manifest: Manifest | None = None  # the run's, once it is known
         self._disk, self._flow, self._prepare = disk, flow, prepare
         self._on_flow_event = on_flow_event or self.transfers.on_flow_event
         self._snapshots = ShardSnapshots(name, disk)
@@ -98,17 +98,17 @@ class Shard:
         return self.fences.sinc
 
     def take_standing(self) -> Standing:
-        """What a heartbeat says of the shard."""
+        """Return the state of the shard for a heartbeat."""
         held, staged = self.versions, self.transfers.staged_pushes()
         return Standing(self.sinc, self.term, held.served_version, staged, held.used_bytes, held.limit_bytes)
 
     def take_reports(self) -> list[Report]:
-        """Return what is to be reported to the master since the last call, oldest first."""
+        """Return the reports for the master since the last call, oldest first."""
         reports, self.transfers.reports = self.transfers.reports, []
         return reports
 
     def perform_work(self, work: ShardWork) -> object:
-        """Do what the slave's core asks for: call one of the methods below."""
+        """Call the method that the slave's core asks for, one of those below."""
         return getattr(self, work.method)(*work.arguments)
 
     # ---- orders --------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Shard:
         """Carry out an order, or repeat the answer that it got before.
 
         Raises Stale… (fences), Busy (no slot, no bank; nothing changed: ask again), LocalProtocolError (illegal now),
-        FailedDisk (no room, or it broke; nothing else changed), or whatever poisoned the round.
+        FailedDisk (no space, or it broke; nothing else changed), or the error that poisoned the round.
         """
         remembered = self.fences.admit_order(order)
         if remembered is not None:
@@ -129,13 +129,13 @@ class Shard:
         return answer
 
     def _carry_out(self, order: e.OrderBody, opened: Opened) -> Answer:
-        """What can be done at once. Where nothing else is said, an order is always legal."""
+        """Carry out an order that needs no disk. Orders without a remark here are always legal."""
         match order:
             case e.OpenPush():
                 self._open_push(order, opened)
-            case e.Reorder():  # a push that does not move here has nothing to be ordered
+            case e.Reorder():  # ignored for a push that does not move here
                 self.transfers.reorder_push(order.push, order.places)
-            case e.DropPush():  # frees the slot, sets the tombstone
+            case e.DropPush():  # frees the slot and sets the tombstone
                 self.transfers.drop_push(order.push)
             case e.Measure():
                 return self.rounds.measure(order)
@@ -161,9 +161,7 @@ class Shard:
         return Done()
 
     def _open_push(self, order: e.OpenPush, opened: Opened) -> None:
-        """Legal when a version is held, or to bring v0@r0; reserves a slot; above the tombstone; a repetition changes
-        nothing.
-        """
+        """Legal when a version is held, or to seed v0@r0; reserves a slot; above the tombstone. Idempotent."""
         if order.seed:
             self.transfers.drop_others(order.push)  # of a master that did not live to drop it
         elif self.versions.served_version is None:
@@ -171,19 +169,21 @@ class Shard:
         self.transfers.open_push(order, opened)
 
     def _require_loaded(self, order: e.Order) -> None:
-        """It came before this slave registered, and overtakes nothing: what it names is not here now."""
+        """Raise Busy while a version is loaded: the order came before this slave registered, and what it names is not
+        here.
+        """
         if self.versions.loading is not None:
             raise Busy(f"{type(order.body).__name__} waits: {self.versions.loading} is being loaded")
 
     # ---- orders to the disk --------------------------------------------------------------------
 
     def begin_disk_order(self, order: e.Order) -> Answer | DiskWork:
-        """Return what a Persist, a Retire or a KeepSeed does on any thread, or the answer that was given before.
+        """Return the disk work of a Persist, a Retire or a KeepSeed, for any thread, or the remembered answer.
 
-        Persist is legal for what is prepared, or served. Until `end_disk_order` nothing may take θ and m away: Apply
-        and Load are Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is. Retire is legal for versions
-        that this slave neither serves nor prepares nor loads; it deletes their snapshots. KeepSeed is legal for a push
-        that is staged.
+        Persist is legal for the prepared or served version. Until `end_disk_order` θ and m must stay: Apply and Load
+        are Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is. Retire is legal for versions that this
+        slave neither serves nor prepares nor loads; it deletes their snapshots. KeepSeed is legal for a push that is
+        staged.
         """
         remembered = self.fences.admit_order(order)
         if remembered is not None:
@@ -198,9 +198,9 @@ class Shard:
         return self._snapshots.begin_writing(order.body.version, *self._to_write(order.body))
 
     def end_disk_order(self, order: e.Order, result: Answer | Exception) -> Answer:
-        """The work has ended: return its answer, or raise the error that it ended with.
+        """Record the end of disk work: return its answer, or raise its error.
 
-        What a master with a successor ordered is not remembered.
+        The answer to an order of a master that has a successor is not remembered.
         """
         if isinstance(order.body, e.Retire):
             self._snapshots.deleting = False
@@ -233,7 +233,7 @@ class Shard:
     # ---- registration --------------------------------------------------------------------------
 
     def make_registration(self, identity: SlaveIdentity) -> SlaveRegistered:
-        """Say what this slave holds; may raise OSError from the disk."""
+        """Return the Register that describes what this slave holds; may raise OSError from the disk."""
         return SlaveRegistered(
             req=0,
             slave=self.name,
@@ -264,7 +264,7 @@ class Shard:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
         Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read,
-        RemoteProtocolError if the master gives it no place among its slaves, and what `prepare` raises.
+        RemoteProtocolError if the master gives it no place among its slaves, and errors of `prepare`.
         """
         self._prepare(registered)
         if not 0 <= registered.place < registered.slaves:
@@ -284,10 +284,11 @@ class Shard:
             self._flow.start(registered.sinc, self._on_flow_event)
 
     def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed | Read:
-        """Do what the master said to a Register; a reason why not goes with the next one, and what was held is held on.
+        """Follow the order in the answer to a Register; if it fails, the reason goes with the next Register and nothing
+        changes.
 
-        Of a load return what reads the snapshot, on any thread, since that takes as long as the disk does: `end_load`
-        follows.
+        For a load, return the function that reads the snapshot, on any thread, since that takes as long as the disk
+        does; `end_load` must follow.
         """
         if isinstance(order, e.RegisterLater):
             return Followed.WAITS
@@ -307,8 +308,8 @@ class Shard:
         prepared, memory = self.versions.prepared, self.versions.served_version
         if isinstance(order, e.AbortVersion):
             if memory == order.version:
-                # The Commit was under way when this slave registered, and the master has rolled the version back since:
-                # it must learn what is served here now, and will order a load (seed 64).
+                # The Commit was being carried out when this slave registered, and the master has rolled the version
+                # back since: it must learn which version is served here now, and will order a load (seed 64).
                 raise StaleVersion(f"{order.version} is committed and served here, and was to be aborted")
             if prepared == order.version:
                 self.rounds.end_round()
@@ -321,7 +322,7 @@ class Shard:
         return None
 
     def end_load(self, order: e.LoadVersion, error: Exception | None) -> Followed | Unfollowed:
-        """The snapshot was read, or could not be; what was served before is served on then."""
+        """Serve the version whose snapshot was read; if it could not be, the former version is still served."""
         self.versions.end_load(error is None)
         if error is None:
             self.reason = ""
@@ -335,9 +336,9 @@ class Shard:
         return Unfollowed(self.reason)
 
     def drop_unlisted(self, answer: SlaveHeartbeatAnswer) -> list[str]:
-        """Drop what the master does not list as live and should know; return the names of what was dropped.
+        """Drop transfers that the master does not list as live and should know; return their names.
 
-        An answer that says `register` lists nothing to go by; one of an old term changes nothing.
+        An answer that says `register` has no usable list; one of an old term changes nothing.
         """
         if answer.register or answer.live is None or answer.term < self.term:
             return []
@@ -345,12 +346,12 @@ class Shard:
 
 
 class OrderFences:
-    """What keeps yesterday's orders out and makes a repeated order harmless; it does not know what an order does.
+    """Refuses outdated orders and makes repeated ones harmless; it does not know what an order does.
 
-    Three fences: the master's term (highest seen), this slave's incarnation, and the order's number, under which the
-    answer is remembered. One that is Busy or at work has none yet, however many others get theirs meanwhile. A term
-    rises only by the answer to this slave's own Register, since it knows whom it asked; an order of a later one is sent
-    again until then.
+    There are three fences: the master's term (highest seen), this slave's incarnation, and the order's number, under
+    which the answer is remembered. An order that is Busy or being carried out has no answer yet, however many later
+    orders have. A term rises only with the answer to this slave's own Register, since the slave chose whom it asked; an
+    order of a later term is sent again until then.
     """
 
     def __init__(self, name: str) -> None:
@@ -359,14 +360,14 @@ class OrderFences:
         self.sinc = 0  # 0: not yet registered
         self._answers: OrderedDict[int, tuple[e.OrderBody, Answer]] = OrderedDict()
         self._forgotten = -1  # the highest number whose answer is no longer remembered
-        self._begun: OrderedDict[int, None] = OrderedDict()  # numbers that were let pass and have no answer
+        self._begun: OrderedDict[int, None] = OrderedDict()  # numbers of admitted orders without an answer
 
     def see_term(self, term: int, whose: str) -> None:
-        """Take note of a master's term; raise StaleTerm if it has a successor, RemoteProtocolError if it is absurd."""
+        """Record a master's term; raise StaleTerm if it has a successor, RemoteProtocolError if it is absurd."""
         if term < self.term:
             raise StaleTerm(f"{whose} bears term {term}; {self._name} has seen term {self.term}")
         if term > self.term + MOST_TERMS_AHEAD:
-            most = self.term + MOST_TERMS_AHEAD  # believed, it would lock out every true master for ever
+            most = self.term + MOST_TERMS_AHEAD  # believing it would lock out the true master for ever
             raise RemoteProtocolError(f"{whose} bears term {term}; {self._name} expected at most {most}")
         if term > self.term:
             self.term = term
@@ -375,13 +376,11 @@ class OrderFences:
             self._forgotten = -1
 
     def admit_order(self, order: e.Order) -> Answer | None:
-        """Let a new order pass (None) or return the answer that it already got; raise if it is not for this
-        incarnation.
-        """
+        """Return None for a new order, or the remembered answer; raise if the order is not for this incarnation."""
         what = f"order {order.number} ({type(order.body).__name__})"
         if order.slave != self._name:
             raise RemoteProtocolError(f"{what} is for {order.slave}, and came to {self._name}")
-        if order.term > self.term:  # whoever reaches our port could lock out the true master by it
+        if order.term > self.term:  # otherwise anyone who reaches our port could lock out the true master
             raise UnavailableSlave(f"{what} bears term {order.term}; {self._name} follows it as soon as it registers")
         self.see_term(order.term, what)
         if order.sinc != self.sinc:
@@ -403,7 +402,7 @@ class OrderFences:
         return number in self._answers
 
     def remember_answer(self, order: e.Order, answer: Answer) -> None:
-        """Keep the answer for repetitions."""
+        """Remember the answer for repetitions."""
         self._begun.pop(order.number, None)
         self._answers[order.number] = (order.body, answer)
         if len(self._answers) > REMEMBERED:

@@ -1,12 +1,12 @@
-"""The outer step of one shard: the round that is open, from its first Measure to its Commit or Abort.
+"""The outer step of one shard: the open round, from its first Measure to its Commit or Abort.
 
 What must stay true: a version is served only after its Commit; an order that fails half-way poisons its round, and then
-only Abort is legal. The first order of a later round proves that the one before ended without a row (its Abort was
+only Abort is legal. The first order of a later round proves that the former one ended without a row (its Abort was
 lost): presumed abort. Synchronous; it does not know fences and repetitions (shard.py).
 
-`ShardSnapshots` is what the shard has under way on the disk meanwhile. Room for a snapshot is taken before anything is
-computed, and given back when its version will not be written. While a version is being written on another thread,
-nothing may take its θ and m away: those of a round that is aborted meanwhile stay until the writer has noticed.
+`ShardSnapshots` tracks the shard's disk work meanwhile. Disk space for a snapshot is reserved before anything is
+computed, and released when its version will not be written. While a version is written on another thread, its θ and m
+must stay: those of a round that is aborted meanwhile stay until the writer has noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dips.slave.ports import Arrays, Disk, Flow
 
 
 class ShardRound:
-    """The open round of one shard, and the versions that it takes from and to."""
+    """The open round of one shard, and its base and prepared versions."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class ShardRound:
                 self._transfers.forget_push(order.push)
 
     def apply(self, order: Apply) -> Answer:
-        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′.
+        """Legal when something is folded; computes θ′, m′ beside θ, m. Busy while readers use the bank of θ′.
 
-        The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
+        Disk space for the snapshot is reserved first, so that a full disk is found while nothing is lost.
         """
         self._enter_round(order.round)
         memory = self.versions.served_version
@@ -90,7 +90,7 @@ class ShardRound:
         return Prepared(order.version, made.layer_sq, made.digest)
 
     def abort(self, order: Abort) -> None:
-        """Legal for any round without a row; a round before the open one is over already."""
+        """Legal for any round without a row; a round before the open one is already over."""
         memory = self.versions.served_version
         if memory is not None and memory != GENESIS and memory.round == order.round:
             raise LocalProtocolError(f"Abort of round {order.round}, which is committed as {memory}")
@@ -99,7 +99,7 @@ class ShardRound:
         self._last = max(self._last, order.round)
 
     def _enter_round(self, round_: int) -> None:
-        """Be in `round_`; a later one than the open one presumes that one aborted, unless it is in doubt."""
+        """Enter `round_`; a later one than the open one presumes that one aborted, unless it is in doubt."""
         if self.versions.prepared is not None:
             raise LocalProtocolError(
                 f"round {round_}: {self.versions.prepared} is prepared, neither committed nor aborted"
@@ -113,7 +113,7 @@ class ShardRound:
             raise LocalProtocolError(f"round {round_}: {self.poison}; only Abort is legal")
 
     def end_round(self) -> None:
-        """Forget the open round and what was prepared in it: presumed abort."""
+        """Forget the open round and its prepared version: presumed abort."""
         self._snapshots.release_room(unless=self.versions.served_version)
         if self.versions.prepared is not None:
             self._snapshots.give_up(self.versions.prepared)
@@ -122,7 +122,7 @@ class ShardRound:
         self.number = self.poison = None
 
     def flip_version(self, version: VersionId) -> None:
-        """Serve what was prepared; nothing if it is served already."""
+        """Serve the prepared version. Idempotent."""
         if self.versions.served_version == version:
             return
         if self.versions.prepared != version:
@@ -136,12 +136,12 @@ class ShardRound:
         self._transfers.move_old_readers()  # now, so that the next Apply finds its bank free
 
     def begin_load(self, version: VersionId) -> Read:
-        """Return what reads a version's snapshot, on any thread; every push is dropped and every pull closed.
+        """Return the function that reads a version's snapshot, for any thread; drops every push and closes every pull.
 
-        What was served is served on until `end_load`; orders that need one version or the other are Busy meanwhile.
+        The former version is served until `end_load`; orders that need one version or the other are Busy meanwhile.
         """
         if self.versions.prepared is not None and self.versions.prepared == self._snapshots.writing:
-            self.end_round()  # its writer need not go on; the load is tried again
+            self.end_round()  # its writer may stop; the load is tried again
         self._snapshots.require_idle(f"Load of {version}")
         self.end_round()
         self._transfers.drop_all()
@@ -151,7 +151,7 @@ class ShardRound:
 
     @contextmanager
     def _poison_on_error(self, what: str) -> Iterator[None]:
-        """Whatever fails inside may have left half of it done, so the round is poisoned; Busy is said before any."""
+        """Poison the round on an exception, which may have left work half done; Busy is raised before any work."""
         try:
             yield
         except Busy:
@@ -164,17 +164,19 @@ class ShardRound:
 
 
 class ShardSnapshots:
-    """One shard's snapshots under way; at most one has room reserved, at most one is being written beside orders."""
+    """The disk work of one shard; at most one snapshot has space reserved, at most one is written beside orders."""
 
     def __init__(self, name: str, disk: Disk) -> None:
         self._name, self._disk = name, disk
         self._reserved: VersionId | None = None
         self.writing: VersionId | None = None  # on another thread
         self.deleting = False  # on another thread
-        self._wanted = True  # what is being written
+        self._wanted = True  # whether the snapshot being written is still wanted
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there, BusyDisk if some is being made."""
+        """Reserve disk space for `nbytes` of θ and m; raise FailedDisk if there is none, BusyDisk while some is being
+        freed.
+        """
         if self._reserved != version:
             self.release_room()
         try:
@@ -188,20 +190,20 @@ class ShardSnapshots:
         self._reserved = version
 
     def release_room(self, unless: VersionId | None = None) -> None:
-        """Give back what was reserved, unless it is for a version that still waits for its snapshot."""
+        """Release reserved space, unless it is for a version that still waits for its snapshot."""
         if self._reserved is not None and self._reserved != unless:
             self._disk.release_room(self._reserved)
             self._reserved = None
 
     def require_idle(self, what: str, unless: VersionId | None = None) -> None:
-        """Raise BusyDisk while a snapshot is being written, unless it is of that version."""
+        """Raise BusyDisk while a snapshot is being written, unless it is of the version `unless`."""
         if self.writing is not None and self.writing != unless:
             raise BusyDisk(f"{what} waits: the snapshot of {self.writing} is being written")
 
     def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> DiskWork:
-        """Return what writes a snapshot into the room that was reserved for it, and returns its digest.
+        """Return the function that writes a snapshot into its reserved space and returns its digest.
 
-        `writing` says that it is under way; whoever began it makes it None when it has ended.
+        `writing` names the version meanwhile; the caller sets it to None at the end.
         """
         self.require_idle(f"Persist of {version}")
         if self._reserved == version:
@@ -214,17 +216,17 @@ class ShardSnapshots:
         return self._work_on_disk(f"write the snapshot of {version}", write_snapshot)
 
     def give_up(self, version: VersionId) -> None:
-        """End the writer of a version that will not be; it notices soon."""
+        """Stop the writer of a version that will not exist; it notices soon."""
         if self.writing == version:
             self._wanted = False
 
     def begin_deleting(self, versions: tuple[VersionId, ...]) -> DiskWork:
-        """Return what deletes snapshots; `deleting` says that it is under way."""
+        """Return the function that deletes snapshots; `deleting` is True meanwhile."""
         self.deleting = True
         return self._work_on_disk("delete snapshots", lambda: self._disk.delete_snapshots(versions))
 
     def begin_keeping(self, theta: Arrays) -> DiskWork:
-        """Return what writes v0@r0 for good, if it is that."""
+        """Return the function that writes v0@r0 durably, if the digests agree."""
         return self._work_on_disk("write the first model", lambda: self._disk.keep_initial(theta))
 
     def _work_on_disk(self, what: str, work: Callable[[], Answer | None]) -> DiskWork:

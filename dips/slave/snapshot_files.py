@@ -1,7 +1,7 @@
-"""One snapshot on the disk, written, or read and compared with its digests: by its slave, and by `dips verify`, `dips
-export` and `dips rebalance`.
+"""Writing and verified reading of one snapshot on disk, for its slave and for `dips verify`, `dips export` and `dips
+rebalance`.
 
-Every way for it to be wrong raises CorruptSnapshot with the file's name.
+Every defect raises CorruptSnapshot with the file's name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dips.slave.snapshot_manifest import (
 )
 from dips.slave.tensorfile import OnPiece, Reader
 
-ASIDE = ".unfinished-"  # before the name of what is not whole yet, or no longer: removed when its slave starts
+ASIDE = ".unfinished-"  # prefix of incomplete or half-removed snapshots, which are removed when the slave starts
 
 
 def read_manifest(path: Path) -> SnapshotManifest:
-    """Read the manifest of the snapshot in `path`; raise CorruptSnapshot if it or the model file is not whole."""
+    """Read the manifest of the snapshot in `path`; raise CorruptSnapshot if it or the model file is not complete."""
     try:
         text = (path / MANIFEST_FILE).read_text()
         size = (path / MODEL_FILE).stat().st_size
@@ -47,7 +47,7 @@ def read_manifest(path: Path) -> SnapshotManifest:
 
 
 def find_whole(directory: Path) -> dict[VersionId, SnapshotManifest]:
-    """The manifests of all snapshots that are whole by their sizes; ConfigError if there is no such directory."""
+    """Return the manifests of all snapshots with complete files; raise ConfigError if there is no such directory."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
     found = {}
@@ -56,7 +56,7 @@ def find_whole(directory: Path) -> dict[VersionId, SnapshotManifest]:
         try:
             if version is not None:
                 found[version] = read_manifest(path)
-        except CorruptSnapshot:  # not complete, so not offered; the message lists what is
+        except CorruptSnapshot:  # not complete, so not offered; messages list those that are
             continue
     return found
 
@@ -72,11 +72,10 @@ def write_snapshot(
 ) -> bytes:
     """Fill the directory `path` with a snapshot, durably; return the bytes of its manifest.
 
-    owner  run, slave and incarnation
-    flat   θ and m of each layer, in the order of `layers`; an array may be filled anew when the next one is asked for
-    on_piece  is told the bytes of each piece written; what it raises ends the write
-
-    Raises OSError; what is there then is no snapshot.
+    owner     run, slave and incarnation
+    flat      θ and m of each layer, in the order of `layers`; an array may be reused when the next one is asked for
+    on_piece  called with the bytes of each piece written; its exceptions end the write
+    Raises    OSError; the directory then holds no snapshot
     """
     run, slave, sinc = owner
     chosen = {index: model.layers[index] for index in layers}
@@ -115,7 +114,7 @@ def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -
 
 
 def read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
-    """Fill θ or m of one layer, as `prefix` says, and compare its digest."""
+    """Fill θ or m of one layer, by `prefix`, and compare its digest."""
     for parameter, piece in split_layer(record.layer, flat):
         reader.read_into(prefix + parameter.name, parameter.shape, piece)
     found = digest_of(flat)
@@ -126,7 +125,8 @@ def read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expec
 
 
 def read_through(path: Path, manifest: SnapshotManifest, on_piece: OnPiece = lambda _: None) -> None:
-    """Read a whole snapshot and compare every digest; one layer's memory at a time. `on_piece` is told its bytes.
+    """Read a whole snapshot and compare every digest, with the memory of one layer. `on_piece` is called with bytes
+    read.
 
     Raise CorruptSnapshot naming what differs, OSError.
     """
@@ -146,14 +146,14 @@ def map_layers(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:
 
 
 def digest_arrays(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
-    """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
+    """Pass arrays on to the writer; append the digest of each while the disk is busy with it."""
     for array in arrays:
         yield array
         digests.append(digest_of(array))
 
 
 def version_of(path: Path) -> VersionId | None:
-    """The version whose snapshot this directory is, None if it is none."""
+    """Return the version whose snapshot this directory is, None if it is none."""
     try:
         return VersionId.parse(path.name)
     except ValueError:

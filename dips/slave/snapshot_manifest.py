@@ -1,6 +1,6 @@
-"""What a snapshot says of itself, `manifest.json`: whose it is, of what, and what its bytes must hash to.
+"""The manifest of a snapshot, `manifest.json`: its owner, its contents, and the digests of its bytes.
 
-Read by the slave that wrote it and by `dips export`. It does not know where the file lies.
+Read by the slave that wrote it and by `dips export`. It does not know the file's path.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dips.slave.ports import F32
 FORMAT = 1
 MODEL_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
-THETA, MOMENTUM = "theta.", "momentum."  # before a parameter's own name
+THETA, MOMENTUM = "theta.", "momentum."  # prefixes of a parameter's own name
 
 
 def digest_of(array: F32) -> str:
-    """xxh3-128 of a layer's flat fp32 bytes, in hexadecimal."""
+    """Return xxh3-128 of a layer's flat fp32 bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(array.view(np.uint8).data)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer of a snapshot: where it stands in the model, and its digests."""
+    """One layer of a snapshot: its index in the model, and its digests."""
 
     index: int
     layer: Layer
@@ -75,7 +75,7 @@ class SnapshotManifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> SnapshotManifest:
-        """Read what `to_json` wrote; raise CorruptSnapshot, naming `where`, on anything else."""
+        """Parse the text of `to_json`; raise CorruptSnapshot, naming `where`, on anything else."""
         try:
             raw = json.loads(text)
             if raw["format"] != FORMAT:
@@ -108,6 +108,6 @@ class SnapshotManifest:
 
 
 def split_layer(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
-    """Cut a layer's flat array into its parameters."""
+    """Iterate over a layer's parameters, with their parts of its flat array."""
     for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
         yield parameter, flat[at : at + parameter.numel]

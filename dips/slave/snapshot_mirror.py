@@ -1,10 +1,11 @@
-"""The thread that keeps a slave's mirror: does what MirrorPlan says, beside everything else that the slave does.
+"""The thread that maintains a slave's mirror: carries out the jobs of MirrorPlan, beside everything else that the slave
+does.
 
-What must stay true: the shard's thread and the event loop never wait for it; they leave a wish, and read a report. A
-mount that hangs must not keep the process alive, so its thread is a daemon. Before each Register of a slave that serves
-nothing, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything; and what the
-master asked for, since all others have it. What was found rotten is remembered: it is read once, and not before each
-Register.
+What must stay true: the shard's thread and the event loop never wait for it; they set the wanted versions, and read a
+report. A mount that hangs must not keep the process alive, so its thread is a daemon. Before each Register of a slave
+that serves no version, `restore` copies back versions that are newer in the mirror than on the disk (on a new machine,
+all of them), and those that the master asked for, since all others have them. Damaged copies are remembered: each is
+read once, and not before each Register.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
 BACKOFF_S = (1.0, 60.0)  # first and longest pause between two tries of a mirror that fails
-IDLE_S = 3600.0  # the thread looks again after so long even if nothing happened
+IDLE_S = 3600.0  # longest wait of the thread if nothing happens
 TOLD_S = 30.0  # between two log lines of a restore that goes on
 
 
@@ -45,40 +46,40 @@ class SnapshotMirror:
         clock: Callable[[], float],
         meter: WorkMeter | None = None,
     ) -> None:
-        """`meter` is told the bytes of what is restored: then the process lives, however long it takes."""
+        """`meter` counts the bytes that are restored, which shows progress however long it takes."""
         self._store, self._directory, self._run, self._slave = store, directory, run, slave
         self._log, self._clock, self._meter = log, clock, meter or WorkMeter()
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, Random()))
-        self._layers: tuple[int, ...] | None = None  # until the master has told
-        self._rotten: dict[VersionId, str] = {}  # found by reading to the end, and the copy's state then
-        self._job = threading.Lock()  # held while something moves, in either direction
+        self._layers: tuple[int, ...] | None = None  # None before the master has named them
+        self._rotten: dict[VersionId, str] = {}  # copies found damaged, with their `copy_state` then
+        self._job = threading.Lock()  # held while bytes move, in either direction
         self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._keep, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin to copy, when the master says what."""
+        """Start the thread; it copies when the master has named versions."""
         self._thread.start()
 
     def close(self) -> None:
-        """Begin no other job; one that is under way is left to itself."""
+        """Begin no other job; a job that runs is not waited for."""
         with self._changed:
             self._ended = True
             self._changed.notify()
 
     def want(self, versions: tuple[VersionId, ...]) -> None:
-        """The master says what the mirror is to hold."""
+        """Set the versions that the mirror should hold, as the master named them."""
         with self._changed:
             self._plan.want(versions)
             self._changed.notify()
 
     def report(self) -> MirrorReport:
-        """What it holds, and why it holds no more."""
+        """Return the versions that the mirror holds, and why it holds no more."""
         with self._changed:
             return self._plan.report(self._clock())
 
     def bind_layers(self, layers: tuple[int, ...]) -> None:
-        """Learn which layers are this slave's: a copy of others is no copy."""
+        """Set the layers of this slave; copies with other layers do not count."""
         with self._changed:
             if self._layers != layers:
                 self._layers = layers
@@ -88,9 +89,9 @@ class SnapshotMirror:
     # ---- before the slave serves -------------------------------------------------------------------------------------
 
     def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...] = ()) -> Restored:
-        """Bring back every version of a later round than all on the disk, the newest first, and those of `look_for`.
+        """Restore every version of a later round than all on the disk, the newest first, and those of `look_for`.
 
-        Raise FailedMirror if the mirror fails, or the job under way hangs.
+        Raise FailedMirror if the mirror fails, or the job being done hangs.
         """
         if not self._job.acquire(timeout=STALL_S):
             raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
@@ -103,7 +104,7 @@ class SnapshotMirror:
             self._job.release()
 
     def _bring_back(self, on_disk: set[VersionId], look_for: set[VersionId]) -> Restored:
-        listing = self._list_mirror()  # the next Register tells it
+        listing = self._list_mirror()  # the next Register reports it
         newest = max((v.round for v in on_disk), default=0)
         brought, rotten, reason = list[VersionId](), False, listing.reason
         for version in reversed(listing.whole):
@@ -118,7 +119,7 @@ class SnapshotMirror:
                 self._rotten[version] = mirror_copy.copy_state(self._store, version)
                 rotten = True
         if rotten:
-            self._list_mirror()  # the master is not told of what was found rotten just now
+            self._list_mirror()  # so that the report omits copies that were found damaged just now
         if not listing.whole and not reason:
             reason = f"its mirror {self._store.url} holds no snapshot of it either: is it mounted?"
         return Restored(tuple(brought), reason)
@@ -148,7 +149,7 @@ class SnapshotMirror:
         return listing
 
     def _put_aside(self, damaged: Path) -> None:
-        """Keep for a person what lies in the place of a version and is not whole."""
+        """Rename a damaged snapshot that is in the place of a version, for a person to look at."""
         if damaged.exists():
             kept = damaged.with_name(f"damaged-{damaged.name}")
             shutil.rmtree(kept, ignore_errors=True)
@@ -166,7 +167,7 @@ class SnapshotMirror:
                     self._plan.on_failed(str(error), self._clock())
 
     def _wait_for_job(self) -> MirrorJob | None:
-        """The next job, when it is time; None at the end."""
+        """Return the next job when it is due; None at the end."""
         with self._changed:
             while not self._ended:
                 now = self._clock()

@@ -1,9 +1,10 @@
-"""The snapshots of one slave on its disk: one directory a version, `v12@r17/`, of model.safetensors and manifest.json.
+"""The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, of model.safetensors and
+manifest.json.
 
-A snapshot is written aside, fsynced and renamed, so it is whole or it is not there, and it is believed after every
-digest agrees. Half-written, damaged and foreign ones are passed over loudly, and left for a person. One process holds
-the directory as long as it runs. The master says what to write and what to delete; on its own account a slave removes
-nothing but what it had not finished writing.
+A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after every
+digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One process
+locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave removes only
+what it had not finished writing.
 
 v0@r0 has no snapshot: see initial_model.py.
 """
@@ -40,12 +41,12 @@ from dips.slave.staged_snapshots import promote_if_ours, stage_snapshot, staged_
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
 
-LISTING_BYTES = 4096  # for each parameter, in the two lists of a snapshot: a name, a shape, places, digests
+LISTING_BYTES = 4096  # for each parameter, in the header and manifest of a snapshot: name, shape, offsets, digests
 _LOCK = ".lock"
 
 
 class Snapshots:
-    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write_snapshot` at a time."""
+    """Implements `ports.Disk` with files; used by one thread, and by a second for one `write_snapshot` at a time."""
 
     def __init__(
         self,
@@ -56,14 +57,14 @@ class Snapshots:
         log: Log,
         meter: WorkMeter | None = None,
     ) -> None:
-        """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
+        """Lock the directory for this process; raise ConfigError, naming it, if another slave holds it."""
         self._meter = meter or WorkMeter()
         self._directory, self._run, self._slave = directory, run, slave
         self._initial = InitialModel(directory, run, initial_model, self._meter.add)
         self._log = log
         self._said_missing = False
-        self._whole: set[VersionId] = set()  # verified, or written by us
-        self._bad: dict[VersionId, object] = {}  # passed over, and the state of its files then; logged once
+        self._whole: set[VersionId] = set()  # verified, or written by this process
+        self._bad: dict[VersionId, object] = {}  # skipped, with the state of their files then; logged once
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -73,9 +74,9 @@ class Snapshots:
             shutil.rmtree(path)
 
     def bind_layers(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
-        """Learn from Registered which layers are ours and what they hash to at v0@r0.
+        """Set the layers of this slave and their digests at v0@r0, from Registered.
 
-        A snapshot that a rebalance has left for just these layers takes its place.
+        A snapshot that a rebalance has staged for just these layers is promoted.
         """
         self._manifest, self._sinc = manifest, sinc
         self._genesis = dict(zip(layers, genesis, strict=True))
@@ -86,7 +87,7 @@ class Snapshots:
                 self._whole.discard(version)
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Unlock the directory."""
         self._lock.close()
 
     def _take_directory(self) -> PidLock:
@@ -98,7 +99,7 @@ class Snapshots:
             raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
 
     def _require_directory(self) -> None:
-        """Make the directory anew if somebody removed it: what is served lies in memory, and is written again."""
+        """Create the directory again if it was removed: the served version is in memory, and is written again."""
         if self._directory.exists():
             return
         self._log.error("directory_gone", path=str(self._directory), done="made anew; its snapshots are lost")
@@ -110,12 +111,13 @@ class Snapshots:
             raise OSError(str(error)) from error
 
     def complete_versions(self) -> tuple[VersionId, ...]:
-        """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once.
+        """Return versions whose snapshot is complete and of this run and slave, ascending; each is read once to verify
+        it.
 
-        One that was passed over is read again when its files are others: somebody has put it back.
+        One that was skipped is read again when its files have changed, since it may have been repaired.
         """
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
-        if self._manifest is None:  # bind may put what is staged into its place
+        if self._manifest is None:  # bind_layers may promote a staged snapshot
             found.update(staged_versions(self._directory))
         for version in sorted(found - self._whole):
             if version in self._bad and self._bad[version] == self._state_of(version):
@@ -128,7 +130,7 @@ class Snapshots:
         return tuple(sorted(self._whole & found))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
+        """Reserve space for `nbytes` of θ and m, in the file that `write_snapshot` fills; raise OSError if full."""
         self._require_directory()
         aside = self._aside_path(version)
         try:
@@ -139,13 +141,13 @@ class Snapshots:
             raise
 
     def release_room(self, version: VersionId) -> None:
-        """Give reserved room back; a directory that cannot be removed is removed at the next start."""
+        """Release reserved space; a directory that cannot be removed now is removed at the next start."""
         shutil.rmtree(self._aside_path(version), ignore_errors=True)
 
     def write_snapshot(
         self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool] = lambda: True
     ) -> str:
-        """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
+        """Make a snapshot durable; return the digest of its manifest. A snapshot with other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
         digest = self._write_aside(version, theta, momentum, is_wanted, self._rename_snapshot)
@@ -154,11 +156,11 @@ class Snapshots:
         return digest
 
     def stage_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        """The same for a version whose row is still to be written: it counts when `promote_snapshot` has named it."""
+        """Write a snapshot of a version whose row is still to be written; it counts after `promote_snapshot`."""
         return self._write_aside(version, theta, momentum, lambda: True, stage_snapshot)
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
-        """Fill both, verifying every digest; v0@r0 comes from the initial model, with momentum 0."""
+        """Fill both and verify every digest; v0@r0 comes from the initial model, with momentum 0."""
         path = self._directory / str(version)
         if version == GENESIS and not path.exists():
             if self._manifest is None:
@@ -176,7 +178,7 @@ class Snapshots:
             raise
 
     def holds_initial(self) -> bool:
-        """Whether v0@r0 can be read, as far as names and shapes tell; if it should lie here, say so once."""
+        """Whether v0@r0 can be read, by its names and shapes; if it should be here and is not, log that once."""
         held = self._initial.is_held()
         if not held and self._initial.given is not None and not self._said_missing:
             remedy = "run `dips seed`, or copy it from <master.directory>/initial/ of `dips init`"
@@ -188,15 +190,15 @@ class Snapshots:
         return held
 
     def keep_initial(self, theta: Arrays) -> None:
-        """Make v0@r0 durable; CorruptSnapshot if it is another model."""
+        """Make v0@r0 durable; raise CorruptSnapshot if it is another model."""
         self._require_directory()
         self._initial.keep_layers(theta)
 
     def map_theta(self, version: VersionId) -> Arrays | None:
-        """θ of a snapshot that this process wrote or verified, as a map of its file; None if there is none.
+        """Map θ of a snapshot that this process wrote or verified; return None if there is none.
 
-        Not read through again: who reads a version pays for its pages once, and this call returns at once. v0@r0 comes
-        from the initial model, if its layers lie in the file as they lie in memory.
+        The file is not verified again, and this call returns at once: readers pay for its pages once. v0@r0 comes from
+        the initial model, if its layers have the same order in the file as in memory.
         """
         path = self._directory / str(version)
         try:
@@ -210,10 +212,10 @@ class Snapshots:
         return None
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
-        """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one.
+        """Remove snapshots, each renamed first, so that a half-removed one is never taken for a snapshot.
 
-        A reader whose source is a map of the file keeps it: Linux frees an unlinked file when the last map of it is
-        gone, so its room on the disk comes back then, not now. Each one that is gone counts as worked through.
+        A reader whose source is a map of the file keeps it: Linux frees an unlinked file, and its disk space, when its
+        last map is gone. Each removal counts as progress.
         """
         for version in versions:
             path, aside = self._directory / str(version), self._aside_path(version)
@@ -221,11 +223,11 @@ class Snapshots:
                 path.rename(aside)
                 sync_path(self._directory)
                 shutil.rmtree(aside)
-            if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that came to nothing
+            if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that failed
                 shutil.rmtree(staged)
             self._whole.discard(version)
             self._bad.pop(version, None)
-            self._meter.add(1)  # a step of any size tells a disk that is slow from one that hangs
+            self._meter.add(1)  # progress of any size tells a slow disk from one that hangs
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class Snapshots:
         return self._directory / f"{ASIDE}{version}"
 
     def _listing_bytes(self) -> int:
-        """What header and manifest may need beside the numbers, generously."""
+        """Return an upper bound of the bytes of header and manifest."""
         listed = sum(len(self._manifest.layers[i].parameters) for i in self._genesis) if self._manifest else 0
         return LISTING_BYTES * (1 + listed)
 
@@ -245,7 +247,7 @@ class Snapshots:
         is_wanted: Callable[[], bool],
         give_name: Callable[[Path, VersionId], None],
     ) -> str:
-        """Write a snapshot under a name that nobody believes, then give it another; return its manifest's digest."""
+        """Write a snapshot under a temporary name, then call `give_name`; return the digest of its manifest."""
         self._require_directory()
         aside = self._aside_path(version)
         try:
@@ -253,12 +255,12 @@ class Snapshots:
             manifest = self._write_into(aside, version, theta, momentum, is_wanted)
             give_name(aside, version)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of incomplete snapshots
             raise
         return xxhash.xxh3_128_hexdigest(manifest)
 
     def _find_same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
-        """The digest of a snapshot's manifest, if these are its bytes."""
+        """Return the digest of an existing snapshot's manifest if it has these bytes, else None."""
         path = self._directory / str(version) / MANIFEST_FILE
         try:
             records = self._checked_manifest(version).layers
@@ -309,11 +311,11 @@ class Snapshots:
         self._log.error("snapshot_passed_over", version=str(version), path=str(path), reason=str(error))
 
     def _state_of(self, version: VersionId) -> tuple[tuple[int, int, int] | None, ...]:
-        """Another one when the files of a snapshot are others, or have changed."""
+        """Return a value that differs if the files of a snapshot were replaced or changed."""
         return tuple(_state_of_file(self._path_of(version) / name) for name in (MODEL_FILE, MANIFEST_FILE))
 
     def _checked_manifest(self, version: VersionId) -> SnapshotManifest:
-        """Read a snapshot's manifest; raise CorruptSnapshot if it is not ours or the file has another size."""
+        """Read a snapshot's manifest; raise CorruptSnapshot if it is not this slave's or the file has another size."""
         path = self._path_of(version)
         manifest = read_manifest(path)
         mine = (self._run, self._slave, version)
@@ -329,7 +331,7 @@ class Snapshots:
         return path if path.exists() else staged_path(self._directory, version)
 
     def _verify_snapshot(self, version: VersionId) -> None:
-        """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
+        """Read the whole snapshot and compare every digest, with the memory of one layer."""
         read_through(self._path_of(version), self._checked_manifest(version), self._meter.add)
 
     def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Snapshots that `dips rebalance` or `dips recover` has written, until its row in the ledger makes them a version.
+"""Snapshots written by `dips rebalance` or `dips recover` that wait for a row in the ledger to become versions.
 
-    .rebalanced-v12@r17   whole; beside v12@r17, which holds the layers of before, or without it
+    .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
 
-A crash may follow the row, so whoever learns of it puts them in their place: the command when it is repeated, or the
-slave when the master names its layers. Before the row a rebalanced one is passed by: the layers that the master names
-are still those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master has it deleted,
-like what was persisted in a round that broke.
+A crash may follow the row, so the staged snapshots are promoted by the command when it is repeated, or by the slave
+when the master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are still
+those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master orders it deleted, like the
+snapshots of a round that was skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dips.ids import VersionId
 from dips.slave.snapshot_files import ASIDE, read_manifest, version_of
 
 STAGED = ".rebalanced-"
-KEPT = "old-"  # --keep-old: what a person may delete
+KEPT = "old-"  # prefix with --keep-old; a person may delete these
 
 
 def staged_path(directory: Path, version: VersionId) -> Path:
@@ -29,13 +29,13 @@ def staged_path(directory: Path, version: VersionId) -> Path:
 
 
 def staged_versions(directory: Path) -> list[VersionId]:
-    """The versions of which a snapshot is staged here, ascending."""
+    """Return the versions with a staged snapshot here, ascending."""
     names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
     return sorted(version for name in names if (version := version_of(Path(name))) is not None)
 
 
 def stage_snapshot(aside: Path, version: VersionId) -> None:
-    """Give what was written aside, durably, its staged name; another try's of this version goes."""
+    """Rename a durable snapshot to its staged name, replacing another one of this version."""
     staged = staged_path(aside.parent, version)
     if staged.exists():
         shutil.rmtree(staged)
@@ -44,7 +44,7 @@ def stage_snapshot(aside: Path, version: VersionId) -> None:
 
 
 def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:
-    """Put a staged snapshot in its place if it holds just these layers and what is there does not."""
+    """Promote a staged snapshot if it holds just these layers and the present one does not; return whether it was."""
     if _layers_of(staged_path(directory, version)) != set(layers) or _layers_of(directory / str(version)) == set(
         layers
     ):
@@ -54,7 +54,9 @@ def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]
 
 
 def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Path], None] | None = None) -> None:
-    """Put a staged snapshot in its place; `discard` what was there. It is under one of the two names at any time."""
+    """Rename a staged snapshot to its final name after `discard` of the present one. It has one of the two names at any
+    time.
+    """
     path = directory / str(version)
     if path.exists():
         (discard or delete_snapshot)(path)
@@ -63,7 +65,7 @@ def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Pat
 
 
 def delete_snapshot(path: Path) -> None:
-    """Remove a snapshot, first out of its name, so that a half-removed one is never taken for one."""
+    """Remove a snapshot, renamed first, so that a half-removed one is never taken for a snapshot."""
     aside = path.with_name(f"{ASIDE}old-{path.name}")
     path.rename(aside)
     sync_path(path.parent)
@@ -71,14 +73,14 @@ def delete_snapshot(path: Path) -> None:
 
 
 def keep_snapshot(path: Path) -> None:
-    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it; beside what was kept before."""
+    """Rename a snapshot so that it is neither read nor deleted any more; earlier kept ones stay."""
     names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
     path.rename(next(name for name in names if not name.exists()))
     sync_path(path.parent)
 
 
 def _layers_of(path: Path) -> set[int] | None:
-    """Which layers a snapshot says that it holds; None if there is none."""
+    """Return the layers in a snapshot's manifest; None if there is none."""
     try:
         return {record.index for record in read_manifest(path).layers}
     except CorruptSnapshot:

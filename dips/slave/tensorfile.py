@@ -1,8 +1,9 @@
-"""safetensors files of fp32 tensors, written and read without a second copy, and fsynced, which the library does not.
+"""safetensors files of fp32 tensors, written and read without a second copy, and fsynced, which the library does not
+do.
 
-The format: 8 bytes of header length; a JSON header {name: {dtype, shape, data_offsets}}; the bytes of all
-tensors, one behind another. Numbers are little-endian, as are all machines that Di-PS runs on. It does not know what
-the tensors mean; who reads them checks digests.
+The format: 8 bytes of header length; a JSON header {name: {dtype, shape, data_offsets}}; the bytes of all tensors, one
+behind another. Numbers are little-endian, as are all machines that Di-PS runs on. The meaning of the tensors is not
+known here; readers check digests.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Shapes = Sequence[tuple[str, tuple[int, ...]]]
 OnPiece = Callable[[int], None]
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own bound
-PIECE_BYTES = 8 << 20  # written, and given to the disk, at a time
-SYNC_BYTES = 1 << 30  # the most that a disk may lag behind what was written: the last fsync is short, however large
+PIECE_BYTES = 8 << 20  # written, and passed to the disk, at a time
+SYNC_BYTES = 1 << 30  # most bytes written and not yet on the disk, so that the last fsync of any file is short
 ITEM = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # fd, mode, offset, bytes
@@ -38,7 +39,7 @@ assert sys.byteorder == "little", "parameters are stored as they lie in memory, 
 
 
 def reserve_file(path: Path, size: int) -> None:
-    """Give a file `size` bytes on the disk before there is anything to write; OSError if they are not there."""
+    """Reserve `size` bytes on the disk for a file that is still to be written; raise OSError if there is no room."""
     with path.open("ab", buffering=0) as file:
         _reserve_space(file.fileno(), size)
 
@@ -48,11 +49,11 @@ def write_tensors(
 ) -> int:
     """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
 
-    data  flat arrays whose elements, one array behind another, are those of all tensors in order; one is asked for when
-          the one before is with the kernel, so what `data` does meanwhile costs no time of the disk
-    on_piece  is told the bytes of each piece that is with the kernel; what it raises ends the write
-    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve_file`
-    has taken is used, and the rest of it given back.
+    data      flat arrays whose elements, one array behind another, are those of all tensors in order; the next one is
+              asked for when the former is with the kernel, so computing it does not delay the disk
+    on_piece  called with the bytes of each piece that is with the kernel; its exceptions end the write
+    Raises    OSError: a full disk is found before the first byte, where the file system can reserve; space of
+              `reserve_file` is used, and the rest of it released
     """
     header = _make_header(metadata, shapes)
     size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)
@@ -69,7 +70,7 @@ def write_tensors(
 
 
 def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
-    """Make a file whose tensors are zeros, and map them, one behind another, for writing; OSError without room."""
+    """Create a file whose tensors are zeros, and map them, one behind another, for writing; raise OSError if full."""
     header = _make_header(metadata, shapes)
     numel = sum(prod(shape) for _, shape in shapes)
     with path.open("wb", buffering=0) as file:
@@ -80,10 +81,10 @@ def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
 
 
 class Reader:
-    """An open file; every way for it to be wrong raises CorruptSnapshot with the file's name."""
+    """An open file; every defect raises CorruptSnapshot with the file's name."""
 
     def __init__(self, path: Path, on_piece: OnPiece = lambda _: None) -> None:
-        """`on_piece` is told the bytes of each piece that was read."""
+        """`on_piece` is called with the bytes of each piece that was read."""
         self.path, self._on_piece = path, on_piece
         self._file = path.open("rb", buffering=0)
         try:
@@ -115,11 +116,11 @@ class Reader:
         self._tensor_span(name, shape)
 
     def map_file(self) -> mmap.mmap:
-        """Map the whole file for reading; it stays readable when the file is closed, and when it is unlinked."""
+        """Map the whole file for reading; the map stays readable when the file is closed, and when it is unlinked."""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view_tensors(self, whole: mmap.mmap, shapes: Shapes) -> F32:
-        """The tensors `shapes` as one flat array within the map; CorruptSnapshot if they lie scattered in the file."""
+        """View the tensors `shapes` as one flat array in the map; raise CorruptSnapshot if they are not adjacent."""
         places = [place for place in (self._tensor_span(name, shape) for name, shape in shapes) if place[0] < place[1]]
         for (name, _), (_, end), (begin, _) in zip(shapes, places, places[1:], strict=False):
             if begin != end:
@@ -129,7 +130,7 @@ class Reader:
         return np.frombuffer(whole, np.float32, (places[-1][1] - places[0][0]) // ITEM, places[0][0])
 
     def _tensor_span(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Where a tensor begins and ends in the file, in bytes."""
+        """Return where a tensor begins and ends in the file, in bytes."""
         entry = self._entries.get(name)
         if entry is None:
             raise CorruptSnapshot(f"{self.path}: expected a tensor {name!r}, it is missing")
@@ -164,15 +165,15 @@ def _make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin on 8 bytes, as the format asks
+    text += b" " * (-len(text) % 8)  # the format requires that tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def _reserve_space(fd: int, size: int) -> None:
-    """Find a full disk now; file systems without reservation find it while writing.
+    """Raise OSError now if the disk is full; file systems without reservation only fail while writing.
 
-    Not by `os.posix_fallocate`: where a file system cannot reserve, as NFS before 4.2, glibc makes up for it with a
-    write to each block, which would write every snapshot twice, and say nothing meanwhile.
+    Not by `os.posix_fallocate`: where a file system cannot reserve, as NFS before 4.2, glibc emulates it with a write
+    to each block, without an error, so every snapshot would be written twice.
     """
     while _LIBC.fallocate(fd, 0, 0, size) != 0:
         error = ctypes.get_errno()
@@ -183,11 +184,13 @@ def _reserve_space(fd: int, size: int) -> None:
 
 
 def _write_pieces(file: BinaryIO, view: memoryview, on_piece: OnPiece) -> None:
-    """Write, and have the disk begin with each piece at once: left to fsync, it would idle until the last is copied."""
+    """Write pieces, and start the write-out of each at once; left to fsync, the disk would idle until the last is
+    copied.
+    """
     for begin in range(0, len(view), PIECE_BYTES):
         piece, at = view[begin : begin + PIECE_BYTES], file.tell()
         _write_all(file, piece)
-        # "Not needed" starts the write-out of dirty pages and waits for none; it is the word for it in the library.
+        # DONTNEED starts the write-out of dirty pages and does not wait; the library has no other call for it.
         os.posix_fadvise(file.fileno(), at, len(piece), os.POSIX_FADV_DONTNEED)
         if (at + len(piece)) // SYNC_BYTES > at // SYNC_BYTES:
             os.fdatasync(file.fileno())

@@ -1,6 +1,6 @@
-"""Reads snapshots through, as a slave does before it believes them, without being one (`dips verify`).
+"""Reads snapshots and verifies them as a slave does before it uses them, without being one (`dips verify`).
 
-The slave may be running: what it deletes or writes meanwhile is passed over, not taken for damage.
+The slave may be running: snapshots that it deletes or writes meanwhile are skipped, not reported as damaged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One slave's snapshot of one version."""
+    """The result for one slave's snapshot of one version."""
 
     version: VersionId
     nbytes: int
@@ -27,14 +27,16 @@ class Checked:
 
 
 def snapshot_sizes(directory: Path) -> dict[VersionId, int]:
-    """Name the snapshots in a slave's directory, ascending, with their bytes; raise ConfigError if it is none."""
+    """Return the snapshots in a slave's directory with their bytes, ascending; raise ConfigError if there is no
+    directory.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
     found = {}
     for path in directory.glob("v*@r*"):
         try:
             version = VersionId.parse(path.name)
-        except ValueError:  # something else of that shape
+        except ValueError:  # another name of this form
             continue
         model = path / MODEL_FILE
         found[version] = model.stat().st_size if model.exists() else 0
@@ -44,10 +46,10 @@ def snapshot_sizes(directory: Path) -> dict[VersionId, int]:
 def check_snapshot(
     directory: Path, run: str, slave: str, version: VersionId, digest: str | None, read: Callable[[int], None]
 ) -> Checked | None:
-    """Read one snapshot through; None if it was deleted meanwhile.
+    """Read and verify one snapshot; return None if it was deleted meanwhile.
 
-    digest  what the ledger says that its manifest hashes to; None: the ledger is not at hand, or does not say
-    read    gets the bytes of each layer that was read, for a progress bar
+    digest  of its manifest, from the ledger; None: the ledger is not at hand, or does not have it
+    read    called with the bytes of each piece that was read, for a progress bar
     """
     path = directory / str(version)
     nbytes = 0

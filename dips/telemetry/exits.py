@@ -1,4 +1,6 @@
-"""How every command of Di-PS ends: what went wrong, what to do, and an exit code that says whose fault it was."""
+"""The end of every command of Di-PS: prints the error and its advice, and exits with a code that says whose fault it
+was.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from dips.printable import make_lines_printable
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 
 
-OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # no bug of ours to be traced
+OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # a traceback is no help
 
 
 def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS).
 
-    So does what the system says of a disk that is full, read-only or broken, wherever it was met.
+    An OSError of a disk that is full, read-only or broken is treated alike, wherever it was raised.
     """
     try:
         refuse_other_dips()

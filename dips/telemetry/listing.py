@@ -1,7 +1,8 @@
-"""A table for terminals of any width: what is short in columns, what is prose under its row; no word is cut.
+"""A table for terminals of any width: short cells in columns, sentences under their row; no word is cut.
 
-Columns come in the order of their importance. Those that a narrow terminal has no room for stand under each row, by
-their names, or are left out and named once (`strict`: a line for each row); a name longer than a line is folded.
+Columns are in the order of their importance. Those for which a narrow terminal has no room are printed under each row,
+with their names, or are left out and listed once (`strict`: one line for each row); a name longer than a line is
+folded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from rich.text import Text
 
 from dips.printable import make_printable
 
-GAP = 2  # between two columns, and before what stands under a row
+GAP = 2  # between two columns, and before lines under a row
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`left`: it holds words; else numbers, whose last digits stand under each other."""
+    """A column of words if `left`, else of numbers, which are aligned to the right."""
 
     name: str
     left: bool = False
@@ -28,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ListingRow:
-    """A cell for each column, and lines of prose."""
+    """A cell for each column, and lines of text under the row."""
 
     cells: tuple[str | Text, ...]
     notes: tuple[str, ...] = ()
@@ -36,19 +37,19 @@ class ListingRow:
 
 
 class Listing:
-    """What rich can print; it looks at the width only then."""
+    """A table that rich can print; it adapts to the width when it is printed."""
 
     def __init__(
         self, title: str, columns: Sequence[Column], rows: Sequence[ListingRow], strict: bool = False, more: int = 0
     ) -> None:
-        """`more`: rows that the caller left out, to be counted."""
+        """`more` is the number of rows that the caller left out."""
         self._title, self._columns, self._rows, self._strict, self._more = title, columns, rows, strict, more
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def shorten_to(self, count: int) -> Listing:
-        """At most so many rows; those with something to say come first, if not all have room."""
+        """Return a listing of at most `count` rows; those with notes come first, if not all have room."""
         if len(self._rows) <= count:
             return self
         kept = sorted(self._rows, key=lambda row: not any(row.notes))[:count]
@@ -95,7 +96,7 @@ def _to_text(cell: str | Text) -> Text:
 
 
 def _that_fit(widths: Sequence[int], room: int) -> int:
-    """How many columns, from the first on, have room beside each other; at least the first is shown."""
+    """Return how many columns, from the first on, fit beside each other; at least 1."""
     shown, taken = 0, -GAP
     for width in widths:
         taken += GAP + width

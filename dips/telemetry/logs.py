@@ -1,4 +1,4 @@
-"""Structured logs: one line per event and effect, with ids; for people on a terminal, JSON elsewhere."""
+"""Structured logs: one line for each event and effect, with ids; formatted for people on a terminal, JSON elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dips.printable import make_lines_printable, make_printable
 Log = structlog.stdlib.BoundLogger
 
 
-FORMAT = "DIPS_LOG_FORMAT"  # of the environment: console or json
+FORMAT = "DIPS_LOG_FORMAT"  # environment variable: console or json
 LEVELS = ("debug", "info", "warning", "error")
 
 
 class _LevelledLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
-    """Asks for the level at each call, so that it may change while the process runs: one comparison."""
+    """A logger that checks the level at each call, so that it may change while the process runs: one comparison."""
 
     level: ClassVar[int] = logging.INFO
 
@@ -36,10 +36,9 @@ class _LevelledLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # 
 
 
 class LogStream:
-    """Standard error, which may be a full disk or a closed pipe: a line that cannot be written ends nothing.
+    """Standard error, which may be a full disk or a closed pipe: a line that cannot be written raises nothing.
 
-    Who logs is in the middle of something, and would not be heard either. The next line that is written tells how many
-    were lost.
+    A failing log must not end the work of its caller. The next line that can be written reports how many were lost.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -55,25 +54,25 @@ class LogStream:
             self._lost += 1
 
     def flush(self) -> None:
-        """Each line is flushed as it is written."""
+        """Do nothing: each line is flushed as it is written."""
 
 
 def set_level(level: str) -> None:
-    """What this process logs from now on: debug, info, warning or error, and what is above it."""
+    """Set the level of this process's log: debug, info, warning or error."""
     _LevelledLogger.level = logging.getLevelNamesMapping()[level.upper()]
 
 
 def check_level(given: str | None) -> str | None:
-    """The level that a command line names; raise ConfigError on one that is none."""
+    """Return the level of a command line; raise ConfigError if it is none."""
     if given is not None and given.lower() not in LEVELS:
         raise ConfigError(f"--log-level: expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got {given!r}")
     return given
 
 
 def configure_log(role: str, name: str, level: str = "info") -> Log:
-    """Set up this process's log on standard error and return its logger, bound to who we are.
+    """Set up this process's log on standard error and return its logger, bound to role and name.
 
-    Lines are for people on a terminal and JSON elsewhere, or as the variable FORMAT says.
+    Lines are formatted for people on a terminal, as JSON elsewhere, or as the variable FORMAT says.
     """
     set_level(level)
     terminal = sys.stderr.isatty()
@@ -96,7 +95,7 @@ def configure_log(role: str, name: str, level: str = "info") -> Log:
 
 
 def _make_printable(_: Any, __: str, event: EventDict) -> EventDict:
-    """What peers say is a field of many events; only a traceback, which is ours, has lines."""
+    """Make fields printable, since many contain text of peers; only a traceback may have several lines."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = make_lines_printable(value) if key == "exception" else make_printable(value)

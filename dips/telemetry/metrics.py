@@ -1,9 +1,9 @@
-"""Prometheus metrics: what a daemon knows, read when it is scraped, so that nothing is counted twice or forgotten.
+"""Prometheus metrics, read from a daemon's state at each scrape, so that no number is kept twice.
 
-Tables say which number becomes which metric; they stand beside the master, the slave and the agent, and in process.py
-those of every daemon. docs/guides/metrics.md lists them all. Labels are names of clusters and slaves, whose number is
-bounded by the run, and words of the code; versions and texts are never labels. Bytes and seconds, as the names' endings
-say.
+Tables map numbers to metrics: those of the master, the slave and the agent are beside these, those of every daemon in
+process.py. docs/guides/metrics.md lists all metrics. Labels are names of clusters and slaves, whose number is bounded
+by the run, and constants of the code; versions and texts are never labels. Units are bytes and seconds, as the names'
+endings say.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from dips.telemetry.histogram import Histogram
 
-Status = Any  # numbers by name: a mapping, or an object that has them as attributes
+Status = Any  # numbers by name: a mapping, or an object with attributes
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """One metric: its name, where its number stands (keys or attributes joined by dots), and what it means."""
+    """A metric: its name, the path of its number (keys or attributes joined by dots), and its help text."""
 
     name: str
     path: str
     help: str
     counter: bool = False
-    histogram: bool = False  # what stands at `path` is a Histogram
+    histogram: bool = False  # the value at `path` is a Histogram
 
     @property
     def series(self) -> str:
-        """What it is called in an expression, but for the parts of a histogram."""
+        """Name of the metric's series in an expression; for a histogram without `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.counter else self.name
 
     @property
@@ -39,12 +39,12 @@ class MetricRow:
         return "histogram" if self.histogram else "counter" if self.counter else "gauge"
 
 
-Samples = Sequence[tuple[tuple[str, ...], Status]]  # values of the labels, and where the numbers stand
-Table = tuple[tuple[MetricRow, ...], tuple[str, ...]]  # rows, and the labels that they share
+Samples = Sequence[tuple[tuple[str, ...], Status]]  # (values of the labels, numbers) of each peer
+Table = tuple[tuple[MetricRow, ...], tuple[str, ...]]  # (rows, names of the labels that they share)
 
 
 def make_families(rows: Iterable[MetricRow], peers: Samples, labels: tuple[str, ...]) -> Iterator[Metric]:
-    """A family for each row, with a sample for each peer that has told its number."""
+    """Yield a metric family for each row, with a sample for each peer that has reported its number."""
     for row in rows:
         if row.histogram:
             yield _make_histogram(row, peers, labels)

@@ -1,4 +1,4 @@
-"""The metrics of every daemon: its memory, disks, loop, certificate, and what it refused."""
+"""The metrics of every daemon: its memory, disks, loop, certificate, and refusals."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DISK = (
 REFUSED = (MetricRow("dips_refusals", "count", "What came from outside and was refused, by reason.", counter=True),)
 
 TABLES: tuple[Table, ...] = ((PROCESS, ()), (INFO, ("role", "version")), (DISK, ("directory",)), (REFUSED, ("reason",)))
-LOOK_S = 2.0  # a scrape waits so long for the disks; then it shows what they last were
+LOOK_S = 2.0  # longest wait of a scrape for the disks; then it shows their last values
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn what dips/http/daemon.py reads into metric families."""
+    """Convert the values that dips/http/daemon.py reads into metric families."""
     yield from make_families(PROCESS, [((), status)], ())
     yield from make_families(INFO, [((status["role"], status["version"]), {"one": 1})], ("role", "version"))
     disks = [((key,), numbers) for key, numbers in status.get("disks", {}).items()]
@@ -42,12 +42,12 @@ def collect(status: Status) -> Iterator[Metric]:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process."""
+    """Return the physical memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_disks(directories: Mapping[str, Path]) -> dict[str, dict[str, int]]:
-    """Free bytes and size by the directory's key in the configuration; what cannot be looked at is left out."""
+    """Return free bytes and size by the directory's key in the configuration; unreadable ones are left out."""
     found = {}
     for key, path in directories.items():
         try:
@@ -59,7 +59,7 @@ def measure_disks(directories: Mapping[str, Path]) -> dict[str, dict[str, int]]:
 
 
 class DiskLooks:
-    """Looks at disks on a thread of its own: a mount that hangs holds up neither a scrape nor the daemon's end."""
+    """Measures disks on its own thread: a mount that hangs blocks neither a scrape nor the daemon's end."""
 
     def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
         self._look, self._wanted, self._done = look, threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class DiskLooks:
         threading.Thread(target=self._serve_looks, name="disk looks", daemon=True).start()
 
     def read_newest(self) -> dict[str, Any]:
-        """What the disks say now; of late, if they take longer than LOOK_S."""
+        """Return the disks' present values; the last known ones if measuring takes longer than LOOK_S."""
         self._done.clear()
         self._wanted.set()
         self._done.wait(LOOK_S)

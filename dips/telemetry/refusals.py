@@ -1,6 +1,6 @@
-"""What this process has refused since its start, by reason: `dips_refusals_total`. All doors share one count.
+"""Counts of what this process has refused since its start, by reason: `dips_refusals_total`.
 
-Reasons are words of the code, never of a peer: their number is bounded by what is written in it.
+Reasons are constants in the code, never text of a peer, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _refused: Counter[str] = Counter()
 
 
 def count_refusal(reason: str) -> None:
-    """Something from outside was refused; from any thread."""
+    """Count a refused request, message or connection; from any thread."""
     with _lock:
         _refused[reason] += 1
 

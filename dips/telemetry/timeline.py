@@ -1,7 +1,7 @@
-"""The timeline: who did what from when to when, one JSON object a line, read by the plots and by people.
+"""The timeline: what happened when, one JSON object for each line, read by plots and people.
 
-Wall-clock seconds: for looking, never for deciding. A disk that is full stops the timeline, not the process. A file
-that is full becomes `<name>.1`, in the place of the one before.
+Wall-clock seconds, for display only. A full disk stops the timeline, not the process. A full file becomes `<name>.1`,
+replacing the former one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Timeline:
                 self.lines_lost += 1
 
     def _rotate_file(self) -> None:
-        """The full file becomes the older one; the name begins anew."""
+        """Rename the full file to the older one's name and begin a new one."""
         self._path.replace(older_path(self._path))
         self._file.close()
         self._file, self._size = self._path.open("a", buffering=1), 0
@@ -49,12 +49,12 @@ class Timeline:
 
 
 def older_path(path: Path) -> Path:
-    """Where the lines before those of `path` are, if it was ever full."""
+    """Return the path of the lines before those of `path`, if it was ever full."""
     return path.with_name(path.name + ".1")
 
 
 def read_marks(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a timeline, oldest first; a torn last line (its writer was killed) is passed over."""
+    """Iterate over a timeline's lines, oldest first; an incomplete last line (its writer was killed) is skipped."""
     before = older_path(path).read_text() if older_path(path).exists() else ""
     for line in (before + path.read_text()).splitlines():
         try:

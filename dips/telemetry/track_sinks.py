@@ -1,6 +1,6 @@
-"""Where a tracker's numbers go: TensorBoard's event files, or a run of Weights & Biases. Neither is needed by Di-PS.
+"""Destinations of a tracker's numbers: TensorBoard's event files, or a run of Weights & Biases. Di-PS needs neither.
 
-Both are written a step at a time, the step being the round; what is written is with its reader after `flush`.
+Both are written a step at a time, the step being the round; numbers have reached their reader after `flush`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dips.errors import ConfigError
 
 
 class TrackSink(Protocol):
-    """One of them."""
+    """One destination."""
 
     def write_point(self, step: int, wall: float, numbers: Mapping[str, float]) -> None:
         """Write numbers by name; `wall` is Unix seconds."""
 
     def flush(self) -> None:
-        """Return when what was written is on its way out of this process."""
+        """Return when the numbers have left this process's buffers."""
 
     def close(self) -> None:
-        """Flush, and end."""
+        """Flush and close."""
 
 
 class TensorBoardSink:
@@ -67,7 +67,7 @@ class WandbSink:
         self._run.log({**numbers, "round": step, "unix_seconds": wall})
 
     def flush(self) -> None:
-        """Its own process has them already."""
+        """Do nothing: W&B's own process has the numbers already."""
 
     def close(self) -> None:
         self._run.finish()

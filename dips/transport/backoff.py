@@ -1,6 +1,6 @@
-"""The pause before the next try: it doubles up to a limit, and jitter keeps those who failed together apart.
+"""The pause before the next try: it doubles up to a limit, with jitter that separates peers that failed together.
 
-Pure: the caller sleeps, and gives the random generator.
+Pure: the caller sleeps, and passes the random generator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Backoff:
         self._full_s = first_s
 
     def next_pause_s(self) -> float:
-        """Return how long to wait before the next try; the one after it waits twice as long."""
+        """Return how long to wait before the next try; the following pause is twice as long."""
         pause_s = self._full_s * self._rng.uniform(LEAST_SHARE, 1.0)
         self._full_s = min(2 * self._full_s, self._longest_s)
         return pause_s
 
     def reset(self) -> None:
-        """A try succeeded: the next pause is the shortest again."""
+        """Begin with the shortest pause again, after a success."""
         self._full_s = self._first_s

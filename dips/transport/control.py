@@ -1,9 +1,8 @@
 """The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
 
-An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, its class named in the trailing
+An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, with its class in the trailing
 metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
-Unavailable…, whether the link, the process or the deadline ended the wait. What the messages mean this file does not
-know.
+Unavailable…, whether the link, the process or the deadline ended the wait. The meaning of messages is not known here.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from dips.transport.renewing import RenewingChannel
 from dips.transport.tls import make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
 
-KEEPALIVE_MS = 10_000  # clients ping so often, also without calls: a NAT forgets a silent link
-KEEPALIVE_TIMEOUT_MS = 5_000  # and give up when a ping is unanswered for so long
-# servers permit pings twice as often as we send them; else GOAWAY after 5 s (docs/rationale.md#35)
+KEEPALIVE_MS = 10_000  # interval of a client's pings, also without calls: a NAT forgets a silent link
+KEEPALIVE_TIMEOUT_MS = 5_000  # a connection is given up when a ping is unanswered for this long
+# servers permit pings twice as often as clients send them; else GOAWAY after 5 s (docs/rationale.md#35)
 MIN_PING_INTERVAL_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000  # a master that is back is found within two seconds
-MAX_CONCURRENT_CALLS = 10_000  # a server's bound; room for a long poll and a heartbeat of 1,000 clusters, several times
+MAX_CONCURRENT_CALLS = 10_000  # of a server; room for a long poll and a heartbeat of 1,000 clusters, several times
 
 Reply = TypeVar("Reply", bound=Message)
 
 _SERVER_OPTIONS = [
-    # calls come in bursts (every cluster heartbeats after a stall): above gRPC's own 1,000 they would be cancelled
-    # unheard
+    # Calls come in bursts (every cluster heartbeats after a stall): above gRPC's own limit of 1,000 they would be
+    # cancelled.
     ("grpc.server.max_pending_requests", MAX_CONCURRENT_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CONCURRENT_CALLS),
-    ("grpc.so_reuseport", 0),  # a second server on our port must fail, not take half of our calls
+    ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not take half of the calls
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -72,12 +71,12 @@ def make_server(
     limits: ServerLimits = MASTER_LIMITS,
     calls: CallLimits | None = None,
 ) -> aio.Server:
-    """Make a gRPC server whose handlers may raise DipsError.
+    """Create a gRPC server whose handlers may raise DipsError.
 
-    `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
-    `guard` stands before each handler; None: plain text, which the configuration allows on loopback only.
-    `limits` is what it takes at once and a second (limits.py); what is refused is counted by reason.
-    `calls` counts them; None: nobody changes how many there may be.
+    report(method, error)  called for every other exception, which the caller gets as LocalProtocolError
+    guard    checks the caller before each handler; None: plain text, which the configuration allows on loopback only
+    limits   what the server accepts at once and each second (limits.py); refusals are counted by reason
+    calls    counts calls against rates that may be changed; None: the rates of `limits`
     """
     return aio.server(
         options=[*_SERVER_OPTIONS, *limits.to_options()],
@@ -102,7 +101,7 @@ def bind_server(grpc_server: aio.Server, address: str, key: str, guard: Guard | 
 
 
 async def serve_health(grpc_server: aio.Server, services: Sequence[str]) -> health.aio.HealthServicer:
-    """Answer `grpc.health.v1.Health` for these services: SERVING from now on; call before the server starts."""
+    """Answer `grpc.health.v1.Health` for these services with SERVING from now on; call before the server starts."""
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, grpc_server)
     for service in services:
@@ -111,7 +110,7 @@ async def serve_health(grpc_server: aio.Server, services: Sequence[str]) -> heal
 
 
 def open_channel(peer: Endpoint) -> aio.Channel:
-    """Make a channel with a connection of its own; it connects at the first call and again after each loss."""
+    """Return a channel with its own connection; it connects at the first call and again after each loss."""
     if peer.tls is None or peer.identity is None:
         return aio.insecure_channel(peer.address, options=_CHANNEL_OPTIONS)
     options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.identity.san)]
@@ -131,12 +130,12 @@ async def call_method(
     unavailable: type[Unavailable],
     explain: bool = False,
 ) -> Reply:
-    """Ask `method` of a stub; raise the class of dips.errors that the peer raised.
+    """Call `method` of a stub; raise the class of dips.errors that the peer raised.
 
     deadline_s   how long to wait, in seconds
-    peer         who is asked
-    unavailable  UnavailableMaster or UnavailableSlave: raised when nobody answers in time
-    explain      if nobody answers, make a handshake and say what it says (up to 3 s more)
+    peer         the called server
+    unavailable  UnavailableMaster or UnavailableSlave: raised without an answer in time
+    explain      without an answer, make a handshake and add its result to the message (up to 3 s more)
     """
     try:
         return await method(request, timeout=deadline_s)
@@ -148,12 +147,12 @@ async def call_method(
 
 # ---- errors in ----------------------------------------------------------------------------------------------------
 
-TOO_LARGE = "message larger than max"  # wart: gRPC tells what waiting mends from what it does not by its text alone
+TOO_LARGE = "message larger than max"  # wart: only the text shows which of gRPC's refusals a retry mends
 _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
 def to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavailable: type[Unavailable]) -> DipsError:
-    """What a call that failed says, as an error of ours."""
+    """Convert the status of a failed call to a DipsError."""
     cls, said = _class_named(error), make_printable(error.details() or "")
     if cls is not None:
         return cls(said or cls.__name__)
@@ -167,7 +166,7 @@ def to_error(error: aio.AioRpcError, deadline_s: float, peer: Endpoint, unavaila
 
 
 def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:
-    """Find the class that the peer raised; a name that we do not know says nothing."""
+    """Return the class that the peer raised; None if its name is unknown."""
     named = (str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY)
     return next((found for name in named if (found := class_named(name)) is not None), None)
 

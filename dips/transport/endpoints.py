@@ -1,6 +1,7 @@
-"""Whom a channel leads to: an address, the name that its certificate must have, and what is said if nobody answers.
+"""The server at the end of a channel: its address, the name in its certificate, and an explanation if it does not
+answer.
 
-gRPC's own "Socket closed" hides which certificate was refused by whom, so a handshake of ours asks again and says it.
+gRPC's own "Socket closed" hides which certificate was refused by which side, so a separate handshake finds out.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dips.identity.names import MASTER_NAME, PeerIdentity, PeerRole
 from dips.identity.tls_files import LoadedTls
 from dips.transport.tls import TlsSource
 
-PROBE_S = 3.0  # a handshake that explains why a call failed
-ALERT_S = 0.5  # TLS 1.3 says only after the handshake that it refused our certificate
+PROBE_S = 3.0  # timeout of a handshake that explains why a call failed
+ALERT_S = 0.5  # TLS 1.3 reports only after the handshake that our certificate is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,16 @@ class Endpoint:
 
     what: str  # for messages: "the master at 10.0.0.1:7800"
     address: str  # host:port
-    identity: PeerIdentity | None = None  # whose certificate it must show; None: plain text
+    identity: PeerIdentity | None = None  # the identity that its certificate must have; None: plain text
     tls: TlsSource | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.what
 
     def explain_silence(self) -> str:
-        """What a handshake says about a server that gRPC could not reach; empty if it says nothing new. Blocks."""
+        """Return the result of a handshake with a server that gRPC could not reach; empty if it explains nothing.
+        Blocks.
+        """
         host, _, port = self.address.rpartition(":")
         try:
             raw = socket.create_connection((host.strip("[]"), int(port)), PROBE_S)
@@ -47,19 +50,19 @@ class Endpoint:
 
 
 def master_peer(address: str, tls: TlsSource | None) -> Endpoint:
-    """The run's master."""
+    """Return the endpoint of the run's master."""
     identity = PeerIdentity(MASTER_NAME, PeerRole.MASTER, tls.run) if tls is not None else None
     return Endpoint(f"the master at {address}", address, identity, tls)
 
 
 def slave_peer(name: str, address: str, tls: TlsSource | None) -> Endpoint:
-    """One of the run's slaves."""
+    """Return the endpoint of one of the run's slaves."""
     identity = PeerIdentity(name, PeerRole.SLAVE, tls.run) if tls is not None else None
     return Endpoint(f"slave {name} at {address}", address, identity, tls)
 
 
 def _explain_plain(raw: socket.socket) -> str:
-    """We speak plain text; does it expect a handshake?"""
+    """Explain whether the server expects TLS while this process uses plain text."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -82,7 +85,7 @@ def _explain_tls(raw: socket.socket, source: TlsSource, wanted: PeerIdentity) ->
                 return reason
             secured.settimeout(ALERT_S)
             try:
-                refused = not secured.recv(1)  # gRPC speaks first to whom it takes
+                refused = not secured.recv(1)  # gRPC's server sends first if it accepts a client
             except TimeoutError:
                 refused = False
             return f"it refused our certificate ({source.files.cert})" if refused else ""
@@ -99,7 +102,7 @@ def _explain_tls(raw: socket.socket, source: TlsSource, wanted: PeerIdentity) ->
 def _probe_context(source: TlsSource) -> ssl.SSLContext:
     loaded: LoadedTls = source.read_current()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the name is compared by us, with a sentence
+    context.check_hostname = False  # compared here, with a sentence for people
     try:
         context.load_verify_locations(cadata=loaded.ca.decode())
         context.load_cert_chain(source.files.cert, source.files.key)

@@ -1,12 +1,12 @@
-"""What stands before every handler of a server: rate, size, rights; and what makes of its errors an answer.
+"""The interceptor before every handler of a server: checks rate, size and rights, and converts errors to answers.
 
-A message is read only when its caller may call so often and has a place for it (reception.py).
+A message is read only when its caller is within its rate and has a place for it (reception.py).
 
 A method whose requests and replies are streams takes a sequence of calls (ordered_calls.py): its handler gets one
-request at a time, like any other, and each passes here by itself.
+request at a time, like any other, and each is checked here separately.
 
-Whatever is refused here is counted by reason (telemetry/refusals.py). Messages above gRPC's own limit, and those whose
-caller goes before they have arrived, reach no handler: they are counted as `unheard`.
+Refusals are counted by reason (telemetry/refusals.py). Messages above gRPC's own limit, and those whose caller leaves
+before they have arrived, reach no handler: they are counted as `unheard`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from dips.transport.reception import Reception
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
-COUNTED = (Denied, ConfigError, RemoteProtocolError, Corrupt, Busy, Unavailable)  # by handlers, by their labels
+COUNTED = (Denied, ConfigError, RemoteProtocolError, Corrupt, Busy, Unavailable)  # if raised by handlers
 
 Report = Callable[[str, BaseException], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps every handler, so that none can forget to ask the guard or to translate."""
+    """Wraps every handler, so that none can forget to ask the guard or to convert errors."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         calls: CallLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`calls`: whose rates somebody may change; None: its own, of `limits`."""
+        """`calls` has rates that may be changed; None: the rates of `limits`."""
         self._report, self._guard, self._limits, self._clock = report, guard, limits, clock
         self._calls = calls or CallLimits(limits, clock())
         self._reception = Reception(limits)
@@ -89,7 +89,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                     self._check_right(method, request, context)
                     return await inner(request, context)
             except DipsError as error:
-                waiting.heard, request = True, None  # a refused message is let go before its sender is told
+                waiting.heard, request = True, None  # a refused message is freed before its sender is answered
                 await _abort_call(context, error.with_traceback(None))
             except aio.AbortError:
                 raise
@@ -97,7 +97,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 self._report(method, error)
                 await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
 
-        # On the wire a stream of one message is the same; here its headers can be judged before the message is read.
+        # A stream of one message is the same on the wire; here its headers can be checked before the message is read.
         return grpc.stream_unary_rpc_method_handler(cast(Any, answer_errors), None, handler.response_serializer)
 
     def _gate_stream(self, method: str, handler: Handler, waiting: _UnheardCall) -> Handler:
@@ -110,7 +110,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 self._check_right(method, request, context)
                 return await inner(request, context)
             except Denied:
-                raise  # nothing that this peer asks on this stream will be answered: it ends
+                raise  # the stream ends, since this peer gets no answer on it
             except DipsError as error:
                 _count_error(error)
                 return error
@@ -138,10 +138,10 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         except DecodeError as error:
             raise RemoteProtocolError(f"{method}: {nbytes} bytes came that are no message of it") from error
         finally:
-            del raw  # an error would hold it for as long as its traceback lives
+            del raw  # a traceback would keep it alive
 
     def _check_rate(self, context: aio.ServicerContext[Any, Any]) -> str:
-        """Return who calls, as far as rates go; raise Busy if it calls too often."""
+        """Return the caller's name for rates; raise Busy if it calls too often."""
         connection = context.peer()
         caller: PeerIdentity | None = None
         if self._guard is not None:
@@ -160,15 +160,15 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
 
 async def _read_message(context: aio.ServicerContext[Any, Any]) -> bytes:
-    """The message of a call, as it came. What a caller sends behind it stays in that caller's memory, unread."""
+    """Return the message of a call, as it came. Further messages of the caller are not read."""
     raw = await context.read()
     if not isinstance(raw, bytes):
-        raise asyncio.CancelledError  # it was too large for gRPC, or its caller has gone: nobody waits for an answer
+        raise asyncio.CancelledError  # it was too large for gRPC, or its caller has gone: no answer is expected
     return raw
 
 
 class _UnheardCall:
-    """A call whose request has not arrived; one that ends so was too large for gRPC, or its caller went."""
+    """A call whose request has not arrived; if it ends so, it was too large for gRPC or its caller left."""
 
     __slots__ = ("heard",)
 
@@ -181,7 +181,7 @@ class _UnheardCall:
 
 
 class _TooManyCalls(Busy):
-    """Counted as `rate` already."""
+    """Busy that is already counted as `rate`."""
 
 
 def _count_error(error: DipsError) -> None:

@@ -1,9 +1,9 @@
-"""Stands before every handler of a server with certificates: who calls, whether that certificate still counts, and
-whether its holder may ask this.
+"""The check before every handler of a server with certificates: who calls, whether the certificate is still valid, and
+whether its holder may make this call.
 
-The handshake has proven that the caller holds the key of a certificate of our authority. What happened to that
-certificate since is looked at with each call, so that one that was revoked or has expired ends within a heartbeat,
-also on connections that were made before.
+The handshake has proven that the caller holds the key of a certificate of our authority. With each call it is checked
+again, so that a certificate that was revoked or has expired is refused within a heartbeat, also on existing
+connections.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dips.identity.rights import check_enrolled, check_right
 from dips.transport.handshakes import HandshakeWatch
 from dips.transport.tls import TlsSource
 
-KEPT_CALLERS = 4096  # certificates that were read; 1,000 clusters and 1,000 slaves, each renewed once
+KEPT_CALLERS = 4096  # parsed certificates; 1,000 clusters and 1,000 slaves, each renewed once
 PEM_KEY = "x509_pem_cert"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A certificate that a peer showed in its handshake."""
+    """A certificate that a peer presented in its handshake."""
 
     identity: PeerIdentity
     serial: int
@@ -37,7 +37,7 @@ class Caller:
 
 
 class Guard:
-    """The door of one server."""
+    """The checks of one server."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class Guard:
         clusters: Collection[str] | None = None,
         wall: Callable[[], datetime] = utc_now,
     ) -> None:
-        """`clusters`: those that may join; None: all whose certificate says so."""
-        self._trusted = b""  # the authorities by which callers were looked at
+        """`clusters` lists those that may join; None: all with a certificate for it."""
+        self._trusted = b""  # the authorities at the time when callers were parsed
         self.source, self._clusters, self._wall = source, clusters, wall
         self._callers: dict[bytes, Caller] = {}
-        self._admitted: dict[str, Caller] = {}  # clusters, by the certificate of their last call that was let in
+        self._admitted: dict[str, Caller] = {}  # clusters → the certificate of their last admitted call
         self.refused: Counter[str] = Counter()  # by method
         self.handshakes = HandshakeWatch()
-        # told of each refusal: who (empty: not known), the method, the request, why
+        # called with each refusal: caller (empty: unknown), method, request, reason
         self.on_refused: Callable[[str, str, Any, str], None] = lambda *_: None
 
     def check_call(self, method: str, request: Any, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity:
-        """Return who asks; raise Denied with the reason if it may not."""
+        """Return the caller's identity; raise Denied with the reason if it may not make this call."""
         who = ""
         try:
             caller = self._identify(context)
@@ -72,25 +72,25 @@ class Guard:
         return caller.identity
 
     def identify_caller(self, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity | None:
-        """Who a connection's certificate says that it is, whatever that may; None if it does not say."""
+        """Return the identity in a connection's certificate, without checking rights; None if there is none."""
         try:
             return self._identify(context).identity
         except Denied:
             return None
 
     def name_caller(self, context: Mapping[str, Iterable[bytes]]) -> str:
-        """Who asks, as the ledger keeps it: name and role of the certificate."""
+        """Return the caller for the ledger: name and role in the certificate."""
         return self._identify(context).identity.label
 
     def change_clusters(self, clusters: Collection[str] | None) -> None:
-        """Those that may join from now on; None: all whose certificate says so."""
+        """Replace the list of clusters that may join; None: all with a certificate for it."""
         self._clusters = clusters
 
     def take_expelled(self) -> list[tuple[str, str]]:
-        """Clusters that were let in and may take part no more, each once, with the reason; looked for now and then.
+        """Return the admitted clusters that may no longer take part, each once, with the reason; to be called now and
+        then.
 
-        What such a cluster still moves, and what it waits for, is ended by whoever asks this: its calls are refused
-        here.
+        The caller ends the cluster's transfers and open questions; its further calls are refused here.
         """
         expelled = list[tuple[str, str]]()
         for name, caller in list(self._admitted.items()):
@@ -102,7 +102,7 @@ class Guard:
         return expelled
 
     def _check_standing(self, caller: Caller) -> None:
-        """Raise Denied unless the caller's certificate counts now, here."""
+        """Raise Denied unless the caller's certificate is valid here and now."""
         if caller.identity.run != self.source.run:
             raise Denied(f"this is run {self.source.run!r}, the certificate is of {caller.identity}")
         if caller.serial in self.source.read_current().revoked:
@@ -116,7 +116,7 @@ class Guard:
         if pem is None:
             raise Denied("no certificate was shown")
         loaded = self.source.read_current()
-        if loaded.ca != self._trusted:  # an authority came or went: connections outlive it
+        if loaded.ca != self._trusted:  # an authority was added or removed: connections outlive it
             self._callers.clear()
             self._trusted = loaded.ca
         if (known := self._callers.get(pem)) is not None:

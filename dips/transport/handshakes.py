@@ -1,8 +1,8 @@
-"""Counts connections that ended before they asked anything: gRPC ends them without a word to us.
+"""Counts connections that ended before their first call, which gRPC does not report.
 
-gRPC asks for our certificate once for each connection, before its handshake; a connection whose handshake succeeds
-makes a call at once (ours connect when they have something to ask). So one that was begun and made none was plain text,
-garbage, half-open, or came with a certificate that is none of ours.
+gRPC requests our certificate once for each connection, before its handshake; a connection whose handshake succeeds
+makes a call at once (ours connect for a call). So one that began and made none was plain text, garbage, half-open, or
+had a certificate that is not of this run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dips.telemetry.refusals import count_refusal
 
 PATIENCE_S = 10.0  # from a handshake's begin to the first call; twice what a handshake may take
-MOST_PEERS = 8_192  # connections that are known to have made a call
+MOST_PEERS = 8_192  # connections that have made a call and are remembered
 MOST_BEGUN = 65_536  # handshakes that are waited for
 
 
 class HandshakeWatch:
-    """Of one server; from any thread."""
+    """The handshakes of one server; from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -28,13 +28,13 @@ class HandshakeWatch:
         self._peers: OrderedDict[str, None] = OrderedDict()
 
     def on_handshake(self) -> None:
-        """A connection came in."""
+        """Record that a connection came in."""
         with self._lock:
             self._count_overdue()
             self._begun.append(self._clock())
 
     def on_call(self, peer: str) -> None:
-        """A call came over the connection with this name."""
+        """Record a call over the connection with this name."""
         with self._lock:
             self._count_overdue()
             if peer in self._peers:

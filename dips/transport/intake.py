@@ -1,13 +1,13 @@
-"""What one stream is to bring: every chunk is missing → asked → claimed → here, and each byte is written once.
+"""The chunks that one stream is to bring: each is missing → asked → claimed → here, and each byte is written once.
 
-The same for both directions: a slave takes a push in from a rank, a rank takes a pull in from a slave. A chunk that is
-not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
-breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
+The same for both directions: a slave receives a push from a rank, a rank a pull from a slave. A chunk that was not
+asked for is refused, so duplicates and foreign chunks change nothing; a wrong one is missing again; when the connection
+breaks, asked chunks are missing again, and claimed ones are completed. Pure; the owner serialises the calls.
 
 Chunks of ranges that are not ready at their sender are not asked for, and count as left.
 
-Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, chunks are
-asked for in smaller pieces, and one small piece alone while nobody knows how fast it is.
+Only whole chunks are seen to arrive, and a peer that owes one for `stall_s` counts as dead. So on a slow link smaller
+chunks are asked for, and a single small one while the link's rate is unknown.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dips.transport.pool import Transit, pool_cost
 from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Header
 
-UNIT_CHUNKS = 8  # in one WANT
-CHUNK_S = 2.0  # that a chunk may take by the stream's present rate, far below any stall_s
-LEAST_CHUNK_BYTES = 64 << 10  # of fp32, on the slowest link: 2 kB/s bring it within 30 s
+UNIT_CHUNKS = 8  # of one WANT
+CHUNK_S = 2.0  # longest duration of a chunk at the stream's present rate, far below any stall_s
+LEAST_CHUNK_BYTES = 64 << 10  # of fp32, on the slowest link: at 2 kB/s they take 30 s
 
 
 @dataclass(slots=True)
 class LinkRate:
-    """What a stream over one link has last seen, for the next one: it need not try again how fast the link is."""
+    """The last measured rate of a link's streams, with which the next stream begins."""
 
     bytes_per_s: float = 0.0  # 0: unknown
 
@@ -46,20 +46,20 @@ class Intake:
         link: LinkRate | None = None,
         ready: int | None = None,
     ) -> None:
-        """`ready`: so many of `pieces` may be asked for, the others after `release_pieces`; None: all."""
+        """`ready` is the number of `pieces` that may be asked for, the others after `release_pieces`; None: all."""
         given = list(pieces)
         self._ready = len(given) if ready is None else ready
         self._withheld = deque(list(split_chunks([piece], chunk_bytes)) for piece in given[self._ready :])
         self._missing = deque(split_chunks(given[: self._ready], chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
-        self._claimed = 0  # chunks being checked and copied
+        self._claimed = 0  # chunks being verified and copied
         self._pool = pool
         self.credit = Credit()
-        # Bytes not here:
+        # Bytes that are not here:
         self.left = sum(chunk.nbytes for chunks in (self._missing, *self._withheld) for chunk in chunks)
         self.total = self.left
-        self.last_byte_at = now  # the last byte, or the first WANT after silence
+        self.last_byte_at = now  # time of the last byte, or of the first WANT after silence
         self._link = link or LinkRate()
         self._rate = 0.0  # of this stream, or of another one over its link; 0 while unknown
 
@@ -69,36 +69,36 @@ class Intake:
 
     @property
     def in_flight(self) -> int:
-        """Bytes that were asked and did not come yet."""
+        """Bytes that were asked for and have not come yet."""
         return self._asked_bytes
 
     @property
     def busy(self) -> bool:
-        """Something was asked and is not in its place yet."""
+        """Whether some chunk was asked for and is not in its place yet."""
         return bool(self._asked) or self._claimed > 0
 
     @property
     def idle(self) -> bool:
-        """Nothing may be asked, and nothing is under way: it is complete, or the rest is not ready."""
+        """Whether nothing may be asked for and nothing is in flight: it is complete, or the rest is not ready."""
         return not self._missing and not self.busy
 
     def release_pieces(self, ready: int) -> None:
-        """The first `ready` pieces may be asked for; a number that is not above the last changes nothing."""
+        """Allow to ask for the first `ready` pieces; a number that is not above the last changes nothing."""
         while self._ready < ready and self._withheld:
             self._missing.extend(self._withheld.popleft())
             self._ready += 1
 
     @property
     def hungry(self) -> bool:
-        """Something is missing, and less than half of what may be in flight is."""
+        """Whether chunks are missing, and less than half of the credit is in flight."""
         return (
             bool(self._missing) and 2 * self._asked_bytes <= self.credit.bytes and 2 * len(self._asked) <= MOST_CHUNKS
         )
 
     def ask_chunks(self, now: float, allowance: int) -> list[tuple[Range, ...]]:
-        """Take what may be asked now, as WANTs of at most UNIT_CHUNKS; nothing while more than half is in flight.
+        """Return the chunks to ask for now, as WANTs of at most UNIT_CHUNKS; none while more than half is in flight.
 
-        allowance  bytes of the stream's turn; the last chunk may pass it
+        allowance  bytes of the stream's turn; the last chunk may exceed it
         """
         if not self.hungry:
             return []
@@ -127,7 +127,7 @@ class Intake:
         return chunks
 
     def _next_chunk(self) -> Range:
-        """The first missing chunk, or as much of its beginning as comes in time. Whole blocks: they are never cut."""
+        """Return the first missing chunk, or as much of its beginning as takes CHUNK_S. Blocks are never cut."""
         most = max(1, int(self._rate * CHUNK_S) // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES // ITEM_BYTES
         return self._missing[0].cut(most)
 
@@ -137,7 +137,7 @@ class Intake:
             self._missing.appendleft(type(chunk)(layer, param, offset + chunk.length, rest))
 
     def claim_chunk(self, header: Header, now: float) -> Range | None:
-        """asked → claimed, if this very chunk was asked; else None.
+        """asked → claimed, if exactly this chunk was asked for; else None.
 
         `mark_received`, `mark_wrong` or `drop_claim` must follow.
         """
@@ -156,17 +156,17 @@ class Intake:
         self.credit.on_chunk(chunk.nbytes, now)
         if not self._rate and chunk.length * ITEM_BYTES >= LEAST_CHUNK_BYTES:
             self._rate = chunk.nbytes / max(now - self.last_byte_at, 1e-6)  # at least: the round trip is in it
-            self.credit = Credit()  # one chunk alone says nothing of how many the link can hold
+            self.credit = Credit()  # a single chunk does not show how many the link can hold
         self._rate = self.credit.latest_bytes_per_s or self._rate
         self._link.bytes_per_s = self._rate
 
     def mark_received(self, chunk: Range) -> None:
-        """claimed → here: it is in its place."""
+        """claimed → here: the chunk is in its place."""
         self.drop_claim(chunk)
         self.left -= chunk.nbytes
 
     def mark_wrong(self, chunk: Range) -> None:
-        """claimed → missing: its bytes were not what its sender saw."""
+        """claimed → missing: its bytes are not those that its sender hashed."""
         self.drop_claim(chunk)
         self._missing.appendleft(chunk)
 
@@ -182,6 +182,6 @@ class Intake:
             self._pool.give_back(pool_cost(chunk.nbytes))
             self._missing.appendleft(chunk)
         if self._asked:
-            self.credit, self._rate, self._link = Credit(), 0.0, LinkRate()  # others' streams may fare better
+            self.credit, self._rate, self._link = Credit(), 0.0, LinkRate()  # other streams may be faster
         self._asked.clear()
         self._asked_bytes = 0

@@ -1,11 +1,11 @@
 """A lane: one ROUTER socket with its own thread and context. It always reads, and it never stages.
 
-Other threads call `post_frame` and `wake`; only its own thread touches the socket. What a lane does with a frame is
-its handler's business. Options and reasons: docs/protocol.md#sockets. It doesn't know pushes, pulls or credits; nothing
-here can overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
+Other threads call `post_frame` and `wake`; only its own thread touches the socket. The handler decides what to do with
+a frame. Options and reasons: docs/protocol.md#sockets. It does not know pushes, pulls or credits; its queues cannot
+overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
 
-A peer is the connection that a message came by. On a lane with a key it begins with the key that the connection has
-shown, KEY_CHARS long, so whoever looks a peer up has asked who it is.
+A peer is the connection that a message came by. On a lane with a key its name begins with the connection's key,
+KEY_CHARS long, so the name identifies the key's owner.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dips.transport.lane_door import MOST_CONNECTIONS, LaneDoor
 from dips.transport.zap import USER_ID, Admit, ZapHandler
 from dips.wire.frame import FRAME_LIMIT, Buffer
 
-RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
+RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never reached by honest peers
 HANDSHAKE_MS = 10_000
-_BATCH = 4  # frames read before the handler has its turn: later, and what is in flight drains meanwhile
+_BATCH = 4  # frames read before the handler's turn: with more, the data in flight drains meanwhile
 _POLL_MS = 50
 LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of a part; as ints, since sums of flags are slow
 
 
 def receive_parts(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The next message's parts, without a copy; raise zmq.Again if there is none.
+    """Return the next message's parts, without a copy; raise zmq.Again if there is none.
 
-    As recv_multipart, which asks the socket after each part whether there is more: 2 µs for three parts where
-    that takes 7.5.
+    Like recv_multipart, which asks the socket after each part whether there is more: 2 µs for three parts instead of
+    7.5.
     """
     part = socket.recv(LAST, copy=False)
     parts = [part]
@@ -48,16 +48,16 @@ def receive_parts(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 class Sent(Protocol):
-    """Told what became of a posted frame, on the lane's thread."""
+    """Callbacks about a posted frame, on the lane's thread."""
 
     def still_wanted(self) -> bool:
-        """Whether the frame may still leave; asked just before it does."""
+        """Whether the frame may still leave; called just before it does."""
 
     def on_sent(self, tracker: zmq.MessageTracker) -> None:
-        """It was handed to libzmq, which reads the body until the tracker is done."""
+        """Called when the frame was handed to libzmq, which reads the body until the tracker is done."""
 
     def on_not_sent(self) -> None:
-        """It did not leave: its peer is gone, or it was not wanted any more."""
+        """Called when the frame did not leave: its peer is gone, or it was no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +71,22 @@ class Outgoing:
 
 
 class Handler(Protocol):
-    """What a lane's thread calls; every call returns at once and raises nothing."""
+    """Callbacks of a lane's thread; they must return at once and not raise."""
 
     def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None: ...
 
     def on_turn(self, lane: int) -> None:
-        """After each batch, and at least every 50 ms: post what may be asked now, end what is over."""
+        """Called after each batch, and at least every 50 ms: post what may be asked for now, end what is over."""
 
 
 class Waker:
-    """Wakes a poll from another thread; waking twice is waking once.
+    """Wakes a poll from another thread. Idempotent until the poll has returned.
 
-    Who polls drains first and looks for work afterwards, so what was posted before a wake is seen.
+    The polling thread drains first and looks for work afterwards, so it sees what was posted before a wake.
     """
 
     def __init__(self) -> None:
-        self._awake = False  # a byte is under way: no other is needed
+        self._awake = False  # a byte is on its way: no other is needed
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
         self.theirs.setblocking(False)
@@ -100,7 +100,7 @@ class Waker:
         except BlockingIOError:
             return  # it is full of wakes already
         except OSError as error:
-            if error.errno != errno.EBADF:  # closed under a late caller: nobody is left to wake
+            if error.errno != errno.EBADF:  # closed under a late caller: there is no thread to wake
                 raise
 
     def drain(self) -> None:
@@ -116,7 +116,7 @@ class Waker:
 
 
 class Lane:
-    """One ROUTER; bound when made, served from `start` to `close`."""
+    """One ROUTER socket; bound when it is made, served from `start` to `close`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Lane:
         admit: Admit = lambda key: True,
         most: int = MOST_CONNECTIONS,
     ) -> None:
-        """Bind; with a key the lane speaks CURVE only, to peers whose keys `admit` takes. `most`: connections."""
+        """Bind; with a key the lane uses CURVE only, for keys that `admit` accepts. `most` limits connections."""
         self.index = index
         self._key_chars = 0 if key is None else KEY_CHARS
         self._zap: ZapHandler | None = None
@@ -140,15 +140,15 @@ class Lane:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         options: dict[int, Any] = {
-            zmq.ROUTER_MANDATORY: 1,  # a vanished stream is EHOSTUNREACH, not silence
-            zmq.SNDHWM: 0,  # any other value turns into loss or a stalled lane
+            zmq.ROUTER_MANDATORY: 1,  # sending to a vanished peer fails with EHOSTUNREACH, not silently
+            zmq.SNDHWM: 0,  # any other value causes loss or a stalled lane
             zmq.RCVHWM: RCVHWM,
             zmq.MAXMSGSIZE: FRAME_LIMIT,
             zmq.LINGER: 0,
             zmq.IMMEDIATE: 1,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.IPV6: 1,
-            zmq.TCP_MAXRT: max(1, int(stall_s * 1000)),  # a peer that reads nothing for so long loses its connection
+            zmq.TCP_MAXRT: max(1, int(stall_s * 1000)),  # a peer that reads nothing for this long loses its connection
         }
         try:
             for option, value in options.items():
@@ -168,15 +168,16 @@ class Lane:
         )
 
     def start(self, handler: Handler) -> None:
-        """Begin to serve."""
+        """Start the lane's thread."""
         self._thread = threading.Thread(
             target=self._serve_frames, args=(handler,), name=f"lane-{self.index}", daemon=True
         )
         self._thread.start()
 
     def post_frame(self, frame: Outgoing) -> None:
-        """Send a frame soon; from any thread, never blocks. From the lane's own it leaves now: a body that was just
-        read for its checksum is still in the cache, and the next one is read while libzmq sends it."""
+        """Send a frame soon; from any thread, without blocking. From the lane's own thread it leaves now: a body that
+        was just read for its checksum is still in the cache, and the next one is read while libzmq sends it.
+        """
         self._outbox.append(frame)
         if threading.current_thread() is self._thread:
             self._flush_outbox()
@@ -184,18 +185,18 @@ class Lane:
             self._waker.wake()
 
     def wake(self) -> None:
-        """Let the handler have its turn now; from any thread."""
+        """Give the handler its turn now; from any thread."""
         self._waker.wake()
 
     def stop(self) -> None:
-        """End the thread: nothing is received any more."""
+        """Stop the thread: nothing is received any more."""
         self._stop.set()
         if self._thread is not None:
             self._waker.wake()
             self._thread.join()
 
     def close(self) -> None:
-        """End the thread and the socket; on return libzmq holds no body any more."""
+        """Stop the thread and close the socket; on return libzmq holds no body any more."""
         self.stop()
         if self._door is not None:
             self._door.stop_watching(self._socket)
@@ -230,7 +231,7 @@ class Lane:
             self._flush_outbox()
 
     def _read_batch(self, handler: Handler) -> bool:
-        """Hand a batch of frames over; True if there may be more."""
+        """Pass a batch of frames to the handler; return True if there may be more."""
         for _ in range(_BATCH):
             try:
                 peer, *parts = receive_parts(self._socket)

@@ -1,9 +1,9 @@
-"""The door of a lane: counts its connections, and lets no more in while there are too many.
+"""The limit of a lane's connections: counts them, and accepts no more while there are too many.
 
-libzmq accepts whoever comes and says nothing about how many there are. So the listening socket is ours, libzmq tells by
-its monitor who came and went, and while the house is full a filter at the listening socket drops what would begin a
-connection: TCP of an honest rank tries again after one second, then two, and gets in when there is room. What fails
-before it is a ZeroMQ peer, or does not hold the right key, is counted.
+libzmq accepts every connection and does not report their number. So the listening socket is ours, libzmq's monitor
+reports connections and disconnections, and at the limit a filter at the listening socket drops packets that would begin
+a connection: an honest rank's TCP tries again after one second, then two, and connects when there is room. Connections
+that fail before they are a ZeroMQ peer, or do not hold the right key, are counted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from dips.telemetry.refusals import count_refusal
 
-MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; more wait at their TCP
+MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; further ones wait in TCP
 FEWEST_CONNECTIONS = 64  # of one lane, however few files this process may have open
 OWN_FILES = 512  # of the process besides: libraries, logs, snapshots, gRPC's connections
-ROOM = 64  # connections must end before others are let in again: a full house does not flap
-MOST_EVENTS = 512  # of coming and going that are read at a time: frames have their turn, too
-BACKLOG = 256  # connections that the kernel has made and libzmq has not taken
-_SO_DETACH_FILTER = 27  # Linux; as SO_ATTACH_FILTER, not named in every Python's module socket
+ROOM = 64  # connections that must end before others are accepted again, so that the state does not flap
+MOST_EVENTS = 512  # monitor events that are read at a time, so that frames have their turn, too
+BACKLOG = 256  # connections that the kernel has accepted and libzmq has not
+_SO_DETACH_FILTER = 27  # Linux; like SO_ATTACH_FILTER, not in every Python's module socket
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0, accept no byte of any packet
 _FAILED = int(
@@ -35,7 +35,9 @@ _EVENTS = int(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.ACCEPT_FAI
 
 
 def most_connections(lanes: int) -> int:
-    """Of one of so many lanes: half of the files that may be open, for libzmq lets in some before the door is shut."""
+    """Return the limit of one of `lanes` lanes: half of the possible open files, for libzmq accepts some before the
+    filter is set.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -43,10 +45,10 @@ def most_connections(lanes: int) -> int:
 
 
 class LaneDoor:
-    """Belongs to one bound socket; its thread looks when `monitor` is readable, and after each batch of frames."""
+    """Limits the connections of one bound socket; called when `monitor` is readable, and after each batch of frames."""
 
     def __init__(self, router: zmq.Socket[bytes], host: str, port: int, most: int = MOST_CONNECTIONS) -> None:
-        """Bind `router`; raise OSError or ZMQError if the address is not to be had."""
+        """Bind `router`; raise OSError or ZMQError if the address is not available."""
         self._most, self._open, self._shut = most, set[int](), False
         self._listener = _listen(host, port)
         try:
@@ -61,11 +63,11 @@ class LaneDoor:
 
     @property
     def connections(self) -> int:
-        """Open now."""
+        """Number of open connections."""
         return len(self._open)
 
     def follow_connections(self) -> None:
-        """Take note of who came and went."""
+        """Process events of new and ended connections; set or remove the filter."""
         for _ in range(MOST_EVENTS):
             if not int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
@@ -85,12 +87,12 @@ class LaneDoor:
             self._shut = False
 
     def stop_watching(self, router: zmq.Socket[bytes]) -> None:
-        """Before the router is closed."""
+        """Close the monitor, before the router is closed."""
         router.disable_monitor()
         self.monitor.close(linger=0)
 
     def close(self) -> None:
-        """After the router: libzmq has closed its listener."""
+        """Close the listener, after the router."""
         self._listener.close()
 
     def _shut_door(self) -> None:
@@ -101,7 +103,7 @@ class LaneDoor:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket as libzmq makes them: IPv6 ones take IPv4, too."""
+    """Return a listening socket like libzmq's: IPv6 ones accept IPv4, too."""
     if host == "*":
         host = "::"
     family, kind, protocol, _, address = socket.getaddrinfo(

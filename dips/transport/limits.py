@@ -1,6 +1,6 @@
-"""How much one server takes: connections, streams, bytes of a message, calls per second; of one peer, and in all.
+"""The limits of one server: connections, streams, bytes of a message, calls per second; of one peer, and in all.
 
-What an honest run needs of its master, at 1,000 clusters and 100 slaves with the default timing:
+The load of an honest run on its master, at 1,000 clusters and 100 slaves with the default timing:
 
     heartbeats     1,000 / 2 s + 100 / 2 s                                       550 calls/s
     open questions 1,000 × one in 10 s (a long poll; held.py)                    100 calls/s
@@ -11,8 +11,8 @@ What an honest run needs of its master, at 1,000 clusters and 100 slaves with th
 so CALLS_PER_S and CALLS_AT_ONCE leave room for all clusters to push within the same seconds, and for the burst of two
 calls of each peer that follows a stall. One cluster makes below ten calls a second, also when all that it asks is
 refused and asked again; one slave reports 1,000 pushes in 10 s. A peer is its certificate's name, or in plain text (on
-loopback, where all have one address) its connection. A master is never held back at its slaves: each order is needed,
-and rounds bound them. Pure: `now` is an argument.
+loopback, where all have one address) its connection. A master is not limited at its slaves: each order is needed, and
+rounds bound their number. Pure: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ MIB = 1 << 20
 MOST_CONNECTIONS = 4_096  # of a master: two of each of 1,000 clusters, three of 100 slaves, and those of operators
 MOST_SLAVE_CONNECTIONS = 256  # of a slave: its master, the one before, probes
 HANDSHAKE_MS = 5_000  # from TCP's accept to HTTP/2's settings; a round trip over a satellite is below a second
-CONNECTION_AGE_MS = 3_600_000  # then a connection is made anew, so that no certificate is believed for longer
-AGE_GRACE_MS = 600_000  # for what is under way: above the longest deadline of an order
-MOST_STREAMS = 32  # calls of one connection at once; an agent has ten under way at most
+CONNECTION_AGE_MS = 3_600_000  # after that a connection is closed, so that no certificate is believed for longer
+AGE_GRACE_MS = 600_000  # for calls under way: above the longest deadline of an order
+MOST_STREAMS = 32  # calls of one connection at once; an agent has at most ten open
 METADATA_BYTES = 8_192  # of one call's headers; ours are below 1 KiB
-WINDOW_BYTES = 16_384  # of a call's message that may come before it is read; most are smaller
-READ_BYTES = 65_536  # at once from a connection: gRPC's own 4 MiB are 16 GiB for all that a master takes
+WINDOW_BYTES = 16_384  # of a call's message that may arrive before it is read; most are smaller
+READ_BYTES = 65_536  # at once from a connection: gRPC's own 4 MiB would be 16 GiB for all connections of a master
 PEER_CONNECTIONS = 16  # of one certificate with calls at once: an agent has two, a slave three, `check` and a pull one
 PEER_MESSAGES = 4  # of one peer that arrive at once
-MESSAGES = 32  # of all; a heartbeat has its place for a turn of the loop
-MESSAGE_S = 10.0  # from a message's place until it is here: 1 MiB at 1 Mbit/s
+MESSAGES = 32  # of all peers; a heartbeat has its place for a turn of the loop
+MESSAGE_S = 10.0  # longest time in which a message arrives: 1 MiB at 1 Mbit/s
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What one gRPC server takes."""
+    """The limits of one gRPC server."""
 
     connections: int = MOST_CONNECTIONS  # at once, half-open ones too
     streams: int = MOST_STREAMS  # calls of a connection at once
@@ -59,7 +59,7 @@ class ServerLimits:
     peer_calls_at_once: float = PEER_CALLS_AT_ONCE
 
     def to_options(self) -> list[tuple[str, int]]:
-        """As gRPC spells them."""
+        """Return the limits as gRPC options."""
         return [
             ("grpc.max_receive_message_length", self.request_bytes),
             ("grpc.max_send_message_length", self.reply_bytes),
@@ -86,7 +86,7 @@ SLAVE_LIMITS = ServerLimits(
 
 
 class TokenBucket:
-    """`burst` calls at once, `per_s` in the long run."""
+    """A token bucket: `burst` calls at once, `per_s` in the long run."""
 
     __slots__ = ("_at", "_burst", "_left", "_per_s")
 
@@ -94,11 +94,11 @@ class TokenBucket:
         self._per_s, self._burst, self._left, self._at = per_s, burst, burst, now
 
     def change_rate(self, per_s: float, burst: float) -> None:
-        """From the next call on; what is left stays, as far as it fits."""
+        """Change the rate from the next call on; remaining tokens are kept up to the new burst."""
         self._per_s, self._burst, self._left = per_s, burst, min(self._left, burst)
 
     def take_token(self, now: float) -> bool:
-        """Whether one more may pass now."""
+        """Take a token; return whether there was one."""
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
         if self._left < 1.0:
@@ -108,7 +108,7 @@ class TokenBucket:
 
 
 class CallLimits:
-    """The calls of one server: each peer has its bucket, all have one; a flooder empties its own first."""
+    """The rates of one server: a bucket for each peer and one for all; a flooding peer empties its own first."""
 
     def __init__(self, limits: ServerLimits, now: float) -> None:
         self._peer_rate = limits.peer_calls_per_s, limits.peer_calls_at_once
@@ -116,7 +116,7 @@ class CallLimits:
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def change_rates(self, peer_calls_per_s: float, calls_per_s: float) -> None:
-        """What an operator changed holds from the next call on, with bursts in the same proportion as before."""
+        """Change the rates from the next call on, with bursts in the same proportion as before."""
         self._peer_rate = peer_calls_per_s, peer_calls_per_s * (PEER_CALLS_AT_ONCE / PEER_CALLS_PER_S)
         self._per_s = calls_per_s
         self._all.change_rate(calls_per_s, calls_per_s * (CALLS_AT_ONCE / CALLS_PER_S))
@@ -124,7 +124,7 @@ class CallLimits:
             bucket.change_rate(*self._peer_rate)
 
     def find_excess(self, peer: str, now: float) -> str:
-        """Why this call of `peer` comes too early; empty if it may pass."""
+        """Return why this call of `peer` comes too early; empty if it may pass."""
         bucket = self._peers.get(peer)
         if bucket is None:
             if len(self._peers) >= MOST_PEERS:

@@ -1,10 +1,10 @@
-"""Calls of one method that reach a peer in the order in which they are made, and are answered in any.
+"""Calls of one method that reach a peer in the order in which they are made, and are answered in any order.
 
-gRPC keeps no order between calls (of 100 that are made at once the ninth arrives as the fifteenth), and it tells that
-a unary call has arrived only when it is answered (`initial_metadata` of grpc.aio returns with the reply). Within a
-stream it does keep it, as HTTP/2 does; so all calls of one connection are one stream, in which they have their place.
-After a break whatever has no reply is sent again, first on the next stream and in the same order. The peer must
-therefore know a repetition; a reply to a call that was withdrawn is dropped.
+gRPC keeps no order between calls (of 100 that are made at once the ninth arrives as the fifteenth), and it reports the
+arrival of a unary call only with its answer (`initial_metadata` of grpc.aio returns with the reply). Within a stream
+order is kept, as in HTTP/2; so all calls of one connection are one stream, in which they are numbered. After a break
+all calls without a reply are sent again, first on the next stream and in the same order. The peer must therefore
+recognise repetitions; a reply to a withdrawn call is dropped.
 
 The server's half is `answer_in_order`, which gate.py puts before a handler.
 """
@@ -27,8 +27,8 @@ from dips.transport.endpoints import Endpoint
 from dips.wire.generated.slave_pb2 import Answer, OrderError, OrderReply
 
 RECONNECT_PAUSE_S = 0.1  # between the end of a stream and the next one
-MOST_UNANSWERED = 4_096  # calls of one stream that a server works on at once; the next is read when one is answered
-BROKEN = frozenset({StatusCode.OK, StatusCode.INTERNAL, StatusCode.UNKNOWN})  # a write meets the end of its stream so
+MOST_UNANSWERED = 4_096  # calls of one stream that a server processes at once; the next is read when one is answered
+BROKEN = frozenset({StatusCode.OK, StatusCode.INTERNAL, StatusCode.UNKNOWN})  # of a write after its stream's end
 MAX_WHY = 4_000  # characters of an error
 
 
@@ -44,9 +44,9 @@ class _Call:
 
 
 class OrderedCalls:
-    """One method of one peer; `open_stream` is that of a stub on `channel`.
+    """Calls of one method of one peer; `open_stream` is the stub's method on `channel`.
 
-    `to_error` says what a stream that failed means: Unavailable and Busy, that the next one may go better.
+    `to_error` converts the status of a failed stream: after Unavailable and Busy the next stream may succeed.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class OrderedCalls:
         to_error: Callable[[aio.AioRpcError], DipsError],
     ) -> None:
         self._channel, self._open_stream, self._peer, self._to_error = channel, open_stream, peer, to_error
-        self._waiting: dict[_Call, None] = {}  # without a reply, in the order in which they were made
+        self._waiting: dict[_Call, None] = {}  # calls without a reply, in the order in which they were made
         self._unsent: deque[_Call] = deque()
         self._news = asyncio.Event()  # a call was made, or the stream has ended
-        self._refused = False  # nobody listened when we last tried to connect
+        self._refused = False  # the last attempt to connect was refused
         self._carrying: asyncio.Task[None] | None = None
 
     async def ask(self, request: Message, *, needs_listener: bool = False) -> Answer:
-        """Return the reply, however many connections it takes; raise what the peer raised.
+        """Return the reply, however many connections it takes; raise the peer's error.
 
-        It is withdrawn by cancelling. With `needs_listener` NobodyListens is raised as soon as the peer's address
+        Cancelling withdraws the call. With `needs_listener` NobodyListens is raised as soon as the peer's address
         refuses connections.
         """
         if needs_listener and self._refused:
@@ -115,7 +115,7 @@ class OrderedCalls:
         self._refused = False
 
     async def _use_stream(self) -> None:
-        """Send what waits and what is asked from now on, until the stream ends."""
+        """Send waiting and new calls until the stream ends."""
         shown, stream = self._shown_certificate(), self._open_stream()
         sent: dict[int, _Call] = {}
         self._unsent = deque(self._waiting)
@@ -138,11 +138,11 @@ class OrderedCalls:
         except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            await self._hear_end(stream)  # it is over, also if a channel that was closed has cancelled it
+            await self._hear_end(stream)  # it is over, even if a closed channel has cancelled it
         finally:
             stream.cancel()
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)  # how the stream ended is heard from its status
+            await asyncio.gather(reading, return_exceptions=True)  # its status tells how the stream ended
 
     async def _take_replies(self, stream: Any, sent: dict[int, _Call]) -> None:
         while (reply := await stream.read()) is not aio.EOF:
@@ -160,7 +160,7 @@ class OrderedCalls:
         await self._hear_end(stream)
 
     async def _hear_end(self, stream: Any) -> None:
-        """Fail what waits, if the stream ended for a reason that the next one would end for as well."""
+        """Fail the waiting calls if the next stream would end for the same reason."""
         code = await stream.code()
         details, trailing = await stream.details(), await stream.trailing_metadata()
         error = self._to_error(aio.AioRpcError(code, aio.Metadata(), trailing, details))
@@ -173,7 +173,7 @@ class OrderedCalls:
                 call.reply.set_exception(error)
 
     def _shown_certificate(self) -> object:
-        """Ours of now: a stream that was opened with another must not outlive it."""
+        """Return our present certificate: a stream that was opened with another must not outlive it."""
         return self._peer.tls.read_current() if self._peer.tls is not None else None
 
 
@@ -194,7 +194,7 @@ async def answer_in_order(
 ) -> None:
     """Begin to answer each request when all before it have begun, and send each reply as soon as it is there.
 
-    `answer` returns the reply or a DipsError; what it raises ends the stream.
+    `answer` returns the reply or a DipsError; an exception of it ends the stream.
     """
     replies: asyncio.Queue[OrderReply | None] = asyncio.Queue()
     room = asyncio.Semaphore(MOST_UNANSWERED)
@@ -206,7 +206,7 @@ async def answer_in_order(
 
     async def read_requests() -> None:
         places = count(1)
-        async with asyncio.TaskGroup() as calls:  # which begin in the order in which they are created
+        async with asyncio.TaskGroup() as calls:  # tasks begin in the order in which they are created
             async for request in requests:
                 await room.acquire()
                 calls.create_task(answer_request(next(places), request))
@@ -232,5 +232,5 @@ def _reply_of(place: int, result: Message | DipsError) -> OrderReply:
 
 
 def _told_class(error: DipsError) -> str:
-    """The nearest class that has a name at the other end."""
+    """Return the nearest class that the other end knows by name."""
     return next(cls.__name__ for cls in type(error).__mro__ if class_named(cls.__name__) is not None)

@@ -1,8 +1,8 @@
-"""A stage of a pipeline: threads that do the heavy part (checksum, copy) of what others bring.
+"""A stage of a pipeline: threads that do the heavy part (checksum, copy) of work that other threads queue.
 
 Its queue is as deep as everything that may be outstanding, so `put_item` never blocks and never fails for honest work.
-With no thread the work is done where it is put: on few cores a hop to another thread, with its wake-up and its wait
-for the interpreter, costs more than the work that it moves away.
+Without threads the work is done in the caller: on few cores a hop to another thread, with its wake-up and its wait for
+the interpreter, costs more than the work.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Generic, TypeVar
 
 from dips.cgroup import available_cpus
 
-MANY_CORES = 4  # from so many on, a thread of its own finds a core of its own beside the sockets' I/O threads
+MANY_CORES = 4  # with at least this many, a separate thread finds a free core beside the sockets' I/O threads
 
 T = TypeVar("T")
 
 
 def available_cores() -> int:
-    """Cores that this process may use at once."""
+    """Return the number of cores that this process may use at once."""
     return available_cpus()
 
 
 def spare_threads(available: int) -> int:
-    """How many threads a stage gets that could as well work in place."""
+    """Return the number of threads of a stage that could as well work in the caller."""
     return 0 if available < MANY_CORES else 1
 
 
 class Stage(Generic[T]):
-    """Some worker threads and their bounded queue."""
+    """Worker threads with a bounded queue."""
 
     def __init__(self, name: str, depth: int, work: Callable[[T], None], threads: int = 1) -> None:
-        """`work` is called once for each item and raises nothing; in order, unless there are several threads."""
+        """`work` is called once for each item and must not raise; in order, unless there are several threads."""
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._depth = depth
         self._work = work
@@ -45,11 +45,11 @@ class Stage(Generic[T]):
 
     @property
     def in_place(self) -> bool:
-        """The work is done by who puts it."""
+        """Whether the caller of `put_item` does the work."""
         return not self._threads
 
     def put_item(self, item: T) -> bool:
-        """Leave an item, or work on it now if there is no thread; False, at once, if the queue is full."""
+        """Queue an item, or process it now if there is no thread; return False, at once, if the queue is full."""
         if not self._threads:
             self._work(item)
             return True
@@ -59,7 +59,7 @@ class Stage(Generic[T]):
         return True
 
     def close(self) -> None:
-        """Work off what is there and end; nobody puts any more. Twice is once."""
+        """Drain the queue and stop the threads. No items may be put afterwards. Idempotent."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

@@ -1,19 +1,23 @@
-"""Transit: bytes that were asked for and are not yet in their place, over all streams; a sum written at start."""
+"""The limit of bytes in transit: asked for and not yet in their place, over all streams; a part of the memory sum at
+start.
+"""
 
 from __future__ import annotations
 
 import threading
 
-FLOOR_BYTES = 4096  # what the smallest chunk costs: bounds the number of frames, hence every queue
+FLOOR_BYTES = 4096  # least cost of a chunk: limits the number of frames, and so every queue
 
 
 def pool_cost(nbytes: int) -> int:
-    """What a chunk of `nbytes` takes from the pool."""
+    """Return the pool's cost of a chunk of `nbytes`."""
     return max(nbytes, FLOOR_BYTES)
 
 
 class Transit:
-    """A counter with a limit, shared by all lanes; every `take_bytes` that succeeds is followed by one `give_back`."""
+    """A counter with a limit, shared by all lanes; every `take_bytes` that succeeds must be followed by one
+    `give_back`.
+    """
 
     def __init__(self, limit: int) -> None:
         assert limit >= FLOOR_BYTES
@@ -31,7 +35,7 @@ class Transit:
         return self.limit // FLOOR_BYTES
 
     def take_bytes(self, nbytes: int) -> bool:
-        """Reserve `nbytes` if they are free."""
+        """Reserve `nbytes`; return False if that would exceed the limit."""
         with self._lock:
             if self._used + nbytes > self.limit:
                 return False
@@ -39,7 +43,7 @@ class Transit:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """Return what was taken."""
+        """Release reserved bytes."""
         with self._lock:
             self._used -= nbytes
             assert self._used >= 0, "more was given back than taken"

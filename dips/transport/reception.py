@@ -1,8 +1,9 @@
-"""How many messages of one server arrive at once: of one peer, and of all; and over how many connections a peer calls.
+"""Limits how many messages of one server arrive at once, of one peer and of all, and over how many connections a peer
+calls.
 
-A call is looked at when its headers are there. Its message is read only with a place here, so what callers have sent
-and nobody has read lies in their own memory but for a stream's window, whatever they send. A peer's calls wait for its
-own places, not for anybody else's. A peer is its certificate's name, or in plain text its connection.
+A call is checked when its headers have arrived. Its message is read only with a place here, so unread data stays in the
+callers' own memory except for a stream's window. A peer's calls wait for its own places, not for those of others. A
+peer is its certificate's name, or in plain text its connection.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from dips.transport.limits import ServerLimits
 
 
 class _PeerCalls:
-    """What one peer has open."""
+    """The open calls of one peer."""
 
     def __init__(self, messages: int) -> None:
         self.places = asyncio.Semaphore(messages)
-        self.connections: dict[str, int] = {}  # calls of each
+        self.connections: dict[str, int] = {}  # connection → its open calls
 
 
 class Reception:
-    """Of one server; on its event loop."""
+    """The places of one server; on its event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits, self._all = limits, asyncio.Semaphore(limits.messages)
-        self._peers: dict[str, _PeerCalls] = {}  # that have calls open
+        self._peers: dict[str, _PeerCalls] = {}  # peers with open calls
 
     @contextmanager
     def admit_call(self, peer: str, connection: str) -> Iterator[None]:

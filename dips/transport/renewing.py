@@ -1,7 +1,7 @@
-"""A channel that shows the certificate of today: when ours is renewed, new calls get a new connection.
+"""A channel with the current certificate: when ours is renewed, new calls get a new connection.
 
-gRPC fixes a channel's certificate when it is made, and a connection outlives the certificate that it was made with.
-Calls under way end on the connection on which they began.
+gRPC fixes a channel's certificate when it is made, and a connection outlives its certificate. Open calls end on the
+connection on which they began.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from grpc import ChannelConnectivity, aio
 from dips.identity.tls_files import LoadedTls
 from dips.transport.tls import TlsSource
 
-GRACE_S = 60.0  # for the calls on the former connection; the longest deadline of a call is below it
+GRACE_S = 60.0  # for calls on the former connection; above the longest deadline of a call
 
 OpenChannel = Callable[[LoadedTls], aio.Channel]
 
 
 class RenewingChannel:
-    """What stubs and links use of `aio.Channel`."""
+    """The part of `aio.Channel` that stubs and links use."""
 
     def __init__(self, source: TlsSource, open_channel: OpenChannel) -> None:
         self._source, self._open = source, open_channel
@@ -30,11 +30,11 @@ class RenewingChannel:
         self._closing: set[asyncio.Task[None]] = set()
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        """A method of a stub; each call takes the connection of its time."""
+        """Return a method of a stub; each call uses the connection of its time."""
         return self._follow_channel(lambda channel: channel.unary_unary(*method, **options))
 
     def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        """The same of streams; one that lasts stays on its connection, until that is closed."""
+        """Return a streaming method of a stub; a stream stays on its connection until that is closed."""
         return self._follow_channel(lambda channel: channel.stream_stream(*method, **options))
 
     def _follow_channel(self, make: Callable[[aio.Channel], Callable[..., Any]]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What one rank holds or wants at one lane of one slave: pieces of its own arrays, and where a chunk of them lies."""
+"""The ranges that one rank holds or wants at one lane of one slave, with its own arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.errors import LocalProtocolError
 from dips.wire.chunks import Range
 
 F32 = npt.NDArray[np.float32]
-CUT_ITEMS = 1024  # elements; what is shorter is never cut
+CUT_ITEMS = 1024  # elements; shorter pieces are never cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,19 @@ class Piece:
 
 
 class Share:
-    """Pieces, found by the chunks that lie in them."""
+    """Pieces, looked up by chunks within them."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.ranges = tuple(piece.range for piece in pieces)
         self.nbytes = sum(r.nbytes for r in self.ranges)
-        self._bytes: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}  # → first element, end, all bytes
+        self._bytes: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}  # → (first element, end, bytes)
         for piece in pieces:
             check_piece(piece)
             held = piece.offset, piece.offset + piece.length, piece.array.view(np.uint8).data
             self._bytes.setdefault((piece.layer, piece.param), []).append(held)
 
     def view_chunk(self, chunk: Range) -> memoryview | None:
-        """The bytes of a chunk in the caller's array; None if it lies in no piece."""
+        """Return the bytes of a chunk in the caller's array; None if it is in no piece."""
         layer, param, offset, length = chunk
         for first, end, held in self._bytes.get((layer, param), ()):
             if first <= offset and offset + length <= end:
@@ -53,7 +53,7 @@ class Share:
 
 
 def check_piece(piece: Piece) -> None:
-    """Raise LocalProtocolError unless the piece's array is what the piece says."""
+    """Raise LocalProtocolError unless the piece's array has its length, dtype and layout."""
     array = piece.array
     if array.dtype != np.float32 or array.ndim != 1 or array.size != piece.length or not array.flags.c_contiguous:
         raise LocalProtocolError(
@@ -65,7 +65,7 @@ def check_piece(piece: Piece) -> None:
 def deal_pieces(pieces: Iterable[Piece], lanes: int) -> list[list[Piece]]:
     """Deal pieces to lanes, the same number of elements to each; a piece that crosses a border is cut there.
 
-    One embedding may be half of a shard: whole pieces would leave lanes idle. Borders lie at multiples of CUT_ITEMS of
+    One embedding may be half of a shard: whole pieces would leave lanes idle. Borders are at multiples of CUT_ITEMS of
     a piece, so a few small parameters stay on one lane.
     """
     pieces = list(pieces)

@@ -1,9 +1,9 @@
-"""A rank's end of one stream: a DEALER made for it, thrown away when it breaks, made anew with the next epoch.
+"""A rank's end of one stream: a DEALER socket that is closed when it breaks and opened anew with the next epoch.
 
-Reconnecting sockets replay what was queued to whoever answers; a refused handshake never recovers
+Reconnecting sockets replay their queue to whichever process answers, and a refused handshake never recovers
 (docs/rationale.md#9, #33). So a socket lives as long as its connection: the monitor, or silence while something is
-owed, ends it, and after a pause with jitter a new one says HELLO with epoch + 1. What the frames mean is the owner's
-business. One thread owns a stream. Time is an argument.
+owed, ends it, and after a pause with jitter a new one says HELLO with epoch + 1. The owner interprets the frames. One
+thread owns a stream. Time is an argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dips.wire.streams import StreamName
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
-LOOK_S = 0.01  # between two looks at the connection's health; a break also ends the owner's poll
+LOOK_S = 0.01  # interval of checks of the connection's health; a break also ends the owner's poll
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -47,7 +47,7 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OPTIONS: dict[int, Any] = {
-    zmq.SNDHWM: 0,  # what is queued was asked for
+    zmq.SNDHWM: 0,  # everything queued was asked for
     zmq.RCVHWM: RCVHWM,
     zmq.MAXMSGSIZE: FRAME_LIMIT,
     zmq.LINGER: 0,
@@ -63,7 +63,7 @@ _OPTIONS: dict[int, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One frame that came; the body of a CHUNK is not checked yet."""
+    """One received frame; the body of a CHUNK is not verified yet."""
 
     header: Header
     body: memoryview
@@ -83,14 +83,15 @@ class Stream:
         keys: tuple[KeyPair, str] | None = None,
         ready: Callable[[], int] | None = None,
     ) -> None:
-        """
-        keys   ours and the lane's public one; None: plain
-        ready  how many of `pieces` may be asked of us now; None: all
+        """Create the stream without connecting.
+
+        keys   our pair and the lane's public key; None: not encrypted
+        ready  returns how many of `pieces` the slave may ask for now; None: all
         """
         self._keys, self._ready, self._told_ready = keys, ready, 0
         self.address = address
         self._name_as(name)
-        self.why = "it was not tried yet"  # of the last broken connection
+        self.why = "it was not tried yet"  # reason of the last broken connection
         self.welcomed = False
         self.waits = True  # something is owed to us: silence counts
         self._context = context
@@ -115,18 +116,18 @@ class Stream:
         self.post_frame(*make_message(kind, self._run, self.id, body))
 
     def chunk_header(self, chunk: Range, checksum: int) -> Header:
-        """The header of a CHUNK of this stream."""
+        """Return the header of a CHUNK of this stream."""
         place = chunk.layer, chunk.param, chunk.offset
         return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, *place, chunk.dtype)
 
     def register_poll(self, poller: zmq.Poller) -> None:
-        """Let the owner's poll see this stream."""
+        """Register the stream's sockets with the owner's poll."""
         if self._socket is not None and self._monitor is not None:
             poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
             poller.register(self._monitor, zmq.POLLIN)
 
     def advance_connection(self, now: float) -> bool:
-        """Connect, send, notice breaks; True if a connection broke, so that what was asked must be asked again."""
+        """Connect, send, detect breaks; return True if a connection broke, so that chunks must be asked for again."""
         if self._socket is None:
             if now >= self._again_at:
                 self._connect(now)
@@ -146,7 +147,7 @@ class Stream:
         return True
 
     def reconnect_later(self, why: str, now: float) -> None:
-        """Give this connection up and make another after a pause, with the next epoch."""
+        """Close this connection and open another after a pause, with the next epoch."""
         self.close()
         self.why = why
         self.welcomed = False
@@ -155,10 +156,10 @@ class Stream:
 
     def _name_as(self, name: StreamName) -> None:
         self.name = name
-        self.id = name.stream_id  # of the present epoch; made once, since every frame is compared with it
+        self.id = name.stream_id  # of the present epoch; computed once, since every frame is compared with it
 
     def read_frames(self, now: float, most: int) -> Iterator[Arrived]:
-        """What has come, at most `most` frames, as far as it is whole and of this epoch; the rest is passed over."""
+        """Iterate over at most `most` received frames that are complete and of this epoch; others are skipped."""
         for _ in range(most):
             if self._socket is None:
                 return
@@ -178,16 +179,16 @@ class Stream:
         try:
             header = unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
         except BadFrame:
-            return None  # asked again when the stream is found to stall
+            return None  # it is asked for again when the stream is found to stall
         return Arrived(header, body) if header.stream == self.id else None
 
     def on_welcome(self) -> None:
-        """The slave answered: the next break begins with a short pause again."""
+        """Reset the backoff after the slave's answer, so that the next pause is short again."""
         self.welcomed = True
         self._backoff.reset()
 
     def close(self, linger_ms: int = 0) -> None:
-        """End the connection; libzmq may read what was posted until the context has ended."""
+        """Close the connection; libzmq may read posted bodies until the context has ended."""
         if self._socket is not None and self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -210,13 +211,13 @@ class Stream:
         self.send_message(Kind.HELLO, streams.encode_hello(self.name, self._pieces, self._told_ready))
 
     def tell_ready(self) -> None:
-        """Tell the slave of more that may be asked for, if there is more and it knows the stream."""
+        """Send READY if more may be asked for than before and the slave knows the stream."""
         if self._ready is not None and self.welcomed and (ready := self._ready()) > self._told_ready:
             self._told_ready = ready
             self.send_message(Kind.READY, streams.encode_ready(ready))
 
     def flush_outbox(self) -> None:
-        """Hand over what the connection takes now."""
+        """Pass frames to the connection as far as it takes them now."""
         while self._outbox and self._socket is not None:
             header, body = self._outbox[0]
             try:

@@ -1,6 +1,6 @@
-"""This process's certificate on gRPC: what new connections use, looked at again when the files change.
+"""This process's certificate on gRPC, reloaded for new connections when the files change.
 
-Files that do not fit (half of a renewal, a Secret that is gone) are reported, and what was loaded stays in use.
+Files that do not fit (half of a renewal, a missing Secret) are reported, and the loaded ones stay in use.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls, load_tls, require_identity
 
-LOOK_S = 1.0  # files are looked at again at most so often
+LOOK_S = 1.0  # least time between two checks of the files
 Report = Callable[[str], None]
 _Stamp = tuple[FileStamp, ...]
 
 
 class TlsSource:
-    """Our identity, as the files say it now; from any thread."""
+    """Our identity, as in the present files; from any thread."""
 
     def __init__(
         self,
@@ -37,7 +37,9 @@ class TlsSource:
         report: Report = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load them; raise ConfigError if they do not fit or are another's. `report` hears why later ones do not."""
+        """Load the files; raise ConfigError if they do not fit or are another process's. `report` is called if later
+        ones do not.
+        """
         self.files, self._name, self._role, self._run = files, name, role, run
         self._report, self._clock, self._lock = report, clock, threading.Lock()
         self._looked, self._stamp = clock(), _stamp(files)
@@ -48,7 +50,7 @@ class TlsSource:
         return self._run
 
     def read_current(self) -> LoadedTls:
-        """What a connection made now uses."""
+        """Return the certificate and key for a new connection."""
         with self._lock:
             now = self._clock()
             if now - self._looked >= LOOK_S:
@@ -57,12 +59,12 @@ class TlsSource:
             return self._loaded
 
     def find_problem(self) -> str:
-        """Say why newer files are not used; empty if there are none, or they are."""
+        """Return why newer files are not used; empty if there are none, or they are."""
         self.read_current()
         return self._problem
 
     def find_expiry(self, now: datetime | None = None) -> str:
-        """Say that our certificate has expired, as far as the files say; empty if it has not."""
+        """Return a message if our certificate has expired; empty if it has not."""
         try:
             check_until(self.read_current().until, now or utc_now(), f"tls.cert: {self.files.cert}")
         except ConfigError as error:
@@ -85,15 +87,16 @@ class TlsSource:
 
 
 def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
-    """For a port that takes only peers with a certificate of our authority; a renewed one is used from the next
-    connection. `on_handshake` hears of each, on gRPC's threads."""
+    """Return credentials for a port that accepts only peers with a certificate of our authority; a renewed certificate
+    is used from the next connection on. `on_handshake` is called for each, on gRPC's threads.
+    """
     used = [source.read_current()]
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         on_handshake()
         now = source.read_current()
         if now is used[0]:
-            return None  # as before
+            return None  # unchanged
         used[0] = now
         return _server_configuration(now)
 
@@ -101,7 +104,7 @@ def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None])
 
 
 def make_channel_credentials(loaded: LoadedTls) -> grpc.ChannelCredentials:
-    """Show our certificate, and take only peers of our authority."""
+    """Return credentials that present our certificate and accept only servers of our authority."""
     return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
 
 
@@ -110,5 +113,5 @@ def _server_configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfigurat
 
 
 def _stamp(files: TlsFiles) -> _Stamp:
-    """Changes whenever a file does; a file that is missing has a stamp as well."""
+    """Return a value that changes whenever a file does; a missing file has one as well."""
     return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl) if path is not None)

@@ -1,8 +1,8 @@
-"""Whose turn it is to be asked: deficit round robin in bytes among the streams of one lane.
+"""Turns of a lane's streams to be asked: deficit round robin in bytes.
 
-At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while nobody waits, so the
-link is never idle for the sake of fairness. What a turn took too much is paid in the next. A slow stream loses its turn
-and nobody waits for it: an order of asking, never a barrier (docs/rationale.md#5). Pure.
+At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while no other stream waits, so
+the link is never idle for the sake of fairness. Bytes beyond a turn are deducted from the next. A slow stream loses its
+turn and does not delay the others: an order of asking, never a barrier (docs/rationale.md#5). Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-QUANTUM_BYTES = 16 << 20  # a few credits: fewer bytes would empty the link at each change of turn
+QUANTUM_BYTES = 16 << 20  # a few credits: with less, the link would run empty at each change of turn
 
 K = TypeVar("K", bound=Hashable)
 
@@ -23,30 +23,30 @@ class Turns(Generic[K]):
         assert min(concurrent_streams, quantum) >= 1
         self._concurrent_streams = concurrent_streams
         self._quantum = quantum
-        self._active: dict[K, int] = {}  # → bytes it may still ask in this turn
+        self._active: dict[K, int] = {}  # stream → bytes that may still be asked for in this turn
         self._waiting: deque[K] = deque()
         self._debt: dict[K, int] = {}
 
     def enter_line(self, key: K) -> None:
-        """Stand at the end of the line; nothing for who stands there already."""
+        """Append to the end of the line. Idempotent."""
         if key not in self._active and key not in self._waiting:
             self._waiting.append(key)
 
     def leave_line(self, key: K) -> None:
-        """Be gone; nothing for who is not there."""
+        """Remove from the line and end the turn. Idempotent."""
         self._debt.pop(key, None)
         if self._active.pop(key, None) is None and key in self._waiting:
             self._waiting.remove(key)
 
     def line_up(self, place: Callable[[K], int]) -> None:
-        """Let those who wait stand in the order of their places, once; who has a turn keeps it."""
+        """Sort the waiting ones by their places, once; present turns go on."""
         self._waiting = deque(sorted(self._waiting, key=place))
 
     def rotate_turns(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
-        """End turns that are over, begin those that may, and return who may be asked, oldest turn first.
+        """End turns that are over, begin possible ones, and return the streams that may be asked, oldest turn first.
 
         drained  nothing is in flight: only then is a used-up turn over, so that at most `concurrent_streams` are busy
-        slow     it was asked and is silent: it loses its turn to whoever waits
+        slow     it was asked and is silent: it loses its turn to a waiting one
         """
         for key, left in list(self._active.items()):
             if not self._waiting:
@@ -63,18 +63,18 @@ class Turns(Generic[K]):
 
     @property
     def empty(self) -> bool:
-        """Nobody is asked, and nobody waits."""
+        """Whether no stream has a turn and none waits."""
         return not self._active and not self._waiting
 
     @property
     def crowded(self) -> bool:
-        """Somebody waits for a turn."""
+        """Whether some stream waits for a turn."""
         return bool(self._waiting)
 
     def bytes_left(self, key: K) -> int:
-        """Bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
+        """Return the bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
         return self._active.get(key, 0)
 
     def spend_bytes(self, key: K, nbytes: int) -> None:
-        """`key` was asked for `nbytes`."""
+        """Deduct `nbytes` from the turn of `key`."""
         self._active[key] -= nbytes

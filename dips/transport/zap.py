@@ -1,9 +1,8 @@
-"""Asks, for each connection to a lane that encrypts, whether its key is admitted (ZAP, ZeroMQ RFC 27).
+"""Decides for each connection to an encrypted lane whether its key is admitted (ZAP, ZeroMQ RFC 27).
 
-libzmq sends the question through its context to one known endpoint and holds the handshake open until it is answered.
-The answer's User-Id is the key: from then on every frame of that connection bears it, and no other's does. A property
-of that name that a peer sends of itself does not count: libzmq enters ZAP's first and replaces none. One thread uses
-it, the lane's.
+libzmq sends the request through its context to one known endpoint and holds the handshake open until it is answered.
+The answer's User-Id is the key: every later frame of that connection has it, and no other's does. A property of that
+name that a peer sends itself has no effect: libzmq sets ZAP's first and replaces none. Used by one thread, the lane's.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ Admit = Callable[[str], bool]
 
 
 class ZapHandler:
-    """The answering end, in one context; made before the lane is bound."""
+    """The answering side, in one context; must be made before the lane is bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admit: Admit) -> None:
-        """`admit` is told a public key, in Z85; what it refuses it counts."""
+        """`admit` decides on a public key, in Z85, and counts its refusals."""
         self._admit = admit
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ENDPOINT)
 
     def answer_handshakes(self) -> None:
-        """Answer what is asked now; returns at once."""
+        """Answer all waiting requests; returns at once."""
         while True:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)

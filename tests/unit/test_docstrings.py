@@ -166,3 +166,37 @@ def test_what_does_not_exist_is_found(text: str, stray: str) -> None:
     """A file, a function, a member and a name."""
     assert strays(text) == [stray]
     assert not strays("`Coordinator.step` of dips/protocol/coordinator.py, and fold().")
+
+
+# Packages whose docstrings say in a sentence what a thing is or does; the rest follows (issue 28).
+HELD = tuple(
+    ROOT / "dips" / package
+    for package in ("protocol", "slave", "master", "transport", "identity", "http", "data", "telemetry")
+)
+NOT_YET = frozenset({ROOT / "dips" / "protocol" / "view.py"})
+HEADLESS = re.compile(r"\s*(What|Whose|Somebody|Nobody|Of|It|So)\b")  # a relative clause or a pronoun, without a noun
+
+
+def headless(source: str) -> list[tuple[int, str]]:
+    """Return (line, first line) of each docstring that begins without a verb or a noun."""
+    documented = (node for node in ast.walk(ast.parse(source)) if _has_docstring(node))
+    docs = ((node.body[0].lineno, ast.get_docstring(node) or "") for node in documented)  # type: ignore[attr-defined]
+    return [(line, text.split("\n")[0]) for line, text in docs if HEADLESS.match(text)]
+
+
+@pytest.mark.parametrize("package", HELD, ids=lambda package: package.name)
+def test_a_docstring_begins_with_a_verb_or_a_noun(package: Path) -> None:
+    """A reader understands the sentence without the code."""
+    paths = [path for path in _sources() if path.is_relative_to(package) and path not in NOT_YET]
+    assert paths
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in paths for line, text in headless(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["What it is.", "Whose it is.", "Somebody asks.", "Of a slave.", "It is over.", "So."])
+def test_a_headless_docstring_is_found(text: str) -> None:
+    """In a module, a class and a method; a docstring that begins with a noun or a verb is not."""
+    module, method = f'"""{text}"""\n', f'class A:\n    """An offer."""\n    def f(self):\n        """{text}"""\n'
+    assert headless(module) == [(1, text)]
+    assert headless(method) == [(4, text)]
+    assert not headless('"""Offers of slaves."""\ndef f():\n    """Return what it is."""\n')

@@ -1,7 +1,7 @@
 """The gates: pure functions of a push's evidence and the statistics, by the names that `penalty.gates` lists.
 
-A gate returns an Opinion with its sentence. The first that says GATED decides; those that flag are told. What a gate
-keeps between rounds stands in PenaltyRow or ScoreHistory and is moved by penalty_rows.py, when a round is settled.
+A gate returns an Opinion with its sentence. The first GATED decides; flags are reported. The memory of a gate between
+rounds is in PenaltyRow or ScoreHistory and is updated by penalty_rows.py when a round is settled.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ GATES: dict[GateName, Gate] = {
     GateName.LOSS: judge_loss,
     GateName.REPLAY: judge_replay,
 }
-OF_NORMS = frozenset({GateName.DIPS, GateName.DIPS_PAPER, GateName.EDIT})  # whose patience ends in a new warm-up
+OF_NORMS = frozenset({GateName.DIPS, GateName.DIPS_PAPER, GateName.EDIT})  # may end in a new warm-up
 
 
 def find_gate(name: GateName | str) -> Gate:
-    """Return one of ours, or what a user's entry point of the group `dips.gates` names."""
+    """Return a built-in gate, or the one that a user's entry point of the group `dips.gates` names."""
     return GATES[name] if isinstance(name, GateName) else plugins.load_plugin(plugins.GATES, name)

@@ -1,28 +1,30 @@
-"""The gate `direction`: a push that points away from the sum of its round's others is out of line.
+"""The gate `direction`: gates a push that points away from the sum of the other pushes of its round.
 
-Who has just joined, or was out of line before, is measured last (held_pushes.py), beside the sum of all others; the
-rest beside what lies before them. Who gates must be sure to be right though a third of the clusters be wrong: more than
-that third in the sum, two at least, that have something in common, not at odds among themselves, and more than those
-that point away from it. Else a push is flagged, which makes its cluster and those in the sum wait next time, and the
-better known come first.
+Pushes of clusters that have just joined or were out of line before are measured last (held_pushes.py), against the sum
+of all others; the rest are measured against the pushes folded before them. Up to a third of the clusters may be wrong,
+so a push is gated only if the sum contains more pushes than that third, at least two, that have something in common,
+are not at odds among themselves, and outnumber the pushes that point away from it. Otherwise the push is flagged: its
+cluster and those in the sum wait next time, and better known clusters are measured first.
 
-Only fresh pushes, trained from θ as it is, are witnesses of each other. d = θ − θ_j of an older base holds what θ moved
-since then, often more than what was learned: stale pushes agree with each other, a frozen trainer's too, and with no
-fresh one, whoever is right.
+Only fresh pushes, trained from the present θ, are witnesses for each other. For an older base, d = θ − θ_j also
+contains the movement of θ since then, often larger than the learned part: stale pushes agree with each other, even with
+those of a frozen trainer, and with no fresh one, whichever is right.
 
-A bad push that was kept out does no harm, so the others need not undo it, and the next one of its cluster is no longer
-opposite to theirs, only foreign to them: a suspect must have half of the cosine that the others have among themselves.
-A cluster is held against its own past: data of another kind, another language, has little in common with the others',
-and its cosines scatter about 0. What its pushes usually have is learned from the first LEARNED_COSINES, and followed;
-who has far less than the others have among themselves is shown as unlike them (differences.py), and gated only if it
-has turned by TURNED from there twice in a row. So is who was like them, from where a suspect's push is foreign, and at
-once where it is opposite. What is out of line teaches nothing. Limits: a cluster that is unlike the others may turn its
-sign unseen, as may who joins with it turned; a push that is half honest has enough in common with the others; what
-turns slowly is followed.
+A bad push that was kept out does no harm, so the other pushes need not undo it, and the next bad push of its cluster is
+no longer opposite to theirs but unrelated: a suspect therefore needs half of the cosine that the others have among
+themselves. A cluster is compared with its own past, since data of another kind or language has little in common with
+that of the others, with cosines that scatter about 0. Its usual cosine is learned from the first LEARNED_COSINES
+pushes, then followed. A cluster whose usual cosine is far below the others' is shown as unlike them (differences.py)
+and gated only if its cosine falls TURNED below its usual one twice in a row. A cluster that is like the others is gated
+if it is also below a suspect's limit twice in a row, and at once if its push is opposite. Pushes that are out of line
+do not change what is usual.
 
-Alone in its round a push is a whole outer step: a suspect whose last push was gated counts only beside enough
-witnesses, as long as there are enough clusters that could be. What is gated for want of them accuses nobody, so
-suspicion ends after some pushes.
+Limits: a cluster that is unlike the others may flip its sign unseen, as may one that is flipped from its first push; a
+push that is half honest has enough in common with the others; a slow turn is followed.
+
+A push that is alone in its round is a whole outer step: if the last push of a suspect was gated, the next counts only
+with enough witnesses, as long as there are enough clusters that could be witnesses. A push that is gated for lack of
+witnesses does not raise suspicion, so suspicion ends after some pushes.
 """
 
 from __future__ import annotations
@@ -31,20 +33,22 @@ from dips.protocol.norm_scores import Past
 from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
-LEAST_COSINE = -0.1  # healthy ones were at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
-TURNED = 0.4  # below what is usual for a cluster: four times what the cosines of healthy ones scatter by about it
-LIKE = 0.7  # of the others' usual cosine: healthy ones of like data have 0.8 and more, harder data 0.6 and less
-LEARNED_COSINES = 5  # that make one usual
-LEAST_LEARNING = -0.3  # until then: another alphabet had −0.24 at least beside clusters that had trained without it
-LEAST_USUAL = 0.1  # of the others' cosines: below, as with data of other kinds, what they share is within the noise
+LEAST_COSINE = -0.1  # healthy pushes had at least −0.06, most above 0.10; flipped ones at most −0.18, shuffled −0.27
+TURNED = 0.4  # below a cluster's usual cosine: four times the scatter of healthy clusters about it
+LIKE = (
+    0.7  # of the others' usual cosine: healthy clusters with like data had at least 0.8, with harder data at most 0.6
+)
+LEARNED_COSINES = 5  # pushes from which a cluster's usual cosine is learned
+LEAST_LEARNING = -0.3  # limit while it is learned: another alphabet had −0.24 at least beside trained clusters
+LEAST_USUAL = 0.1  # of the others' cosines: below, as for data of several kinds, what they share is within the noise
 SHARE_OF_USUAL = 0.5  # of the others' cosines, for suspects; shuffled ones had 0.1 to 0.45, healthy ones 0.8 and more
-SUSPECT = 0.5  # from here a cluster's pushes wait for the others': two of them without another word
-LEAST_WITNESSES = 2  # that gate: two clusters cannot outvote each other
+SUSPECT = 0.5  # suspicion from which a cluster's pushes wait for the others': for two pushes if nothing is added
+LEAST_WITNESSES = 2  # least witnesses to gate: two clusters cannot outvote each other
 WRONG_SHARE = 3  # one of so many clusters may be wrong
 
 
 def judge_direction(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if it points away from the sum of enough others; a suspect's, if its cosine is far below theirs."""
+    """Gate a push that points away from the sum of enough others; a suspect's, if its cosine is far below theirs."""
     suspect = is_suspect(past.row)
     convicted = suspect and past.row.gated_in_a_row > 0
     if convicted and lacks_witnesses(push) and push.trusted >= enough_witnesses(push):
@@ -76,12 +80,12 @@ def judge_direction(push: PushEvidence, past: Past) -> Opinion:
 
 
 def own_usual(row: PenaltyRow) -> float | None:
-    """The cosine that is usual for a cluster; None while it is learned."""
+    """Return the usual cosine of a cluster; None while it is learned."""
     return row.cosine if row.cosines >= LEARNED_COSINES else None
 
 
 def least_cosine(push: PushEvidence, suspect: bool) -> float:
-    """Below which a push is out of line: opposite, or turned from what is usual for it, beside others that have not."""
+    """Return the cosine below which a push is out of line: opposite, or far below what is usual for its cluster."""
     if push.own is None:
         return LEAST_LEARNING
     if is_unlike(push):
@@ -98,22 +102,22 @@ def is_unlike(push: PushEvidence) -> bool:
 
 
 def enough_witnesses(push: PushEvidence) -> int:
-    """More than the clusters that may be wrong."""
+    """Return the least number of witnesses: more than the clusters that may be wrong."""
     return max(LEAST_WITNESSES, push.clusters // WRONG_SHARE + 1)
 
 
 def lacks_witnesses(push: PushEvidence) -> bool:
-    """Whether too few pushes in the sum can be compared with it, or most cannot."""
+    """Whether too few pushes in the sum are comparable with this one, or most are not."""
     return push.witnesses < max(enough_witnesses(push), push.strangers)
 
 
 def is_against(push: PushEvidence) -> bool:
-    """Whether it points away from those before it, most of which can be compared with it."""
+    """Whether the push points away from the pushes folded before it, most of which are comparable with it."""
     if push.cosine is None or push.witnesses < max(1, push.strangers):
         return False
     return push.cosine < least_cosine(push, suspect=False)
 
 
 def is_suspect(row: PenaltyRow) -> bool:
-    """Whether its direction was out of line lately."""
+    """Whether recent pushes of the cluster were out of line."""
     return row.suspicion >= SUSPECT

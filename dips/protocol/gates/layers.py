@@ -1,6 +1,6 @@
 """The gate `edit` (EDiT §3.2): a z-test of each layer's norm; layers that fail it are left out of the sum.
 
-A push is accepted if one of its layers is. σ is corrected and floored as that of `dips` is (spread.py).
+A push is accepted if at least one of its layers passes. σ is corrected and floored as for the gate `dips` (spread.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 
 def judge_layers(push: PushEvidence, past: Past) -> Opinion:
-    """Leave out layers with z = (G − μ)/σ above β; gated if that is all of them."""
+    """Leave out layers with z = (G − μ)/σ above β; gate the push if all layers fail."""
     if past.row.warm_left > 0 or push.exempt or len(past.row.layers) != len(push.layer_sq):
         return Opinion(Finding.PASSED, "its layers have no score yet")
     norms, moving = layer_norms(push), 0
@@ -35,12 +35,12 @@ def judge_layers(push: PushEvidence, past: Past) -> Opinion:
 
 
 def layer_norms(push: PushEvidence) -> list[float]:
-    """‖d‖₂ of each layer over √(inner steps), since paces differ."""
+    """Return ‖d‖₂ / √(inner steps) of each layer; the division makes clusters of different paces comparable."""
     return [sqrt(sq / max(1, push.inner_steps)) for sq in push.layer_sq]
 
 
 def score_layer(norm: float, layer: LayerStatistics, options: PenaltyOptions) -> float:
-    """0 while fewer than two norms of it are known: they have no spread."""
+    """Return the z-score of a layer's norm; 0 while fewer than two norms of the layer are known."""
     if layer.n < 2:
         return 0.0
     sigma = layer.sigma * spread_factor(layer.n, options.alpha)

@@ -1,4 +1,4 @@
-"""Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, which is §4.1 to the letter."""
+"""Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, the literal rule of §4.1."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dips.protocol.norm_scores import (
 )
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
-LITERAL_LEAST = 2  # pushes before σ says anything; the paper has no warm-up
+LITERAL_LEAST = 2  # pushes before σ is defined; the paper has no warm-up
 
 
 def judge_norm(push: PushEvidence, past: Past) -> Opinion:
-    """Score E = (G − μ)/σ, gated above β·min(E_cap, max(1, max E)), and above the hard cap at any time."""
+    """Gate a push with score E = (G − μ)/σ above β·min(E_cap, max(1, max E)), or with a norm above the hard cap."""
     row, options, g = past.row, past.options, push.norm
     held, (cap, of) = g * overclaimed(row, push.inner_steps), hard_cap(past, push.inner_steps)
     if held > cap:
@@ -37,7 +37,7 @@ def judge_norm(push: PushEvidence, past: Past) -> Opinion:
 
 
 def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
-    """Score E = (G − μ)/σ with σ as it is, gated above β·max E of those that were accepted; no warm-up, no cap."""
+    """Gate a push with score E = (G − μ)/σ above β·max E of accepted pushes; σ not corrected, no warm-up, no cap."""
     row, options = past.row, past.options
     if push.exempt or row.n < LITERAL_LEAST or row.sigma <= 0.0:
         return Opinion(Finding.PASSED, "no score: nothing to compare its norm with")

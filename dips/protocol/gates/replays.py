@@ -1,6 +1,6 @@
-"""The gate `replay`: parameters that are known already, so the trainer or its link repeats itself.
+"""The gate `replay`: gates a push whose parameters are known already, so that the trainer or its link repeats itself.
 
-Of a push that was accepted, or of a version as it was pulled: then nothing was learned since.
+Known are the parameters of accepted pushes and of versions as they were pulled, with nothing learned since.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ DIGESTS_KEPT = 512  # of the last accepted pushes and of the versions made of th
 
 
 def judge_replay(push: PushEvidence, past: Past) -> Opinion:
-    """Gated if its digest is one of the last DIGESTS_KEPT."""
+    """Gate a push whose digest is one of the last DIGESTS_KEPT."""
     if push.digest in past.history.digests:
         return Opinion(Finding.GATED, "its parameters are those of a push that was accepted, or of a version it pulled")
     return Opinion(Finding.PASSED, "its parameters are new")

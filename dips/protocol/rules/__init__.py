@@ -1,1 +1,1 @@
-"""The rules of the outer step: pure functions in tables, by the words of `shared.outer` (docs/guides/rules.md)."""
+"""The rules of the outer step: tables of pure functions, by the values of `shared.outer` (docs/guides/rules.md)."""

@@ -1,4 +1,4 @@
-"""How long a pseudo-gradient may be: `outer.clip`, of the whole model or of each layer."""
+"""Clipping of a pseudo-gradient's norm, for the whole model or for each layer: `outer.clip`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.outer_step import Factors, join_factors
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """The scales of a step, shortened; and the norm before that."""
+    """The scales of a step after clipping, and the norm before it."""
 
     scales: Factors
     norm: float  # ‖δ‖ of the whole model
@@ -23,7 +23,7 @@ class Clipped:
 
 
 def clip_whole(scales: Factors, acc_sq: Sequence[float], limit: float | None) -> Clipped:
-    """Shorten all layers alike, if their norm together is above the limit; None: there is none."""
+    """Scale all layers by one factor if their common norm exceeds the limit; None: no limit."""
     norms = _scale_norms(scales, acc_sq)
     norm = scales[0] * _root(sum_in_order(acc_sq)) if len(scales) == 1 else _root(sum_in_order([n * n for n in norms]))
     if limit is None or not norm > limit:
@@ -32,7 +32,7 @@ def clip_whole(scales: Factors, acc_sq: Sequence[float], limit: float | None) ->
 
 
 def clip_layers(scales: Factors, acc_sq: Sequence[float], limit: float | None) -> Clipped:
-    """Shorten each layer whose norm is above the limit."""
+    """Scale each layer whose norm exceeds the limit."""
     whole = clip_whole(scales, acc_sq, None)
     every = scales if len(scales) > 1 else scales * len(acc_sq)
     pairs = zip(every, _scale_norms(scales, acc_sq), strict=True)
@@ -42,7 +42,7 @@ def clip_layers(scales: Factors, acc_sq: Sequence[float], limit: float | None) -
 
 
 def sum_in_order(numbers: Sequence[float]) -> float:
-    """From left to right; the built-in sum rounds otherwise from Python 3.12 on."""
+    """Sum from left to right; the built-in sum rounds differently from Python 3.12 on."""
     total = 0.0
     for number in numbers:
         total += number
@@ -55,5 +55,5 @@ def _scale_norms(scales: Factors, acc_sq: Sequence[float]) -> tuple[float, ...]:
 
 
 def _root(square: float) -> float:
-    """NaN of what is none."""
+    """Return the square root; NaN of a negative number or NaN."""
     return sqrt(square) if square >= 0 else float("nan")

@@ -1,9 +1,9 @@
-"""How the pushes of a round become one pseudo-gradient: `outer.merge`, layer by layer.
+"""Merging the pushes of a round into one pseudo-gradient, layer by layer: `outer.merge`.
 
 A slave folds each push as it comes, `acc += w·d` with d = θ − θ_j, and scales the sum at the end. So a rule is two
-functions: what a push weighs in a layer, over the first that counts there; and the scale that makes a mean of the sum.
-softmax(−G) about the first G instead of the smallest is the same but for rounding in fp32: acc is larger or smaller by
-a factor, which the scale takes back.
+functions: the weight of a push in a layer, relative to the first that counts there, and the scale that turns the sum
+into a mean. softmax(−G) relative to the first G instead of the smallest is the same except for rounding in fp32: acc is
+larger or smaller by a factor that the scale takes back.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dips.outer_step import MAX_FACTOR
 from dips.protocol import plugins
 from dips.protocol.enums import MergeRule
 
-MOST_EXPONENT = 60.0  # e⁻⁶⁰ of a weight is nothing, and its inverse still fits fp32
-LEAST_DIRECTION = 1e-6  # of the directions' mean length, 1 if all agree: below, they cancel and rounding is left
+MOST_EXPONENT = 60.0  # e⁻⁶⁰ of a weight is negligible, and its inverse still fits fp32
+LEAST_DIRECTION = 1e-6  # of the directions' mean length, which is 1 if all agree: below, they cancel but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class LayerShare:
 
 
 def has_any(share: LayerShare) -> bool:
-    """Whatever it is, it counts."""
+    """Return True: every push counts."""
     return True
 
 
 def has_direction(share: LayerShare) -> bool:
-    """A vector of length 0 points nowhere."""
+    """Whether the push counts: a vector of length 0 has no direction."""
     return share.norm > 0.0
 
 
@@ -44,12 +44,12 @@ def has_direction(share: LayerShare) -> bool:
 
 
 def weigh_mean(share: LayerShare, first: LayerShare) -> float:
-    """Weights relative to the first's, so that no number depends on what comes later."""
+    """Return the push's weight relative to the first's, which later pushes do not change."""
     return share.weight / first.weight
 
 
 def scale_mean(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
-    """c = w_first / Σ w."""
+    """Return c = w_first / Σ w."""
     return shares[0].weight / sum(share.weight for share in shares)
 
 
@@ -57,12 +57,12 @@ def scale_mean(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm:
 
 
 def weigh_direction(share: LayerShare, first: LayerShare) -> float:
-    """w/‖d‖: directions are averaged, so nobody's length pulls the mean towards it."""
+    """Return w/‖d‖, relative to the first's: directions are averaged, so a push's length gives it no weight."""
     return (share.weight / first.weight) * (first.norm / share.norm)
 
 
 def scale_direction(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
-    """The mean length over ‖acc‖; directions that cancel leave no step, and momentum goes on."""
+    """Return the mean length over ‖acc‖; directions that cancel make no step, and momentum goes on."""
     total = sum(share.weight for share in shares)
     length = sum(share.weight * share.norm for share in shares) / total
     agreed = sum(weight * share.norm for weight, share in zip(weights, shares, strict=True))
@@ -73,18 +73,18 @@ def scale_direction(shares: Sequence[LayerShare], weights: Sequence[float], acc_
 
 
 def weigh_softmax(share: LayerShare, first: LayerShare) -> float:
-    """softmax(−G/√steps) about the first: with unequal steps a norm alone would favour who worked least."""
+    """Return softmax(−G/√steps) relative to the first; without √steps, fewer inner steps would give more weight."""
     gap = first.norm / sqrt(max(1, first.inner_steps)) - share.norm / sqrt(max(1, share.inner_steps))
     return _exp_clamped(gap)
 
 
 def weigh_softmax_of_norms(share: LayerShare, first: LayerShare) -> float:
-    """softmax(−G) about the first, as EDiT's equation 2 has it."""
+    """Return softmax(−G) relative to the first, as in EDiT's equation 2."""
     return _exp_clamped(first.norm - share.norm)
 
 
 def scale_softmax(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
-    """1 / Σ w."""
+    """Return 1 / Σ w."""
     return 1.0 / sum(weights)
 
 
@@ -97,13 +97,13 @@ def _exp_clamped(exponent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """One rule."""
+    """One rule of merging."""
 
     weigh: Callable[[LayerShare, LayerShare], float]
     scale: Callable[[Sequence[LayerShare], Sequence[float], float], float]
-    counts: Callable[[LayerShare], bool] = has_any  # else its weight is 0, though `scale` hears of it
-    by_layer: bool = True  # False: the same in all of them
-    blocks_only: bool = False  # layers outside the numbered blocks, embeddings and output, go by the mean
+    counts: Callable[[LayerShare], bool] = has_any  # a push that does not count has weight 0, but is passed to `scale`
+    by_layer: bool = True  # False: all layers have the same weights
+    blocks_only: bool = False  # layers outside the numbered blocks, embeddings and output, are merged by the mean
 
 
 MEAN = Merge(weigh_mean, scale_mean, by_layer=False)
@@ -116,7 +116,7 @@ MERGES: Mapping[MergeRule, Merge] = {
 
 
 def find_merge(name: MergeRule | str) -> Merge:
-    """Return one of ours, or what a user's entry point of the group `dips.rules` names."""
+    """Return a built-in rule, or the one that a user's entry point of the group `dips.rules` names."""
     if isinstance(name, MergeRule):
         return MERGES[name]
     found = plugins.load_plugin(plugins.RULES, name)
@@ -131,7 +131,7 @@ LayerShares = Iterable[LayerShare | None]  # of pushes of a round, in the order 
 
 
 def weigh_last(merge: Merge, before: LayerShares, last: LayerShare | None) -> float:
-    """What a push weighs after those folded before it: 0 if it does not count, 1 if none of them does."""
+    """Return the weight of a push after those folded before it: 0 if it does not count, 1 for the first that does."""
     if last is None or not merge.counts(last):
         return 0.0
     first = next((share for share in before if share is not None and merge.counts(share)), None)
@@ -139,7 +139,9 @@ def weigh_last(merge: Merge, before: LayerShares, last: LayerShare | None) -> fl
 
 
 def scale_layer(merge: Merge, shares: LayerShares, weights: Iterable[float], acc_norm: float) -> float:
-    """What makes a mean of the sum; 0, which leaves the layer as it is, if every push is flagged there."""
+    """Return the scale that turns the sum into a mean; 0, which leaves the layer unchanged, if every push is flagged
+    there.
+    """
     pairs = [(share, weight) for share, weight in zip(shares, weights, strict=True) if share is not None]
     if not pairs:
         return 0.0

@@ -46,7 +46,7 @@ def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
     push = run.push("a")
     order = run.orders.popleft()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
-    assert run.outcome(push).kind == "accepted" and run.view["durability"]["state"] == "degraded"
+    assert run.outcome(push).kind == "accepted" and run.view.durability.state == "degraded"
     run.wait(RETRY_S)
     assert [order.body for order in run.orders] == [Persist(run.head)]
     run.orders.clear()
@@ -54,7 +54,7 @@ def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
     assert [order.body for order in run.orders] == [Persist(run.head)]
     run.held.clear()
     run.answer()
-    assert run.view["durability"]["state"] == "durable"
+    assert run.view.durability.state == "durable"
     assert run.outcome(run.push("a")).kind == "accepted"
 
 
