@@ -114,7 +114,7 @@ class Diverged(DipsError):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """How a class of error is reported: gRPC status name, exit code (sysexits.h), metric label, advice."""
+    """The treatment of a class of error: gRPC status name, exit code (sysexits.h), metric label, advice."""
 
     status: str
     exit_code: int

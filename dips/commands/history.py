@@ -41,7 +41,7 @@ def history(
     them. Rebalances and changes by `dips set` are listed between the rounds.
 
     With --audit: each request of an operator, also refused ones, by the name of its certificate; with plain text on
-    loopback no name is known. Of requests that changed nothing, those beyond a limit are only counted.
+    loopback no name is known. Requests that changed nothing are only counted beyond a limit.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 

@@ -26,9 +26,9 @@ def recover(
     names.
 
     Parameters of all layers come from the file. Momentum comes from the slaves' newest snapshots, which are restored
-    from their mirrors if they are newer there; the layers of a slave without a snapshot lose their momentum. Of a lost
-    ledger only the counters are restored: history, tokens and data ranges start again, with the file as version 0; then
-    the agents must be restarted, too.
+    from their mirrors if they are newer there; the layers of a slave without a snapshot lose their momentum. If the
+    ledger is lost, only its counters are restored: history, tokens and data ranges start again, with the file as
+    version 0; then the agents must be restarted, too.
 
     Stop the master and all slaves before; all slaves' directories must be reachable from here. Clusters train on, and
     pull the new version when the run serves it. `dips history` shows the recovery.

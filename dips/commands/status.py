@@ -55,7 +55,7 @@ def status(
 
 
 async def ask_view(master: Endpoint, deadline_s: float = STATUS_DEADLINE_S) -> RunView:
-    """Ask the master once for the run as it sees it; raise UnavailableMaster if nobody answers in time."""
+    """Ask the master once and return its view of the run. Raises UnavailableMaster if no answer comes in time."""
     return read_view(await ask_status(master, deadline_s))
 
 

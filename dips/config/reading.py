@@ -41,7 +41,7 @@ def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None
         return
     raise ConfigError(
         f"{path}: this is a `shared` section: name it in a run file and in each cluster file, as in `shared: "
-        f"{path.name}`; `dips init --template` writes all three"
+        f"{path.name}`; `dips new` writes all three"
     )
 
 

@@ -169,7 +169,7 @@ class World:
 
     @property
     def master_asleep_s(self) -> float:
-        """How long in total no master has been running."""
+        """The total time in seconds for which no master has been running."""
         return self._asleep_s + (self.heap.now - self._asleep_since if self._asleep_since is not None else 0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""From a model to a plan: chooses the adapter for the model, and gathers the layouts of all ranks on each.
+"""The plan for a model: chooses the adapter for the model, and gathers the layouts of all ranks on each.
 
 Collective. A rank whose model is not supported reports it to all, so all raise the same error and none waits.
 """

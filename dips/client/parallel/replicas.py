@@ -32,7 +32,7 @@ def find_replicas(ranks: Sequence[RankLayout]) -> tuple[Group, ...]:
 
 @dataclass(frozen=True)
 class SharedShards:
-    """Which ranks share which parts of their shards; the same on all ranks."""
+    """The groups of ranks that share parts of their shards; the same on all ranks."""
 
     group_of: Mapping[int, Group] = field(default_factory=dict)  # only for ranks that share
     private: Mapping[Group, Collection[Place]] = field(default_factory=dict)  # parameters not shared in the group

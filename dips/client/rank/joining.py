@@ -1,4 +1,4 @@
-"""How a rank finds its cluster file and its agent, and attaches to it."""
+"""Finding a rank's cluster file and its agent, and attaching to the agent."""
 
 from __future__ import annotations
 

@@ -335,8 +335,8 @@ class OuterLoop:
 
     @property
     def range_recalls(self) -> int:
-        """How often given ranges were recalled because work was lost: when it rises, drop their rest and take the next
-        of `ranges`.
+        """The number of recalls of given ranges because work was lost: when it rises, drop the rest of the ranges and
+        take the next of `ranges`.
         """
         return self._state.recalls
 
