@@ -208,7 +208,7 @@ def test_a_stolen_slave_offers_what_is_old(leasing: AttackedRun) -> None:
 
             def waits() -> bool:
                 status = json.loads(call(status_pb2.StatusRequest(), timeout=5.0).json)
-                return bool(status["rollback"]["red"])
+                return bool(status["rollback"]["steps"])
 
             run.until(waits, 30.0, "it waits for an operator's word")
     assert head() >= before and before in held(), "nothing is undone, nothing deleted"
