@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dips.data import DataSet
+from dips.data import DataSet, tokenfile
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.text import make_tokenizer
 from dips.data.tokenfile import find_tokens
@@ -91,3 +91,11 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     reader = make_tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
     build_dataset(BuildPlan((parse_source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]
+
+
+@pytest.mark.parametrize("starts", [[50], [1, 3], [0, 5, 5], [0, 9, 4], [0, 60]])
+def test_starts_that_do_not_rise_from_0_are_refused(tmp_path: Path, starts: list[int]) -> None:
+    """Of a file of 50 tokens: none but its end, none at 0, twice the same, back, beyond the end."""
+    with pytest.raises(ConfigError, match="expected numbers that rise from 0 and stay below 50"):
+        tokenfile._check_starts(tmp_path, np.array(starts), 50)
+    assert tokenfile._check_starts(tmp_path, np.array([0, 5, 50]), 50).tolist() == [0, 5]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dips.errors import ConfigError, UnresponsiveSlave
-from dips.ids import VersionId
+from dips.ids import PullId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.durability import retire_versions
-from dips.protocol.effects import Retire
+from dips.protocol.effects import Failed, Retire
 from dips.protocol.intervals import Intervals
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow, VersionsRetired
@@ -87,3 +89,20 @@ def test_a_deletion_of_45_s_loses_no_slave() -> None:
         run.now += order.deadline_s
         run.step(ev.OrderFailed("s", order.sinc, order.number, UnresponsiveSlave, "no answer"))
     assert run.view.slaves["s"].state == "ready"
+
+
+def test_what_can_be_pulled_is_named() -> None:
+    """Beside a version that cannot: those that every disk has, and that are not about to go."""
+    run = ScriptedRun()
+    run.train("a")
+    for _ in range(3):
+        run.outcome(run.push("a"))
+    state = run.machine.capture_state()
+    assert isinstance(state, RunState)
+    v1, v2, v3 = (VersionId(n, n) for n in (1, 2, 3))
+    state.versions[v1] = replace(state.versions[v1], durable=True, retired=True)
+    state.versions[v3] = replace(state.versions[v3], durable=False)
+    refused = run.ask(ev.PullRequested(0, PullId("a", run.inc("a"), 9), 1, v1))
+    assert isinstance(refused, Failed) and str(refused.message).endswith(
+        f"no longer on its disks; the slaves keep {v2}"
+    )

@@ -45,11 +45,11 @@ def registered(order: SlaveOrder, term: int = 1) -> Registered:
 class RegistrationRig:
     """A registration and its heartbeats, with a standing that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: SlaveTiming = TIMING) -> None:
         self.standing = Standing(7, 1, GENESIS, (), 0, 0)
-        self.registration = Registration(WHO, TIMING, Random(1))
+        self.registration = Registration(WHO, timing, Random(1))
         self.heartbeats = Heartbeats(
-            WHO, TIMING, self.registration, lambda: self.standing, tuple, Meters, lambda now: ()
+            WHO, timing, self.registration, lambda: self.standing, tuple, Meters, lambda now: ()
         )
 
     def answer(self, order: SlaveOrder, followed: Followed | Unfollowed, now: float) -> list[SlaveAction]:
@@ -352,3 +352,12 @@ def test_a_list_is_good_for_its_registration_only() -> None:
     slave.registration.request_again(slave.registration.number, 2.2)
     slave.answer(Hold(), Followed.SERVES, 2.3)
     assert slave.heartbeat(4.0).live == 0
+
+
+@pytest.mark.parametrize(("heartbeat_s", "deadline_s"), [(2.0, 2.0), (0.1, 1.0)])
+def test_a_heartbeat_has_until_the_next_one_and_at_least_a_second(heartbeat_s: float, deadline_s: float) -> None:
+    """The next tells the same and more; a second is what a call may take on a slow link."""
+    slave = RegistrationRig(replace(TIMING, heartbeat_s=heartbeat_s))
+    slave.heartbeats.tick(0.0)
+    (call,) = slave.heartbeats.tick(heartbeat_s)
+    assert call.deadline_s == deadline_s
