@@ -35,8 +35,8 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "master": "tests/unit/master tests/unit/view tests/unit/test_recover.py tests/transcripts "
     "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
     "tests/simulation/test_seeds.py",
-    "slave": "tests/unit/slave tests/unit/test_watching.py tests/integration/test_flow.py "
-    "tests/simulation/test_seeds.py",
+    "slave": "tests/unit/slave tests/unit/test_watching.py tests/unit/test_recover.py "
+    "tests/unit/commands/test_rebalance.py tests/integration/test_flow.py tests/simulation/test_seeds.py",
     "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
     "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
     "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_curve.py "
@@ -56,7 +56,7 @@ ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # o
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of different places; for a seed the same ones, but for those whose code has changed."""
+    """Draw `count` mutants of different places; for a seed the same ones, but where code has changed or is new."""
     places = _find_places() if count else []
     return [_mutant(place) for place in sorted(places, key=lambda place: place.draw_lot(seed))[:count]]
 
