@@ -124,14 +124,15 @@ for word in (
     verify.verify,
     export.export,
     stop.stop,
-    set_options.set_options,
     drain.drain,
     rebalance.rebalance,
     recover.recover,
     rollback.rollback,
     study.study,
 ):
-    cli.command(None if word is not set_options.set_options else "set")(word)
+    cli.command()(word)
+    if word is stop.stop:
+        cli.command("set")(set_options.set_options)
 
 
 if __name__ == "__main__":

@@ -81,17 +81,23 @@ def _as_count(limit: int) -> int:
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
+def handle_end_signals(on_end: Callable[[], None]) -> None:
+    """Call `on_end` on the running loop at SIGTERM and SIGINT until the process ends: a second signal must not cut an
+    orderly end short.
+    """
+    for number in END_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_end)
+
+
 @contextmanager
 def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
-    """Call `on_end` on the running loop at SIGTERM and SIGINT, as long as the context lasts."""
-    loop = asyncio.get_running_loop()
-    for number in END_SIGNALS:
-        loop.add_signal_handler(number, on_end)
+    """Call `on_end` likewise, as long as the context lasts."""
+    handle_end_signals(on_end)
     try:
         yield
     finally:
         for number in END_SIGNALS:
-            loop.remove_signal_handler(number)
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 # ---- the HTTP port --------------------------------------------------------------------------------------------------

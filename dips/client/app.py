@@ -147,7 +147,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         stack.push_async_callback(master.close)
         if relay:
             stack.push_async_callback(asyncio.to_thread, relay.close)
-        stack.enter_context(daemon.end_signals(agent.terminate))
+        daemon.handle_end_signals(agent.terminate)
         await daemon.open_http(config, tls, _describe_http(config, core.state, relay), log, stack)
         watching = daemon.watch_file(
             "cluster file", path, config, load_cluster, log, agent.fail, fixed_level=level is not None, on_hangup=False

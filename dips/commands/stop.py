@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import typer
 
 from dips.commands import operator
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.commands.status import ask_view
-from dips.ids import VersionId
 from dips.protocol.effects import Extended, Refused
 from dips.protocol.events import ExtensionAsked, TargetChange
+from dips.protocol.view import RunView
 from dips.transport.endpoints import Endpoint
 
 TRIES = 5  # a version may be made between reading the head and the request
@@ -31,27 +30,24 @@ def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS =
       dips stop --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    last, answer = asyncio.run(_ask_to_stop(peer))
+    view, answer = asyncio.run(_ask_to_stop(peer))
     if answer is None:
-        print(f"the run has ended at {last}")
+        print(f"the run has ended at {view.head}")
         return
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)
-    print(f"the run ends with version {last.version}, its next; `dips status --watch` shows when")
+    print(f"the run ends with version {view.head_version.version + 1}, its next; `dips status --watch` shows when")
 
 
-async def _ask_to_stop(master: Endpoint) -> tuple[VersionId, Extended | Refused | None]:
-    """Return the last version and the master's answer; None: the run had ended before."""
-    answer: Any = None
+async def _ask_to_stop(master: Endpoint) -> tuple[RunView, Extended | Refused | None]:
+    """Return the run and the master's answer; None: the run had ended before."""
     for _ in range(TRIES):
         view = await ask_view(master)
-        head = view.head_version
         if view.finished:
-            return head, None
-        head = VersionId(head.version + 1, head.round)
-        change = TargetChange("versions", float(head.version))
+            return view, None
+        change = TargetChange("versions", float(view.head_version.version + 1))
         answer = await operator.ask_master(master, "Extend", ExtensionAsked(0, (change,)))
         if not isinstance(answer, Refused):
             break
-    return head, answer
+    return view, answer

@@ -16,7 +16,7 @@ from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.local import run as local
-from dips.local.processes import LocalProcess, LocalProcesses
+from dips.local.processes import LocalProcess, LocalProcesses, exit_on_sigterm
 from dips.master.genesis import ledger_path
 from dips.transport.endpoints import Endpoint
 from dips.view import terminal
@@ -64,7 +64,7 @@ def up(
     if not ledger_path(run_file).exists():
         _make_run(config, factory, model, seed)
     config.with_name(local.LOGS).mkdir(exist_ok=True)
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    exit_on_sigterm()
     try:
         code = _train(config, run_file, cluster_path, cluster_file, command)
     except KeyboardInterrupt:
@@ -102,10 +102,7 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
         for section in run_file.slaves:
             if section.supervisor != "exec":  # the master starts slaves of "exec"
                 local.start_slave(running, config, section.name)
-        agent = local.start_cluster(
-            running, cluster_path, cluster_file.cluster, command,
-            local.log_file(config, cluster_file.cluster), show=True,
-        )  # fmt: skip
+        agent = local.start_cluster(running, config, cluster_path, cluster_file.cluster, command, show=True)
         print(f"started {', '.join(running.processes)}; master at {run_file.master.listen}, logs in "
               f"{config.with_name(local.LOGS)}")  # fmt: skip
         try:
@@ -142,7 +139,3 @@ def _check_daemons(running: LocalProcesses, agent: LocalProcess) -> None:
         if process is not agent and code is not None:
             print(f"error: {process.name} ended with exit code {code}; {process.log_tail()}", file=sys.stderr)
             raise typer.Exit(code or 1)
-
-
-def _end_on_sigterm(number: int, frame: object) -> None:
-    sys.exit(128 + number)

@@ -22,8 +22,7 @@ MOST_VALUE = 80  # characters of a value in a message
 Report = Callable[[str], None]
 File = TypeVar("File", bound=Section)
 
-_TUNE = "the run began with it; `dips set` changes the run's, without a restart"
-_EXTEND = "the run began with it; `dips set` changes the run's, without a restart"
+_SET = "the run began with it; `dips set` changes the run's, without a restart"
 _AGREED = "master, slaves and clusters agreed on it when the run was made"
 _OPEN = "the port is open since the start: restart this process"
 _MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"
@@ -31,15 +30,15 @@ _FILES = "the files themselves are looked at each second, renew them in place; o
 
 # Why a key cannot change while the daemon runs: the first matching row. Other keys are read at the start.
 REASONS: tuple[tuple[str, str], ...] = (
-    *((f"shared.outer.{key}", _TUNE) for key in ("lr", "momentum", "clip.norm", "clip.relative")),
+    *((f"shared.outer.{key}", _SET) for key in ("lr", "momentum", "clip.norm", "clip.relative")),
     ("shared.penalty.gates*", _AGREED),
-    ("shared.penalty.*", _TUNE),
-    ("shared.stop.*", _EXTEND),
-    ("shared.data.epochs", _EXTEND),
+    ("shared.penalty.*", _SET),
+    ("shared.stop.*", _SET),
+    ("shared.data.epochs", _SET),
     ("shared.*", _AGREED),
     ("master.timing.heartbeat_s", "slaves and clusters go by it: restart all of them with the new file"),
     ("master.timing.hang_s", "it is read at the start: restart the master"),
-    ("master.timing.*", _TUNE),
+    ("master.timing.*", _SET),
     ("slaves", "layers lie on the slaves of the ledger: `dips rebalance` moves them to others"),
     ("*.listen", _OPEN),
     ("*.lanes", _OPEN),

@@ -15,6 +15,7 @@ import yaml
 from dips.config.reading import load_file, read_yaml
 from dips.config.shared import Shared
 from dips.errors import ConfigError
+from dips.local.run import LOGS
 
 RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
@@ -93,16 +94,13 @@ class DemoLayout:
     def timeline_file(self, name: str) -> Path:
         return self.directory / name / "timeline.jsonl"
 
-    def log_file(self, name: str) -> Path:
-        return self.directory / "logs" / f"{name}.log"
-
 
 def make_layout(out: Path | None) -> DemoLayout:
     """Make the directories of a demo. Raises ConfigError if `out` exists and is not empty."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"--out: {directory} is not empty: name a new directory")
-    (directory / "logs").mkdir(parents=True)
+    (directory / LOGS).mkdir(parents=True)
     return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -26,7 +25,7 @@ from dips.demo.model import build
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
 from dips.local import run as local
-from dips.local.processes import LocalProcesses, ProcessEnded
+from dips.local.processes import LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.protocol.view import RunView
@@ -62,7 +61,7 @@ def run_demo(
     preset  a `shared` section whose rules replace the demo's
     """
     layout.read_preset(preset)  # raises before a directory is made
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    exit_on_sigterm()
     files = layout.make_layout(out)
     console = Console()
     try:
@@ -74,10 +73,6 @@ def run_demo(
         return 130
     finally:
         shutil.rmtree(files.sockets, ignore_errors=True)
-
-
-def _on_sigterm(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -143,7 +138,7 @@ def _start_processes(running: LocalProcesses, files: DemoLayout, seed: int) -> N
             *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
             *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
         )
-        local.start_cluster(running, files.cluster_file(name), name, trainer, files.log_file(name))
+        local.start_cluster(running, files.run_file, files.cluster_file(name), name, trainer)
 
 
 def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill:

@@ -23,6 +23,15 @@ GRACE_S = 15.0  # between SIGTERM and SIGKILL
 TAIL_LINES = 15
 
 
+def exit_on_sigterm() -> None:
+    """Have SIGTERM raise SystemExit, so that the processes end in order; exit code 143."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 class ProcessEnded(DipsError):
     """A process ended that should be running, or a command had an exit code other than 0."""
 

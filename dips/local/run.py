@@ -35,11 +35,16 @@ def start_slave(running: LocalProcesses, run_file: Path, name: str) -> LocalProc
 
 
 def start_cluster(
-    running: LocalProcesses, cluster_file: Path, name: str, command: Sequence[str], log: Path, show: bool = False
+    running: LocalProcesses,
+    run_file: Path,
+    cluster_file: Path,
+    name: str,
+    command: Sequence[str],
+    show: bool = False,
 ) -> LocalProcess:
     """Start a cluster's agent, which starts the training command; `show`: print their output, too."""
     agent = module_command("dips.client.app", "--config", str(cluster_file), "--", *command)
-    return running.start(name, agent, log, may_end=True, show=show)
+    return running.start(name, agent, log_file(run_file, name), may_end=True, show=show)
 
 
 def module_command(name: str, *arguments: str) -> list[str]:

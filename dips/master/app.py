@@ -155,7 +155,7 @@ async def serve(
         supervisor = _make_supervisor(config, file, runtime, log)
         outside.begin_on_version(config, file, log, runtime.fail)
         outside.begin_track(config, file, log, runtime.fail)
-        stack.enter_context(daemon.end_signals(runtime.stop))
+        daemon.handle_end_signals(runtime.stop)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         reload = MasterReload(guard, calls, runtime, log)

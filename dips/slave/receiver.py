@@ -142,7 +142,7 @@ class Receiver:
         """Refuse a push with more ranges than can ever be kept; its job ends."""
         reason = (
             f"{len(push.streams) + 1} of {len(push.places) * len(self._turns)} streams name {ranges} pieces of "
-            f"parameters, expected at most {MOST_RANGES} of all ranks; a smaller max_transfer_ranks, more slaves, or "
+            f"parameters, expected at most {MOST_RANGES} of all ranks; more slaves, or "
             "experts fused into one tensor a block make fewer"
         )
         moves = self._refuse_push(push, reason, "too_many")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from functools import lru_cache
 
 from dips.errors import RemoteProtocolError
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
@@ -28,6 +29,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
     return packed if len(packed) <= MOST_PACKED else b""
 
 
+@lru_cache(maxsize=1)  # a master sends the run's own to each slave that registers anew
 def pack_text(text: str) -> bytes:
     """Compress the JSON of a manifest."""
     return zlib.compress(text.encode(), LEVEL)

@@ -32,7 +32,7 @@ from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Buffer
 
 NAME_LIMIT = 64  # characters of any name in a message
 TEXT_LIMIT = 4000  # characters of an ERROR's message
-FEWER_RANGES = "more slaves, more lanes (slaves.lane_count), or experts fused into one tensor a block make fewer"
+FEWER_RANGES = "more slaves, more lanes (slaves.lanes), or experts fused into one tensor a block make fewer"
 _BIGGEST = 1 << 62  # of any number in a message
 
 # What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
