@@ -256,6 +256,8 @@ def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> N
     settlement.skip_waiting_pushes(run, f"{slave.name} was lost: {reason}")
     pushes.drop_all_pushes(run, f"{slave.name} was lost: {reason}")
     pulls.close_all_pulls(run, f"{slave.name} was lost: {reason}")
+    if run.seed is not None and slave.name in run.seed.slaves:  # it serves the model already: a former transfer's
+        seeding.drop_seed(run, f"{slave.name} was lost: {reason}")
 
 
 def _has_persisted(run: RunState, slave: Slave) -> bool:

@@ -188,9 +188,15 @@ class DurableInvariant(Invariant):
             )
 
     def _no_further_than_mirrors(self, record: RolledBack) -> None:
-        """A lost disk costs what its mirror lags behind: whatever the laggard holds is on all other disks, too."""
+        """A lost disk costs what its mirror lags behind: whatever the laggard holds is on all other disks, too.
+
+        A copy that has rotted in the mirror is none.
+        """
         machines = self.world.machines.values()
-        held = [[v for v in m.mirror.files if v in self.durable] if m.mirror is not None else [] for m in machines]
+        held = [
+            [v for v, copy in m.mirror.files.items() if v in self.durable and copy.good] if m.mirror is not None else []
+            for m in machines
+        ]
         if not all(held):
             return
         oldest = min(max(versions) for versions in held)
