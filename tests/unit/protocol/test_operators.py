@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dips.protocol.audit_budget import IDLE_ROW_S, IDLE_ROWS, AuditBudget
-from dips.protocol.bounded_text import MOST_TEXT
 from dips.protocol.effects import Reply, Tuned
+from dips.protocol.entities import IDLE_ROW_S, IDLE_ROWS, AuditBudget
 from dips.protocol.events import (
     OperatorAsked,
     OperatorReported,
@@ -13,6 +12,7 @@ from dips.protocol.events import (
     ReadmissionAsked,
     TuningAsked,
 )
+from dips.protocol.operator import MOST_TEXT
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions, TunedOption
 from dips.protocol.records import OperatorActed
 from tests.unit.protocol.scripted_run import ScriptedRun
