@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 JOB_S = 120.0
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
 PROGRAMS = {
+    "dips": "-m dips.cli",
     "dips-client": "-c 'from dips.client.app import main; main()'",
     "torchrun": "-m torch.distributed.run",
 }

@@ -32,6 +32,7 @@ done
 for node in "${nodes[@]}"; do wait "$node" || exit; done
 """
 PROGRAMS = {
+    "dips": 'exec $PYTHON -m dips.cli "$@"',
     "dips-client": 'exec $PYTHON -c "from dips.client.app import main; main()" "$@"',
     "torchrun": 'exec $PYTHON -m torch.distributed.run "$@"',
     "srun": SRUN,
