@@ -18,5 +18,5 @@ ranks=(torchrun --nnodes "${NODES:?how many nodes}" --nproc-per-node "${GPUS:-8}
 if [[ $NODE -ne 0 ]]; then
     exec "${ranks[@]}"
 fi
-dips-client check --config "$config" ${CHECK:+--factory "$CHECK"}
+dips check --config "$config" ${CHECK:+--factory "$CHECK"}
 exec dips-client --config "$config" -- "${ranks[@]}"

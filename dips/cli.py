@@ -12,6 +12,7 @@ import typer
 from dips import __version__
 from dips.commands import (
     certs,
+    check,
     cluster,
     config,
     demo,
@@ -56,10 +57,11 @@ A run:
   dips study study.yaml                                     find the outer step that suits its model
   dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
-  dips config check dips.yaml cluster.yaml                  find everything that the daemons would refuse
+  dips check --config dips.yaml --config cluster.yaml       find everything that the daemons would refuse
   dips seed --config dips.yaml --model FILE                 or send the model to waiting slaves
   dips-master --config dips.yaml                            serve it
   dips-slave --config dips.yaml --name NAME                 start each slave
+  dips check --config cluster.yaml                          test a cluster's master, slaves and rates before it starts
   dips-client --config cluster.yaml -- torchrun ... train.py    start each cluster
   dips status --config dips.yaml --watch                    show its present state
   dips history --config dips.yaml                           list its rounds
@@ -117,6 +119,7 @@ for word in (
     up.up,
     logs.logs,
     init.init,
+    check.check,
     seed.seed,
     status.status,
     history.history,

@@ -1,4 +1,4 @@
-"""Escaping of text from outside for terminals, logs and files.
+"""Escaping of text from outside for terminals, logs and files; a check's finding as text.
 
 Escape sequences move cursors and hide lines, newlines forge lines, bidirectional marks reverse them. Characters that
 do not print are escaped (`\\x1b`), so that they are visible and have no effect. Pure.
@@ -6,7 +6,10 @@ do not print are escaped (`\\x1b`), so that they are visible and have no effect.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
 
 
 def make_printable(text: str) -> str:
@@ -21,13 +24,21 @@ def make_lines_printable(text: str) -> str:
     return "\n".join(make_printable(line) for line in text.split("\n"))
 
 
-def format_finding(verdict: str, what: str, seen: str, remedy: str) -> str:
-    """Format a finding of a check: verdict ("ok", "note" or "FAIL"), subject and finding, with the remedy in a line
-    below.
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """The result of one check: its subject, the verdict (OK, NOTE or FAIL), what was seen, and what to do."""
 
-    Not a table, so that paths and addresses stay whole for copying.
-    """
-    return make_lines_printable(f"{verdict:<4}  {what}: {seen}" + (f"\n      {remedy}" if remedy else ""))
+    what: str
+    verdict: str
+    seen: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """Format it on one line, the remedy below; not as a table, so that paths and addresses stay whole for
+        copying.
+        """
+        remedy = f"\n      {self.remedy}" if self.remedy else ""
+        return make_lines_printable(f"{self.verdict:<4}  {self.what}: {self.seen}{remedy}")
 
 
 def make_tree_printable(value: Any) -> Any:

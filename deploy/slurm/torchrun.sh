@@ -4,5 +4,5 @@
 set -euo pipefail
 config=${1:?usage: torchrun.sh cluster.yaml train.py ARGS...}
 shift
-dips-client check --config "$config" ${CHECK:+--factory "$CHECK"}
+dips check --config "$config" ${CHECK:+--factory "$CHECK"}
 exec dips-client --config "$config" -- torchrun --standalone --nproc-per-node "${GPUS:-8}" "$@"

@@ -6,11 +6,9 @@ This is the only module that creates the agent's sockets, channels, locks and si
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import random
 import shutil
-import sys
 import time
 import uuid
 from contextlib import AsyncExitStack, closing
@@ -77,7 +75,7 @@ def dips_client(
     `token`). The agent passes both to the command it starts. Without a command it serves ranks that are started
     elsewhere, until they detach.
 
-    `dips-client check --config cluster.yaml` checks everything that is needed, before accelerators are held.
+    `dips check --config cluster.yaml` checks everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
     if not command and over_network(file) is None:
@@ -92,19 +90,10 @@ def dips_client(
         raise typer.Exit(asyncio.run(_run_agent(file, config.absolute(), command or [], fixed, take_over)))
 
 
-# Subcommands; each is a command line of its own.
-SUBCOMMANDS = {"check": "dips.client.preflight.app"}
-
-
 def main() -> None:
     """Entry point of the console script."""
     keep_files_private()
-    module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if module is None:
-        exits.run_command(command_line)
-    else:
-        sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
-        exits.run_command(importlib.import_module(module).command_line)
+    exits.run_command(command_line)
 
 
 def _lock_directory(directory: Path) -> PidLock:

@@ -39,7 +39,7 @@ def quarantine(
       dips cluster quarantine west --reason "its data is being checked" --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    asyncio.run(operator.ask_master(peer, "Quarantine", QuarantineAsked(0, cluster, reason)))
+    asyncio.run(operator.ask_master(peer, QuarantineAsked(0, cluster, reason)))
     print(f"{cluster} is quarantined")
 
 
@@ -66,7 +66,7 @@ def readmit(
       dips cluster readmit west --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    answer = asyncio.run(operator.ask_master(peer, "Readmit", ReadmissionAsked(0, cluster)))
+    answer = asyncio.run(operator.ask_master(peer, ReadmissionAsked(0, cluster)))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

@@ -1,11 +1,10 @@
-"""The rows of `dips config check`: subject, verdict, finding and remedy of each check. Changes nothing."""
+"""Findings of `dips check` in the files themselves, and on this machine. Asks nobody, changes nothing."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -18,36 +17,25 @@ from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.tls_files import load_tls, require_identity
+from dips.printable import FAIL, NOTE, OK, CheckFinding
 
-OK, NOTE, FAIL = "ok", "note", "FAIL"
 SOON = timedelta(days=14)  # before a certificate expires a note is made
 OPERATOR = "operator"
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFinding:
-    """The result of one check; `verdict` is OK, NOTE or FAIL."""
-
-    what: str
-    verdict: str
-    seen: str
-    remedy: str = ""
-
-
-def check_files(
-    files: Sequence[Path], labels: tuple[str, ...] = (), now: datetime | None = None
-) -> list[ConfigFinding]:
+def check_files(files: Sequence[Path], labels: tuple[str, ...] = (), now: datetime | None = None) -> list[CheckFinding]:
     """Return the rows of all files; a file that cannot be read has one row."""
-    rows, runs, clusters = list[ConfigFinding](), list[tuple[Path, RunFile]](), list[tuple[Path, ClusterFile]]()
+    rows, runs, clusters = list[CheckFinding](), list[tuple[Path, RunFile]](), list[tuple[Path, ClusterFile]]()
     for path in files:
         try:
             if is_cluster_file(path):
-                clusters.append((path, load_cluster(path)))
+                clusters.append((path, cluster := load_cluster(path)))
+                rows.append(CheckFinding(str(path), OK, f"cluster {cluster.cluster} of run {cluster.shared.run}"))
             else:
-                runs.append((path, load_run(path)))
-            rows.append(ConfigFinding(str(path), OK, "its keys and values"))
+                runs.append((path, run := load_run(path)))
+                rows.append(CheckFinding(str(path), OK, f"run {run.shared.run}"))
         except ConfigError as error:
-            rows.append(ConfigFinding(str(path), FAIL, str(error).removeprefix(f"{path}: ")))
+            rows.append(CheckFinding(str(path), FAIL, str(error).removeprefix(f"{path}: ")))
     known = set[str]()
     for path, run in runs:
         processes = [(MASTER_NAME, PeerRole.MASTER), *((s.name, PeerRole.SLAVE) for s in run.slaves)]
@@ -62,9 +50,7 @@ def check_files(
         for run_path, run in runs:
             rows += _check_agreement(path, cluster, run_path, run)
     rows += [
-        ConfigFinding(
-            "--for", FAIL, f"{label} is in none of these files", f"expected one of {', '.join(sorted(known))}"
-        )
+        CheckFinding("--for", FAIL, f"{label} is in none of these files", f"expected one of {', '.join(sorted(known))}")
         for label in labels
         if label not in known
     ]
@@ -74,17 +60,17 @@ def check_files(
 # ---- the run file --------------------------------------------------------------------------------------------------
 
 
-def _check_run(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+def _check_run(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     yield from _check_addresses(path, run)
     yield from _check_directories(path, run)
     if run.insecure and run.clusters is not None:
-        yield ConfigFinding(
+        yield CheckFinding(
             f"{path}: clusters", NOTE, "with `insecure: true` nobody proves its name, so the list keeps nobody out"
         )
     yield from _check_ledger(path, run)
 
 
-def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+def _check_addresses(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     """Check that no port is used twice on one host; port 0 means any free port."""
     users = defaultdict[tuple[str, int], list[str]](list)
     listening = [("master.listen", run.master.listen), ("master.http", run.master.http)]
@@ -96,12 +82,12 @@ def _check_addresses(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
             users[host_port(address)].append(key)
     for (host, port), keys in users.items():
         if len(keys) > 1 and not _on_own_machines(host):
-            yield ConfigFinding(
+            yield CheckFinding(
                 f"{path}: {keys[1]}", FAIL, f"{host}:{port} is {keys[0]}'s, too", "give each a port of its own"
             )
     for s in run.slaves:
         if host_port(s.master)[1] != host_port(run.master.listen)[1]:
-            yield ConfigFinding(
+            yield CheckFinding(
                 f"{path}: slaves.{s.name}.master", NOTE, f"{s.master}, while the master listens on {run.master.listen}",
                 "right if something between them translates ports",
             )  # fmt: skip
@@ -112,23 +98,23 @@ def _on_own_machines(host: str) -> bool:
     return host in ("0.0.0.0", "::")
 
 
-def _check_directories(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+def _check_directories(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     used: dict[Path, str] = {run.master.directory.resolve(): "master"}
     for s in run.slaves:
         directory = s.directory.resolve()
         if (other := used.setdefault(directory, s.name)) != s.name:
-            yield ConfigFinding(
+            yield CheckFinding(
                 f"{path}: slaves.{s.name}.directory", FAIL, f"{directory} is {other}'s, too", "one directory for each"
             )
     mirrors = [("master", run.master.mirror), *((f"slaves.{s.name}", s.mirror) for s in run.slaves)]
     for owner, mirror in mirrors:
         if mirror is not None and "://" not in mirror and Path(mirror).resolve() in used:
-            yield ConfigFinding(
+            yield CheckFinding(
                 f"{path}: {owner}.mirror", FAIL, f"{mirror} is a directory of the run itself", "take another disk's"
             )
 
 
-def _check_ledger(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     from dips.master import genesis
     from dips.master.ledger import Ledger
     from dips.protocol.manifest import Manifest
@@ -136,7 +122,7 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
 
     ledger_file = genesis.ledger_path(run)
     if not ledger_file.exists():
-        yield ConfigFinding(f"{path}: master.directory", NOTE, f"no ledger at {ledger_file}", "`dips init` makes one")
+        yield CheckFinding(f"{path}: master.directory", NOTE, f"no ledger at {ledger_file}", "`dips init` makes one")
         return
     try:
         with closing(Ledger.open(ledger_file, readonly=True)) as ledger:
@@ -144,9 +130,9 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
         genesis.check_is_of_run(run, row)
         genesis.check_placement(run, row)
     except DipsError as error:
-        yield ConfigFinding(f"{path}: master.directory", FAIL, str(error))
+        yield CheckFinding(f"{path}: master.directory", FAIL, str(error))
         return
-    yield ConfigFinding(f"{path}: master.directory", OK, f"the ledger of run {row.run}")
+    yield CheckFinding(f"{path}: master.directory", OK, f"the ledger of run {row.run}")
     model = Manifest.from_json(row.manifest)
     for name, layers in row.placement:
         section = run.slave_section(name)
@@ -156,9 +142,9 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[ConfigFinding]:
         there = available_memory()
         try:
             memory.require_memory(there if section.memory_bytes is None else min(section.memory_bytes, there))
-            yield ConfigFinding(f"{path}: slaves.{name}", OK, memory.describe_sum())
+            yield CheckFinding(f"{path}: slaves.{name}", OK, memory.describe_sum())
         except ConfigError as error:
-            yield ConfigFinding(f"{path}: slaves.{name}", FAIL, str(error))
+            yield CheckFinding(f"{path}: slaves.{name}", FAIL, str(error))
 
 
 # ---- certificates --------------------------------------------------------------------------------------------------
@@ -171,7 +157,7 @@ def _check_tls(
     processes: Sequence[tuple[str, PeerRole]],
     labels: tuple[str, ...],
     now: datetime | None,
-) -> Iterator[ConfigFinding]:
+) -> Iterator[CheckFinding]:
     """Check the certificates whose files are here or whose labels are requested; a single process is always checked."""
     if tls is None:
         return
@@ -185,50 +171,50 @@ def _check_tls(
         try:
             loaded = require_identity(load_tls(files, now), name, role, run)
         except ConfigError as error:
-            yield ConfigFinding(f"{path}: {label}", FAIL, str(error))
+            yield CheckFinding(f"{path}: {label}", FAIL, str(error))
             continue
         left = loaded.until - (now or utc_now())
         said = f"{files.cert} is valid until {loaded.until:%Y-%m-%d %H:%M} UTC"
         soon = left < SOON
-        yield ConfigFinding(
+        yield CheckFinding(
             f"{path}: {label}", NOTE if soon else OK, said, f"dips certs renew {files.cert}" if soon else ""
         )
     if not here:
         first = tls.files_of(*processes[0])
-        yield ConfigFinding(
+        yield CheckFinding(
             f"{path}: tls", FAIL, f"of no process of this file is a certificate here, {first.cert} say",
             "`dips certs request` and `issue` make them; in Kubernetes look whether the Secret is mounted",
         )  # fmt: skip
     elif tls.crl is None:
-        yield ConfigFinding(f"{path}: tls.crl", NOTE, "none: a certificate cannot be revoked before it expires")
+        yield CheckFinding(f"{path}: tls.crl", NOTE, "none: a certificate cannot be revoked before it expires")
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
 
 
-def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunFile) -> Iterator[ConfigFinding]:
+def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunFile) -> Iterator[CheckFinding]:
     """Check what the master would compare when the cluster joins, and all that both files state."""
     beside = f"{path} and {run_path}"
     if cluster.shared.run != run.shared.run:
         seen = f"run {cluster.shared.run!r} and run {run.shared.run!r}"
-        yield ConfigFinding(f"{beside}: shared.run", FAIL, seen, "a cluster belongs to one run")
+        yield CheckFinding(f"{beside}: shared.run", FAIL, seen, "a cluster belongs to one run")
     elif cluster.shared.digest != run.shared.digest:
         differing = "; ".join(differing_options(cluster.shared.agreed, run.shared.agreed))
-        yield ConfigFinding(f"{beside}: shared", FAIL, differing, "copy the section `shared` of the run file")
+        yield CheckFinding(f"{beside}: shared", FAIL, differing, "copy the section `shared` of the run file")
     else:
-        yield ConfigFinding(f"{beside}: shared", OK, f"digest {run.shared.digest[:12]}")
+        yield CheckFinding(f"{beside}: shared", OK, f"digest {run.shared.digest[:12]}")
     if (cluster.tls is None) != (run.tls is None):
         seen = "one has certificates, the other speaks plain text"
-        yield ConfigFinding(f"{beside}: tls", FAIL, seen, "give both a section `tls`, or both `insecure: true`")
+        yield CheckFinding(f"{beside}: tls", FAIL, seen, "give both a section `tls`, or both `insecure: true`")
     if host_port(cluster.master)[1] != host_port(run.master.listen)[1]:
-        yield ConfigFinding(
+        yield CheckFinding(
             f"{beside}: master", NOTE, f"{cluster.master}, while the master listens on {run.master.listen}",
             "right if something between them translates ports",
         )  # fmt: skip
     if run.clusters is not None and cluster.cluster not in run.clusters:
         seen = f"{cluster.cluster} is not in the run file's list"
-        yield ConfigFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")
+        yield CheckFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")
     lease_s = run.master.timing.make_options().lease_s
     if cluster.heartbeat_s > lease_s / 2:
         seen = f"a heartbeat each {cluster.heartbeat_s:g} s, and a lease of {lease_s:g} s"
-        yield ConfigFinding(f"{beside}: heartbeat_s", FAIL, seen, "take the run file's heartbeat_s")
+        yield CheckFinding(f"{beside}: heartbeat_s", FAIL, seen, "take the run file's heartbeat_s")

@@ -60,7 +60,7 @@ def drain(
     console = Console(stderr=True)
     with console.status(f"draining {slave}") as line:
         while True:
-            answer = asyncio.run(operator.ask_master(peer, "Drain", DrainAsked(0, slave)))
+            answer = asyncio.run(operator.ask_master(peer, DrainAsked(0, slave)))
             if not isinstance(answer, Pending) or time.monotonic() >= until:
                 break
             line.update(f"draining: {answer.reason}")
@@ -95,4 +95,4 @@ def _drain_self(slave: str, peer: Endpoint, wait_s: float) -> None:
 async def _ask_until(peer: Endpoint, slave: str, until: float) -> Any:
     """Ask with a timeout, since the master holds a question open for longer than a hook may have left."""
     async with asyncio.timeout(max(LEAST_S, until - time.monotonic())):
-        return await operator.ask_master(peer, "Drain", DrainAsked(0, slave))
+        return await operator.ask_master(peer, DrainAsked(0, slave))

@@ -8,18 +8,21 @@ from dips.errors import UnavailableMaster
 from dips.transport import control
 from dips.transport.endpoints import Endpoint
 from dips.wire import messages
+from dips.wire.generated import operator_pb2
 from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 
 DEADLINE_S = 15.0  # the master holds a question open for 10 s
 
 
-async def ask_master(master: Endpoint, method: str, question: object) -> Any:
+async def ask_master(master: Endpoint, question: object) -> Any:
     """Ask once and return the answer. Raises UnavailableMaster if none comes, and the errors of the master."""
-    channel = control.open_channel(master)
+    channel, request = control.open_channel(master), messages.to_proto(question)
+    service = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"]
+    method = next(method.name for method in service.methods if method.input_type.name == request.DESCRIPTOR.name)
     try:
         reply = await control.call_method(
             getattr(OperatorServiceStub(channel), method),
-            messages.to_proto(question),
+            request,
             deadline_s=DEADLINE_S,
             peer=master,
             unavailable=UnavailableMaster,

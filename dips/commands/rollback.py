@@ -58,7 +58,7 @@ def rollback(
     asked = RollbackAsked(0, _read_version(version))
     with Console(stderr=True).status(f"back to {version}") as line:
         while True:
-            answer = asyncio.run(operator.ask_master(peer, "Rollback", asked))
+            answer = asyncio.run(operator.ask_master(peer, asked))
             if not isinstance(answer, Pending) or time.monotonic() >= until:
                 break
             line.update(f"back to {version}: {answer.reason}")

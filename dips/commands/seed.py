@@ -98,7 +98,7 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
     tensors: Tensors = load(grouping.share_buffers)
     proposed: RunProposed = propose_run(tensors, grouping)
     if found["waiting"]:
-        await operator.ask_master(peer, "Begin", proposed)
+        await operator.ask_master(peer, proposed)
         bar.show_wait("the run's ledger is made")
     manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
     transfer = SeedTransfer(peer, str(found["run"]), manifest, tensors, watch, wait_s)

@@ -101,7 +101,7 @@ class SeedTransfer:
         given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
         try:
             result: Result = await operator.ask_master(
-                self._master, "Seed", SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
+                self._master, SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
             )
         except UnavailableMaster as error:
             self._say_waits(str(error), error)

@@ -60,9 +60,9 @@ def set_options(
     peer = find_master(config, master, credentials)
     targets, tuned = _split_changes(changes or ())
     if targets:
-        _print_targets(_ask(peer, "Extend", ExtensionAsked(0, targets)))
+        _print_targets(_ask(peer, ExtensionAsked(0, targets)))
     if tuned or not targets:
-        _print_tuned(_ask(peer, "Tune", TuningAsked(0, tuned)).changes, {change.key for change in tuned}, as_json)
+        _print_tuned(_ask(peer, TuningAsked(0, tuned)).changes, {change.key for change in tuned}, as_json)
 
 
 def _list_tunable() -> str:
@@ -98,8 +98,8 @@ def _read_number(key: str, value: str) -> float:
         raise typer.BadParameter(f"{key}: expected a number{' or off' if key in MAY_BE_OFF else ''}") from error
 
 
-def _ask(master: Endpoint, method: str, question: ExtensionAsked | TuningAsked) -> Any:
-    answer = asyncio.run(operator.ask_master(master, method, question))
+def _ask(master: Endpoint, question: ExtensionAsked | TuningAsked) -> Any:
+    answer = asyncio.run(operator.ask_master(master, question))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

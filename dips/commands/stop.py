@@ -47,7 +47,7 @@ async def _ask_to_stop(master: Endpoint) -> tuple[RunView, Extended | Refused | 
         if view.finished:
             return view, None
         change = TargetChange("versions", float(view.head_version.version + 1))
-        answer = await operator.ask_master(master, "Extend", ExtensionAsked(0, (change,)))
+        answer = await operator.ask_master(master, ExtensionAsked(0, (change,)))
         if not isinstance(answer, Refused):
             break
     return view, answer

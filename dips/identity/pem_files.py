@@ -50,7 +50,7 @@ def _find_remedy(path: Path, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return ""
     if not path.parent.is_dir():
-        return f": {path.parent} is not there, too; is the Secret or volume mounted? see `dips config check`"
+        return f": {path.parent} is not there, too; is the Secret or volume mounted? see `dips check`"
     return ": bring it here, `dips certs request` and `dips certs issue` make it"
 
 

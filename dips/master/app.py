@@ -241,7 +241,7 @@ def _make_call_limits(config: RunFile) -> CallLimits:
 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
-    """Return the options and the model that every cluster must agree with; `dips-client check` compares them."""
+    """Return the options and the model that every cluster must agree with; `dips check` compares them."""
     return {
         "run": row.run,
         "shared": config.shared.agreed,

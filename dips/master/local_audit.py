@@ -6,7 +6,7 @@ import getpass
 import os
 import time
 
-from dips.protocol.bounded_text import cut_text
+from dips.protocol.operator import cut_text
 from dips.protocol.records import OperatorActed
 
 

@@ -50,7 +50,7 @@ class ManifestDesk:
         except ManifestTooLong as error:
             raise DifferentModel(
                 f"this model is not the run's: its manifest has more than {self._most} bytes, expected some "
-                f"{len(self._ours.to_json())}; `dips-client check --model` says where they differ"
+                f"{len(self._ours.to_json())}; `dips check --model` says where they differ"
             ) from error
         theirs = Manifest.from_json(text)
         if theirs.digest != offered.digest:

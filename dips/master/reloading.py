@@ -16,7 +16,8 @@ from dips.config import RunFile
 from dips.config.watching import LOOK_S
 from dips.errors import DipsError
 from dips.master.runtime import Runtime
-from dips.protocol import audit, events
+from dips.protocol import events
+from dips.protocol.operator import REQUESTS, cut_text
 from dips.telemetry import logs
 from dips.transport.guard import Guard
 from dips.transport.limits import CallLimits
@@ -27,15 +28,6 @@ OTHERS = ("slaves.*",)  # keys that the slaves watch themselves
 RUN_FILE = "run file"  # the caller in the ledger's audit
 OPERATOR_SERVICE = "/dips.v1.OperatorService/"
 NOBODY = "no certificate"
-_REQUESTS: dict[str, type] = {
-    "Readmit": events.ReadmissionAsked,
-    "Extend": events.ExtensionAsked,
-    "Drain": events.DrainAsked,
-    "Tune": events.TuningAsked,
-    "Quarantine": events.QuarantineAsked,
-    "Seed": events.SeedAsked,
-    "Rollback": events.RollbackAsked,
-}
 
 
 class MasterReload:
@@ -66,8 +58,8 @@ class MasterReload:
         """Record a call of an operator that the guard refused in the ledger's audit."""
         if not method.startswith(OPERATOR_SERVICE):
             return
-        action = method.removeprefix(OPERATOR_SERVICE)
-        self._report_act(who or NOBODY, action.lower(), _describe_request(action, request), reason, refused=True)
+        action = method.removeprefix(OPERATOR_SERVICE).lower()
+        self._report_act(who or NOBODY, action, _spell_request(action, request), reason, refused=True)
 
     async def keep_expelling(self) -> None:
         """Expel clusters until cancelled; any other exception is a bug, after which none would be expelled."""
@@ -85,8 +77,11 @@ class MasterReload:
         self._runtime.put_event(event)
 
 
-def _describe_request(action: str, request: Any) -> str:
+def _spell_request(action: str, request: Any) -> str:
+    """Return the arguments of a request that does not come to the Coordinator."""
+    kinds = {kind.action: (asked, kind) for asked, kind in REQUESTS.items()}
     try:
-        return audit.spell_request(messages.from_proto(request, _REQUESTS[action], req=0))[1]
+        asked, kind = kinds[action]
+        return cut_text(kind.spell(messages.from_proto(request, asked, req=0)))
     except (DipsError, KeyError):
         return "not to be read"

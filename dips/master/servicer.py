@@ -109,6 +109,21 @@ class SlaveServicer(SlaveServiceServicer):
         return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
 
 
+def _audited(kind: type[Any], reply: type[Message]) -> Callable[..., Any]:
+    """Return a method that asks the core in the caller's name, which the ledger records with the time."""
+
+    async def answer(self: OperatorServicer, request: Message, context: Any) -> Message:
+        caller = events.LOCAL_CALLER if self._guard is None else self._guard.name_caller(context.auth_context())
+        wall = self._wall()
+        result = await _ask_master(
+            self._runtime,
+            lambda req: events.OperatorAsked(req, caller, wall, messages.from_proto(request, kind, req=req)),
+        )
+        return messages.wrap_oneof(result, reply)
+
+    return answer
+
+
 class OperatorServicer(OperatorServiceServicer):
     """The service called by operators; the ledger records the caller and the time of each request."""
 
@@ -126,39 +141,17 @@ class OperatorServicer(OperatorServiceServicer):
         await self._begin(messages.from_proto(request, events.RunProposed))
         return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
 
-    async def Seed(self, request: Any, context: Any) -> operator_pb2.SeedReply:
-        return await self._ask_audited(request, context, events.SeedAsked, operator_pb2.SeedReply)
-
-    async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
-        return await self._ask_audited(request, context, events.ReadmissionAsked, operator_pb2.ReadmitReply)
-
-    async def Rollback(self, request: Any, context: Any) -> operator_pb2.RollbackReply:
-        return await self._ask_audited(request, context, events.RollbackAsked, operator_pb2.RollbackReply)
-
-    async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
-        return await self._ask_audited(request, context, events.DrainAsked, operator_pb2.DrainReply)
-
-    async def Extend(self, request: Any, context: Any) -> operator_pb2.ExtendReply:
-        return await self._ask_audited(request, context, events.ExtensionAsked, operator_pb2.ExtendReply)
-
-    async def Tune(self, request: Any, context: Any) -> operator_pb2.TuneReply:
-        return await self._ask_audited(request, context, events.TuningAsked, operator_pb2.TuneReply)
-
-    async def Quarantine(self, request: Any, context: Any) -> operator_pb2.QuarantineReply:
-        return await self._ask_audited(request, context, events.QuarantineAsked, operator_pb2.QuarantineReply)
-
-    async def _ask_audited(self, request: Message, context: Any, kind: type[Any], reply: type[Reply]) -> Reply:
-        caller = events.LOCAL_CALLER if self._guard is None else self._guard.name_caller(context.auth_context())
-        wall = self._wall()
-        result = await _ask_master(
-            self._runtime,
-            lambda req: events.OperatorAsked(req, caller, wall, messages.from_proto(request, kind, req=req)),
-        )
-        return cast(Reply, messages.wrap_oneof(result, reply))
+    Seed = _audited(events.SeedAsked, operator_pb2.SeedReply)
+    Readmit = _audited(events.ReadmissionAsked, operator_pb2.ReadmitReply)
+    Rollback = _audited(events.RollbackAsked, operator_pb2.RollbackReply)
+    Drain = _audited(events.DrainAsked, operator_pb2.DrainReply)
+    Extend = _audited(events.ExtensionAsked, operator_pb2.ExtendReply)
+    Tune = _audited(events.TuningAsked, operator_pb2.TuneReply)
+    Quarantine = _audited(events.QuarantineAsked, operator_pb2.QuarantineReply)
 
 
 class StatusServicer(StatusServiceServicer):
-    """The service called by `dips status`, the live view and `dips-client check`."""
+    """The service called by `dips status`, the live view and `dips check`."""
 
     def __init__(self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None) -> None:
         """`agreed` holds what never changes in a run: its name, shared options, their digest, the manifest; empty

@@ -32,11 +32,9 @@ REASON_CHARS = 300  # most characters of the reason for which a cluster left
 
 def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
     """Begin an incarnation; the older one is fenced, its uncommitted push dropped. A repeated nonce changes nothing."""
-    problem = _find_mismatch(run, event)
+    problem = _find_mismatch(run, event) or run.find_unproven()
     if problem:
         run.reply_to(event.req, problem)
-        return
-    if run.refuse_unproven(event.req):
         return
     cluster = run.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):

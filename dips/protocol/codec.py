@@ -32,7 +32,6 @@ from dips import codecs, ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     admission,
-    audit_budget,
     claims,
     data,
     effects,
@@ -60,7 +59,6 @@ MODULES: tuple[ModuleType, ...] = (
     ids,
     outer_step,
     admission,
-    audit_budget,
     claims,
     data,
     effects,

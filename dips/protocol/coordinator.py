@@ -14,24 +14,19 @@ from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import (
     asking,
-    audit,
     clusters,
-    drain,
     durability,
-    extension,
     flip,
     mirrors,
     movement,
+    operator,
     probe_keys,
     pulls,
     pushes,
-    quarantine,
-    rollback,
     round,
     seeding,
     settlement,
     slaves,
-    tuning,
     view,
     window,
 )
@@ -46,9 +41,7 @@ from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
-    DrainAsked,
     Event,
-    ExtensionAsked,
     MirrorReported,
     OperatorAsked,
     OperatorReported,
@@ -62,19 +55,14 @@ from dips.protocol.events import (
     PushRefused,
     PushRequested,
     PushStaged,
-    QuarantineAsked,
     RangesRequested,
-    ReadmissionAsked,
-    RollbackAsked,
     RoundAwaited,
-    SeedAsked,
     SlaveRegistered,
     SlaveSilent,
     Ticked,
     TokensReported,
     TrainerChanged,
     TransferAwaited,
-    TuningAsked,
 )
 from dips.protocol.gates import find_gate
 from dips.protocol.heartbeats import LiveTransfers
@@ -175,18 +163,12 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     PullRequested: pulls.on_pull_requested,
     PullFinished: pulls.on_pull_finished,
     ProbeAsked: probe_keys.on_probe_asked,
-    ReadmissionAsked: quarantine.on_readmission_asked,
-    DrainAsked: drain.on_drain_asked,
-    ExtensionAsked: extension.on_extension_asked,
-    TuningAsked: tuning.on_tuning_asked,
-    QuarantineAsked: quarantine.on_quarantine_asked,
-    OperatorAsked: audit.on_operator_asked,
-    OperatorReported: audit.on_operator_reported,
+    OperatorAsked: operator.on_operator_asked,
+    OperatorReported: operator.on_operator_reported,
     ClusterExpelled: clusters.on_cluster_expelled,
-    SeedAsked: seeding.on_seed_asked,
-    RollbackAsked: rollback.on_rollback_asked,
     Blind: _on_blind,
     Ticked: _on_tick,
+    **dict.fromkeys(operator.REQUESTS, operator.on_request_asked),
 }
 
 
@@ -226,7 +208,7 @@ class Coordinator:
             durability.persist_head_if_due(run)
             round.advance_round(run)
             if run.roster.draining:
-                drain.settle_drains(run)
+                operator.settle_drains(run)
             if run.seed is not None:
                 seeding.settle_seed(run)
             if run.roster.garbage:

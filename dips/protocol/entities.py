@@ -23,6 +23,8 @@ from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundS
 from dips.protocol.records import OutcomeRow
 from dips.protocol.verdicts import Verdict
 
+IDLE_ROWS = 50  # burst: rows of the audit for requests that changed nothing
+IDLE_ROW_S = 30.0  # one more row per this time: at most 3,000 a day, some 600 kB of a ledger
 PACES_KEPT = 16  # latest intervals between pushes of a cluster, for the window's default and for pushes to expect
 
 Bodies = dict[str, OrderBody]  # slave → its order
@@ -278,3 +280,27 @@ class Durability:
     late: Fanout | None = None  # the order to write the head's snapshot after its commit
     late_failed: tuple[str, ...] = ()  # failures by slave, while other slaves still write
     again_at: float = 0.0  # earliest time at which a failed snapshot of the head is tried again
+
+
+@dataclass
+class AuditBudget:
+    """The rows left for requests that changed nothing (operator.py): a token bucket, refilled with time."""
+
+    at: float
+    left: float = float(IDLE_ROWS)
+    passed_over: int = 0  # requests since the last row for which there was no room
+
+    def take_row(self, now: float) -> bool:
+        """Take one row from the budget; return False, and count the request as passed over, if none is left."""
+        self.left = min(float(IDLE_ROWS), self.left + max(0.0, now - self.at) / IDLE_ROW_S)
+        self.at = now
+        if self.left < 1.0:
+            self.passed_over += 1
+            return False
+        self.left -= 1.0
+        return True
+
+    def take_passed_over(self) -> int:
+        """Return the number of requests without a row since the last call, and reset it."""
+        passed_over, self.passed_over = self.passed_over, 0
+        return passed_over

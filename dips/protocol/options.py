@@ -205,7 +205,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class TunedOption:
-    """An option that an operator changed in the running run (`dips set`); tuning.py says which ones may be changed."""
+    """An option that an operator changed in the running run (`dips set`); tunable.py says which ones may be changed."""
 
     key: str  # "outer.lr"
     value: float

@@ -1,4 +1,4 @@
-"""Keys of clusters that measure the path to encrypted lanes before they join (`dips-client check`), sent to every
+"""Keys of clusters that measure the path to encrypted lanes before they join (`dips check`), sent to every
 slave.
 
 Such a key gives no access: for a while slaves answer its PROBEs (slave/keyring.py), and no other frame.

@@ -38,8 +38,8 @@ from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushReq
 from dips.protocol.movement import close_pull
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
-from dips.protocol.quarantine import count_divergence
 from dips.protocol.rank_keys import find_wrong_keys
+from dips.protocol.records import ClusterDiverged
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -251,8 +251,15 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
         if event.diverged:
-            count_divergence(run, cluster.name)
+            _count_divergence(run, cluster.name)
     run.reply_to(event.req, Acknowledged())
+
+
+def _count_divergence(run: RunState, cluster: str) -> None:
+    """Count a push that the cluster's ranks held back because it was not finite as gated for that."""
+    row = run.penalty.count_divergence(cluster)
+    run.emit_record(ClusterDiverged(row, run.next_round - 1, run.now))
+    run.emit_note("cluster_diverged", cluster=cluster, in_a_row=row.gated_in_a_row, quarantined=row.quarantined)
 
 
 def on_round_awaited(run: RunState, event: RoundAwaited) -> None:

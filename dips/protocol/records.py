@@ -249,7 +249,7 @@ class ClusterQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class OperatorActed:
-    """An operator's request: the caller, the request and its outcome; audit.py bounds the texts."""
+    """An operator's request: the caller, the request and its outcome; operator.py bounds the texts."""
 
     caller: str
     action: str

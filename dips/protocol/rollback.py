@@ -23,7 +23,7 @@ from __future__ import annotations
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.protocol import durability, flip, mirrors, pulls, pushes, settlement
-from dips.protocol.effects import Acknowledged, Failed, Pending, Refused, Result
+from dips.protocol.effects import Acknowledged, Pending, Refused, Result
 from dips.protocol.entities import Slave
 from dips.protocol.enums import OutcomeKind, SlaveCause
 from dips.protocol.events import RollbackAsked, SlaveRegistered
@@ -96,20 +96,15 @@ def consider_rollback(run: RunState) -> None:
         run.emit_note("rollback_waits", head=run.head, offered=head, steps=steps, reason=why)
 
 
-def on_rollback_asked(run: RunState, event: RollbackAsked) -> None:
+def answer_asked(run: RunState, event: RollbackAsked) -> Result:
     """Legal any time, for an older version that is on offer; a repetition is answered with what it waits for."""
-    if run.refuse_unproven(event.req):
-        return
-    run.reply_to(event.req, _answer_asked(run, event.version))
-
-
-def _answer_asked(run: RunState, version: VersionId) -> Result:
+    version = event.version
     if version == run.head:
         run.rollback_asked = None  # this withdraws a request while it waits
         return Acknowledged()
     row = run.versions.get(version)
     if row is None and not run.has_row(version):
-        return Failed(ConfigError, f"{version} is no version of this run; the head is {run.head}")
+        raise ConfigError(f"{version} is no version of this run; the head is {run.head}")
     if row is None or row.retired or (version == GENESIS and not offers_genesis(run.versions.values())):
         kept = [str(v.version) for v in run.versions.values() if not v.retired and v.version != GENESIS]
         gone = "was rolled back, and no version is named twice" if version in run.undone else "is on no disk any more"

@@ -21,7 +21,6 @@ from dips.protocol.enums import DurabilityState, FanoutKind
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted, Prepared
 from dips.protocol.gates.direction import is_against
 from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
-from dips.protocol.quarantine import judge_quarantined
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import PushEvidence, Verdict
 
@@ -75,7 +74,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
     evidence = _gather_evidence(run, r, push, fanout)
-    push.verdict = judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
+    push.verdict = _judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
     if push.tokens <= 0:
         push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", evidence, tracked=False)
     if held_pushes.hold_if_against(run, r, push):
@@ -94,6 +93,14 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     order = DropPush(push.id, f"gated: {push.verdict.reason}")
     run.order_all(FanoutKind.STANDALONE, push.id, order, run.options.timing.order_s)
     run.emit_note("push_gated", push=push.id, gate=push.verdict.gate or "", reason=push.verdict.reason)
+
+
+def _judge_quarantined(run: RunState, cluster: str, verdict: Verdict) -> Verdict:
+    """Return the verdict after an operator's quarantine, which overrides the gates."""
+    if (reason := run.quarantined.get(cluster)) is None:
+        return verdict
+    said = f"quarantined by an operator: {reason}"
+    return Verdict(False, verdict.norm, verdict.score, said, verdict.evidence, tracked=False, held=True)
 
 
 def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> PushEvidence:

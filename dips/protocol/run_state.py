@@ -14,11 +14,11 @@ from dips.dataclass import replace
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.admission import SlotQueue
-from dips.protocol.audit_budget import AuditBudget
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
 from dips.protocol.entities import (
+    AuditBudget,
     Bodies,
     Cluster,
     Durability,
@@ -62,8 +62,8 @@ class RunState:
         options, tuned, self.untuned = restore_tuned(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
         self.tuned = tuned  # by key, already in the options; `untuned` explains the ledger's changes that are not
-        self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see quarantine.py
-        self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see audit.py
+        self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see operator.py
+        self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see operator.py
         self.now = self.started = now
         self.out: list[Effect] = []
         self.slaves = {name: Slave(name, layers, i, since=now) for i, (name, layers) in enumerate(state.row.placement)}
@@ -270,13 +270,14 @@ class RunState:
         waited = self.term == 1 or self.now - self.started >= self.options.timing.lease_s
         return waited and len(away) < len(self.slaves)
 
-    def refuse_unproven(self, req: int) -> bool:
-        """Answer with UnavailableMaster while slaves have yet to register; return whether that was so."""
+    def find_unproven(self) -> Failed | None:
+        """Return the answer to a question that must wait until slaves have registered; None once the ledger is
+        proven.
+        """
         if self.is_proven:
-            return False
+            return None
         away = name_some([s.name for s in in_order(self.slaves, self.roster.unregistered)])
-        self.reply_to(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
-        return True
+        return Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old")
 
     def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
         """Return the cluster if this incarnation of it is live; else answer the question with StaleIncarnation.
@@ -284,7 +285,8 @@ class RunState:
         Before enough slaves have registered it is answered with UnavailableMaster: an old copy of the ledger would not
         know leases and incarnations that exist, and a cluster would end for that.
         """
-        if self.refuse_unproven(req):
+        if unproven := self.find_unproven():
+            self.reply_to(req, unproven)
             return None
         stand = self.cluster_standing(name, inc)
         if stand is ClusterStanding.LIVE:

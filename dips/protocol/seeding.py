@@ -43,14 +43,10 @@ AWAY = (SlaveState.AWAITED, SlaveState.LOST)
 SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
 
 
-def on_seed_asked(run: RunState, event: SeedAsked) -> None:
+def answer_asked(run: RunState, event: SeedAsked) -> Result:
     """Legal while the head is v0@r0. A repetition renews the lease, and is answered with the progress."""
-    run.reply_to(event.req, _answer_asked(run, event))
-
-
-def _answer_asked(run: RunState, event: SeedAsked) -> Result:
     if problem := describe_other_model(run.manifest, run.row.genesis, event.genesis):
-        return Failed(ConfigError, problem)
+        raise ConfigError(problem)
     if run.head != GENESIS:
         return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
     if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:

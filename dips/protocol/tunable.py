@@ -28,7 +28,7 @@ TUNABLE: dict[str, str] = {  # tunable option → when a change takes effect
     "timing.transfer_s": "from the next transfer",
     "timing.min_push_bps": "at once",
 }
-TARGETS = {  # how far the run goes, changed by extension.py: key of the run file → field of options.Targets
+TARGETS = {  # how far the run goes, key of the run file → field of options.Targets
     "stop.tokens": "tokens",
     "stop.versions": "versions",
     "stop.wall_s": "wall_s",

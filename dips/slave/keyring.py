@@ -16,7 +16,7 @@ from dips.ids import PullId, PushId
 from dips.protocol.rank_keys import find_wrong_keys
 from dips.wire.streams import StreamName
 
-PROBE_S = 600.0  # how long a probe's key is admitted: `dips-client check` takes seconds for each slave
+PROBE_S = 600.0  # how long a probe's key is admitted: `dips check` takes seconds for each slave
 MOST_PROBES = 256  # keys; the oldest is forgotten
 
 

@@ -1,4 +1,4 @@
-"""A lane's answers to PROBEs, with which `dips-client check` measures the path to a slave before it joins.
+"""A lane's answers to PROBEs, with which `dips check` measures the path to a slave before it joins.
 
 A probe touches no push, pull or version. All answers share one buffer, and few are sent at a time, so that probes use a
 known amount of memory and alternate with transfers; further ones are refused. Owned by one lane's thread.

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 JOB_S = 120.0
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
 PROGRAMS = {
+    "dips": "-m dips.cli",
     "dips-client": "-c 'from dips.client.app import main; main()'",
     "torchrun": "-m torch.distributed.run",
 }
@@ -83,7 +84,7 @@ def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
-    """A wrong cluster file ends the job at once, with the exit code of a wrong configuration."""
+    """A wrong cluster file ends the job at once, with the exit code of the check."""
     job = submit(slurm, tmp_path, cluster_file(run, heartbeats=1), "train.py")
-    assert slurm.await_end(job, JOB_S) == 78
+    assert slurm.await_end(job, JOB_S) == 1
     assert "heartbeats: unknown key" in (tmp_path / "job.log").read_text()

@@ -32,6 +32,7 @@ done
 for node in "${nodes[@]}"; do wait "$node" || exit; done
 """
 PROGRAMS = {
+    "dips": 'exec $PYTHON -m dips.cli "$@"',
     "dips-client": 'exec $PYTHON -c "from dips.client.app import main; main()" "$@"',
     "torchrun": 'exec $PYTHON -m torch.distributed.run "$@"',
     "srun": SRUN,
@@ -160,13 +161,13 @@ def test_slurm_ends_the_job(run: Any, environment: dict[str, str]) -> None:
 
 
 def test_a_preflight_that_fails_starts_nothing(run: Any, environment: dict[str, str]) -> None:
-    """No master: exit code 69, and no agent ever ran."""
+    """No master: exit code 1, and no agent ever ran."""
     path = cluster_file(run)
     done = subprocess.run(
         ["bash", str(SLURM / "cluster.sbatch"), *words(run)],
         env={**environment, "DIPS_CLUSTER": str(path)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 69, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     assert "start the master" in done.stdout
     assert not (run.directory / "slow" / "agent.pid").exists()

@@ -201,7 +201,7 @@ def train_by_the_guide(run: GuidedRun, captured: Path) -> None:
     run.type_block(daemons)
     run.type_block(seed)
     run.wait_for_slaves()
-    checks = [line for line in jobs.splitlines() if "dips-client check" in line]
+    checks = [line for line in jobs.splitlines() if "dips check" in line]
     run.type_block("\n".join(checks))
     with run.machines.capture(captured):
         run.type_block("\n".join(line for line in jobs.splitlines() if line not in checks))

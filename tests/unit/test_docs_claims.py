@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from dips import cli
 from dips.client import app as client_app
-from dips.client.preflight import app as preflight_app
 from dips.codecs import Codec
 from dips.config import ClusterFile, RunFile
 from dips.errors import TREATMENTS
@@ -121,7 +120,6 @@ COMMANDS: dict[str, Any] = {  # of the click that typer brings
     "dips-master": typer.main.get_command(master_app.cli),
     "dips-slave": typer.main.get_command(slave_app.cli),
     "dips-client": typer.main.get_command(client_app.command_line),
-    "dips-client check": typer.main.get_command(preflight_app.command_line),
 }
 
 
@@ -137,8 +135,6 @@ def shown_commands() -> Iterator[str]:
 def test_commands_and_their_options_exist(line: str) -> None:
     """Each subcommand and each long option that is shown is one of the command line's."""
     words = line.partition(" -- ")[0].split()
-    if words[:2] == ["dips-client", "check"]:
-        words[:2] = ["dips-client check"]
     command = COMMANDS[words.pop(0)]
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"{line}: no subcommand {words[0]}"

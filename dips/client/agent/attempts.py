@@ -41,7 +41,7 @@ def take_manifest(s: AgentState, message: ManifestSent) -> Answer:
 
 def _send_manifest(s: AgentState, packed: bytes) -> None:
     if not packed:
-        s.fail_training(DifferentModel(f"{s.sync.reason}, and too large to be compared here: see dips-client check"))
+        s.fail_training(DifferentModel(f"{s.sync.reason}, and too large to be compared here: see dips check"))
         return
     try:
         unpack_manifest(packed, s.membership.manifest_digest)

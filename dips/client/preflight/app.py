@@ -1,95 +1,46 @@
-"""The command `dips-client check`: queries the peers and prints the findings."""
+"""Asks the peers of a cluster file for `dips check`, without joining the run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from dips.client.preflight import checks
-from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
-from dips.client.preflight.certificates import check_certificates
-from dips.client.preflight.checks import CheckRow
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile
 from dips.errors import ConfigError, DipsError, UnavailableMaster
-from dips.printable import format_finding
+from dips.identity.names import PeerRole
+from dips.printable import NOTE, CheckFinding
 from dips.protocol.effects import Pending
 from dips.protocol.events import ProbeAsked
 from dips.protocol.manifest import Manifest
-from dips.telemetry import exits
 from dips.transport import control
 from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.tls import TlsSource
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from dips.wire.messages import to_proto, unwrap_oneof
 
 MASTER_S = 10.0  # timeout of the master's answers
-MIB = 1 << 20
-
-command_line = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
 
-@command_line.command()
-def check(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
-    factory: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Compare the model that this function makes with the run's."),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Compare this safetensors file's names and shapes with the run's.")
-    ] = None,
-    most_mib: Annotated[
-        int, typer.Option(min=0, help="Transfer at most this many MiB to measure a rate; 0: do not measure.")
-    ] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="End a measured transfer after this many seconds.")] = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
-) -> None:
-    """Check everything that a cluster needs, before its accelerators are held.
-
-    Checks the cluster file, names, the master, shared options, every lane of every slave, the rate to each slave in
-    both directions, and the model against the run's. Does not join the run or change anything; a measured transfer
-    moves at most --most-mib each way, on one lane of one slave after another.
-
-    Exit codes: 0 all checks passed; 69 a peer does not answer; 78 something is configured wrongly.
-
-    \b
-    Example:
-      dips-client check --config cluster.yaml --factory mymodel:build
-    """
-    if factory and model:
-        raise ConfigError("which model: give --factory or --model, not both")
-    cluster_file, ours = load_cluster(config), None
-    grouping = cluster_file.shared.grouping
-    if factory:
-        ours = partial(manifest_of_factory, factory, grouping)
-    elif model:
-        ours = partial(manifest_of_file, model, grouping)
-    rows = make_rows(cluster_file, ours, most_mib * MIB, seconds)
-    if as_json:
-        fields = ("what", "verdict", "seen", "todo")
-        print(json.dumps([{key: getattr(row, key) for key in fields} for row in rows], indent=1))
-    else:
-        for row in rows:
-            print(format_finding(row.verdict, row.what, row.seen, row.todo))
-    raise typer.Exit(checks.exit_code(rows))
-
-
-def make_rows(
+def ask_peers(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
-) -> list[CheckRow]:
-    """Make all rows; those that depend on the master are omitted if it does not answer."""
-    row, tls = check_certificates(config)
-    rows = [*checks.check_host(config), row]
-    if row.verdict == checks.FAIL:
-        return rows
+) -> list[CheckFinding]:
+    """Return the findings on this host and at the peers; those that depend on the master are omitted if it does not
+    answer, all of the peers if the certificates cannot be used.
+    """
+    rows, files, tls = checks.check_host(config), config.tls_files, None
+    try:
+        if files is None:
+            rows.append(CheckFinding("certificates", NOTE, "none: plain text on loopback"))
+        else:
+            tls = TlsSource(files, config.cluster, PeerRole.CLUSTER, config.shared.run, lambda problem: None)
+    except ConfigError as error:
+        return [*rows, checks.failed_row("peers", error, "none was asked: correct the certificates first")]
     try:
         master = master_peer(config.master, tls)
         described = asyncio.run(describe_run(master))

@@ -1,4 +1,4 @@
-"""Commands that look and start nothing: plan, config check, completion; and what each says as JSON."""
+"""Commands that look and start nothing: plan, check, completion; and what each says as JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import host_sum
-from dips.client.preflight import app as preflight
-from dips.client.preflight.certificates import check_certificates
 from dips.codecs import Codec
 from dips.commands import completing, planning
-from dips.commands.config_checks import FAIL, NOTE, SOON, ConfigFinding, check_files
+from dips.commands.config_checks import SOON, check_files
 from dips.commands.first_model import load_tensors
-from dips.config import load_cluster
 from dips.errors import ConfigError
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
+from dips.printable import FAIL, NOTE, CheckFinding
 from dips.slave.machine import TRANSIT_BYTES
 from dips.wire import bodies
 from tests.enrolled import Enrolled
@@ -59,7 +57,7 @@ class FilesToCheck:
             "shared": {"run": RUN}, "cluster": "west", "master": "127.0.0.1:7800", "insecure": True,
         }  # fmt: skip
 
-    def check(self, *labels: str, now: Any = None) -> list[ConfigFinding]:
+    def check(self, *labels: str, now: Any = None) -> list[CheckFinding]:
         self.run_file.write_text(yaml.safe_dump(self.run))
         self.cluster_file.write_text(yaml.safe_dump(self.cluster))
         return check_files([self.run_file, self.cluster_file], labels, now)
@@ -78,7 +76,7 @@ def made_files(tmp_path: Path) -> FilesToCheck:
     return FilesToCheck(tmp_path)
 
 
-def verdicts(rows: list[ConfigFinding], verdict: str) -> list[str]:
+def verdicts(rows: list[CheckFinding], verdict: str) -> list[str]:
     return [f"{row.what.rpartition('/')[2]}: {row.seen}" for row in rows if row.verdict == verdict]
 
 
@@ -141,15 +139,28 @@ def test_certificates_are_looked_at_before_a_daemon_does(files: FilesToCheck) ->
     assert "nobody.slave is in none of these files" in str([row.seen for row in files.check("nobody.slave")])
 
 
-def test_config_check_and_show_say_json(files: FilesToCheck) -> None:
+def test_check_and_config_show_say_json(files: FilesToCheck) -> None:
     files.check()
-    good, bad = str(files.run_file), str(files.cluster_file)
-    said = json.loads(type_words("config", "check", good, "--json"))
+    good, bad = ("--config", str(files.run_file)), ("--config", str(files.cluster_file))
+    said = json.loads(type_words("check", *good, "--json"))
     assert said["ok"] and {tuple(row) for row in said["rows"]} == {("what", "verdict", "seen", "remedy")}
     files.cluster_file.write_text("cluster: west\n")
-    assert not json.loads(type_words("config", "check", good, bad, "--json", code=78))["ok"]
-    assert "FAIL" in type_words("config", "check", bad, code=78)
-    assert json.loads(type_words("config", "show", good))["master"]["timing"]["heartbeat_s"] == 2.0
+    assert not json.loads(type_words("check", *good, *bad, "--json", code=1))["ok"]
+    assert "FAIL" in type_words("check", *bad, code=1)
+    assert json.loads(type_words("config", "show", good[1]))["master"]["timing"]["heartbeat_s"] == 2.0
+
+
+def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> None:
+    """With its run file it is compared with that: no master needs to run, and none can be compared with."""
+    files.check()
+    run, cluster = ("--config", str(files.run_file)), ("--config", str(files.cluster_file))
+    assert "nothing is wrong; 1 note\n" in type_words("check", *run, *cluster)
+    with pytest.raises(ConfigError, match="give cluster files only"):
+        CliRunner().invoke(cli.cli, ["check", *run, *cluster, "--model", "m"], catch_exceptions=False)
+    files.cluster["master"] = NOBODY
+    files.check()
+    said = type_words("check", *cluster, code=1)
+    assert f"{files.cluster_file}: master: the master at {NOBODY} cannot be reached" in said
 
 
 # ---- dips plan memory ----------------------------------------------------------------------------------------------
@@ -231,19 +242,25 @@ def test_a_shell_completes_names_of_the_run_file(files: FilesToCheck) -> None:
     assert completing.complete_slave(context, "") == []
 
 
-def test_the_preflight_looks_at_the_agents_certificate(files: FilesToCheck) -> None:
+def test_a_clusters_check_looks_at_the_agents_certificate(files: FilesToCheck) -> None:
     """Missing, and then there; plain text is a note."""
-    files.check()
-    assert seen_of(files) == "none: plain text on loopback"
+    files.cluster["master"] = NOBODY
+    assert "certificates: none: plain text on loopback" in check_cluster(files)
     enrolled = files.secure()
-    files.check()
-    assert "west.cluster.crt cannot be read" in seen_of(files)
+    missing = check_cluster(files)
+    assert (
+        "west.cluster.crt cannot be read" in missing
+        and "none was asked" in missing
+        and "cannot be reached" not in missing
+    )
     enrolled.enroll("west", PeerRole.CLUSTER)
-    assert seen_of(files).startswith("cluster 'west' of run 'july', valid until ")
+    there = check_cluster(files)
+    assert "west.cluster.crt is valid until " in there and f"the master at {NOBODY} cannot be reached" in there
 
 
-def seen_of(files: FilesToCheck) -> str:
-    return check_certificates(load_cluster(files.cluster_file))[0].seen
+def check_cluster(files: FilesToCheck) -> str:
+    files.check()
+    return type_words("check", "--config", str(files.cluster_file), code=1)
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
@@ -293,8 +310,7 @@ def test_a_check_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     content: dict[str, Any] = {"shared": {"run": RUN}, "cluster": "west", "master": NOBODY, "directory": str(directory)}
     content |= {"insecure": True, "socket": "/tmp/short.sock"}  # never made
     (file := tmp_path / "west.yaml").write_text(yaml.safe_dump(content))
-    done = CliRunner().invoke(preflight.command_line, ["--config", str(file)])
-    assert done.exit_code == 69, done.output
-    assert str(directory) in done.output, done.output
-    assert f"FAIL  master: the master at {NOBODY} cannot be reached" in done.output
-    assert "\n      start the master, or correct the key `master`" in done.output
+    said = type_words("check", "--config", str(file), code=1)
+    assert str(directory) in said
+    assert f"FAIL  {file}: master: the master at {NOBODY} cannot be reached" in said
+    assert "\n      start the master, or correct the key `master`" in said

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dips.protocol.audit_budget import IDLE_ROW_S, IDLE_ROWS, AuditBudget
-from dips.protocol.bounded_text import MOST_TEXT
 from dips.protocol.effects import Reply, Tuned
+from dips.protocol.entities import IDLE_ROW_S, IDLE_ROWS, AuditBudget
 from dips.protocol.events import (
     OperatorAsked,
     OperatorReported,
@@ -13,6 +12,7 @@ from dips.protocol.events import (
     ReadmissionAsked,
     TuningAsked,
 )
+from dips.protocol.operator import MOST_TEXT
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions, TunedOption
 from dips.protocol.records import OperatorActed
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -101,3 +101,13 @@ def test_a_budget_fills_with_time_and_no_farther() -> None:
     assert not budget.take_row(IDLE_ROW_S / 2) and budget.take_row(IDLE_ROW_S * 1.5)
     assert sum(budget.take_row(1e9) for _ in range(IDLE_ROWS + 5)) == IDLE_ROWS
     assert budget.take_passed_over() == 11 and budget.take_passed_over() == 0
+
+
+def test_nobody_fills_the_ledger_with_requests_that_change_nothing() -> None:
+    """They have a budget of rows; a request that changes something has its row all the same."""
+    run = ScriptedRun()
+    for _ in range(IDLE_ROWS + 10):
+        tune(run, "outer.lr", -1.0)
+    assert len(run.all_of(OperatorActed)) == IDLE_ROWS
+    tune(run, "outer.lr", 0.5)
+    assert run.all_of(OperatorActed)[-1].passed_over == 10

@@ -1,0 +1,290 @@
+"""Operators' requests: quarantine, readmission, other options and targets, draining; each one's row of the audit.
+
+REQUESTS is the table: what carries a request out, and how its row of the ledger spells it. `apply` checks the request
+before it changes anything, emits the records of the change and returns the answer; it raises ConfigError if the request
+names something that cannot be. Rollback and seeding, which wait for slaves, have modules of their own.
+
+The shell passes the caller (the name in its certificate) and the wall-clock time. The row is emitted before the answer,
+so no change is acknowledged that the ledger does not have. A repetition of a pending request that changes nothing makes
+no row. Requests that change nothing share one budget of rows, requests that the shell denied another, so that neither
+can fill the ledger nor displace the rows of real changes.
+
+Effects that last:
+
+* A cluster that an operator has quarantined goes on training and pulling; all its pushes are gated and do not change
+  the penalty's statistics, so it continues where it was when it is readmitted (docs/architecture.md#penalty).
+* The ledger keeps changed options and targets, so every later master has them. A changed option takes effect with the
+  next decision: a round that is being applied ends with the numbers of its Apply, and these are in the version's row.
+  The run file, and the digest that clusters compare, keep the initial values. Clusters learn targets from the answers
+  to their heartbeats, from which `outer.progress` is computed.
+* While a slave drains, no push or pull is admitted, since each needs every slave; open ones go on to their end. Then
+  the slave is DRAINING and may be stopped without loss. It is READY again when its next process registers. The request
+  is not kept over a restart of the master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+from dips.dataclass import dataclass, replace
+from dips.errors import ConfigError
+from dips.protocol import rollback, seeding, window
+from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refused, Reply, Result, Tuned
+from dips.protocol.entities import AuditBudget, Slave
+from dips.protocol.enums import SlaveCause
+from dips.protocol.events import (
+    DrainAsked,
+    ExtensionAsked,
+    OperatorAsked,
+    OperatorReported,
+    OperatorRequest,
+    QuarantineAsked,
+    ReadmissionAsked,
+    RollbackAsked,
+    SeedAsked,
+    TuningAsked,
+)
+from dips.protocol.moves import SlaveState
+from dips.protocol.options import Options, Targets
+from dips.protocol.records import ClusterQuarantined, ClusterReadmitted, OperatorActed, OptionsTuned, RunExtended
+from dips.protocol.run_state import RunState
+from dips.protocol.settlement import find_end
+from dips.protocol.tunable import complete_changes, describe_changes, tune_options
+
+MOST_TEXT = 300  # characters of a caller, of arguments or of an outcome
+MOST_REASON = 200  # characters of an operator's reason, which is in the status and in each gated push's outcome
+REPLACEMENT = "�"
+DRAINED = "drained: it may be stopped"
+TARGET_KEYS = tuple(field.name for field in fields(Targets))
+FRACTIONS = frozenset({"wall_s"})  # the other targets are whole numbers
+
+
+def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
+    """Legal any time; carries the request out and emits its row before its answer."""
+    kind, begin = REQUESTS[type(event.request)], len(run.out)
+    result = _carry_out(run, event.request)
+    changed = any(not isinstance(effect, Reply) for effect in run.out[begin:])
+    repeated = isinstance(result, Pending) and not changed  # the first row has it
+    arguments = kind.spell(event.request)
+    if arguments and not repeated:  # a request that names nothing only reads
+        outcome, refused = _describe_result(result)
+        row = OperatorActed(event.caller, kind.action, arguments, outcome, refused, event.wall)
+        _emit_row(run, row, None if changed else run.idle_rows)
+    run.reply_to(event.req, result)
+
+
+def on_request_asked(run: RunState, event: OperatorRequest) -> None:
+    """Carry a request out without a row: one that is no operator's, or of a run that is not audited."""
+    run.reply_to(event.req, _carry_out(run, event))
+
+
+def on_operator_reported(run: RunState, event: OperatorReported) -> None:
+    """Record a call that the shell refused, or a change that the shell made by itself (an edited run file)."""
+    row = OperatorActed(event.caller, event.action, event.arguments, event.outcome, event.refused, event.wall)
+    _emit_row(run, row, run.denied_rows if event.refused else None)
+
+
+def _carry_out(run: RunState, request: OperatorRequest) -> Result:
+    kind = REQUESTS[type(request)]
+    if kind.changes_ledger and (unproven := run.find_unproven()):
+        return unproven
+    try:
+        return kind.apply(run, request)
+    except ConfigError as error:
+        return Failed(ConfigError, str(error))
+
+
+def _emit_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> None:
+    """Record the row with its texts cut to their limits, unless its budget has no room."""
+    if budget is not None and not budget.take_row(run.now):
+        return
+    passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
+    caller, action, arguments, outcome = map(cut_text, (row.caller, row.action, row.arguments, row.outcome))
+    run.emit_record(OperatorActed(caller, action, arguments, outcome, row.refused, row.wall, passed_over))
+
+
+def cut_text(text: str, most: int = MOST_TEXT) -> str:
+    """Cut to `most` characters; replace those that are not printable (cursor movements, bidirectional controls)."""
+    return "".join(c if c.isprintable() else REPLACEMENT for c in text[:most])
+
+
+def _describe_result(result: Result) -> tuple[str, bool]:
+    """Return (outcome in words, whether it was refused)."""
+    match result:
+        case Refused() | Failed():
+            return f"refused: {result.reason if isinstance(result, Refused) else result.message}", True
+        case Pending():
+            return f"begun: {result.reason}", False
+        case _:
+            return "done", False
+
+
+# ---- quarantine ----------------------------------------------------------------------------------------------------
+
+
+def _quarantine(run: RunState, event: QuarantineAsked) -> Result:
+    """Gate all pushes of a cluster that has joined once; a repetition changes the reason at most."""
+    _check_known(run, event.cluster)
+    reason = cut_text(event.reason, MOST_REASON) or "no reason was given"
+    if reason != run.quarantined.get(event.cluster):
+        run.quarantined.pop(event.cluster, None)
+        run.quarantined[event.cluster] = reason
+        run.emit_record(ClusterQuarantined(event.cluster, reason, run.now))
+        run.emit_note("cluster_quarantined", cluster=event.cluster, reason=reason)
+    return Acknowledged()
+
+
+def _readmit(run: RunState, event: ReadmissionAsked) -> Result:
+    """End an operator's quarantine and the gate's; refused for a cluster in neither, which keeps its statistics."""
+    _check_known(run, event.cluster)
+    by_operator = run.quarantined.pop(event.cluster, None) is not None
+    by_gate = run.penalty.penalty_row(event.cluster).quarantined
+    if by_operator:
+        run.emit_record(ClusterQuarantined(event.cluster, "", run.now))
+        run.emit_note("cluster_released", cluster=event.cluster)
+    if by_gate:
+        row = run.penalty.readmit_cluster(event.cluster)
+        run.emit_record(ClusterReadmitted(row, run.next_round - 1, run.now))
+        run.emit_note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
+    return Acknowledged() if by_operator or by_gate else Refused(0.0, f"{event.cluster} is not quarantined")
+
+
+def _check_known(run: RunState, cluster: str) -> None:
+    if cluster not in run.clusters:
+        raise ConfigError(f"cluster {cluster!r} has never joined; known: {', '.join(run.clusters) or 'none yet'}")
+
+
+# ---- options and targets -------------------------------------------------------------------------------------------
+
+
+def _tune(run: RunState, event: TuningAsked) -> Result:
+    """Change options; a repetition changes nothing and is answered with the present values."""
+    changes = complete_changes(event.changes)
+    options = tune_options(run.options, changes)
+    _check_momentum(run, options)
+    if options != run.options:
+        run.options = options
+        run.penalty.change_options(options.penalty)
+        run.tuned |= {change.key: change for change in changes}
+        run.emit_record(OptionsTuned(changes, run.now))
+        run.emit_note("options_tuned", changes=describe_changes(changes))
+    return Tuned(tuple(run.tuned.values()))
+
+
+def _check_momentum(run: RunState, options: Options) -> None:
+    """Refuse momentum 0: through m, updates give back what rounding leaves over (docs/protocol.md#updates)."""
+    if run.options.outer.momentum and not options.outer.momentum:
+        raise ConfigError("outer.momentum: 0 would lose what updates carry over in m; expected a number above 0")
+
+
+def _extend(run: RunState, event: ExtensionAsked) -> Result:
+    """Change targets, also of a finished run, whose end the same row takes back; a repetition changes nothing."""
+    targets = _change_targets(run.targets, event)
+    if targets == run.targets and not run.finished:
+        return Extended(targets, None)
+    if refusal := _find_refusal(run, targets):
+        return Refused(0.0, refusal)
+    resumed, run.finished = run.finished, None
+    run.targets = targets
+    run.ranges.add_epochs(targets.epochs)
+    run.emit_record(RunExtended(targets, resumed, run.now))
+    run.emit_note("run_extended", **asdict(targets), resumed=resumed or "no")
+    return Extended(targets, resumed)
+
+
+def _change_targets(present: Targets, event: ExtensionAsked) -> Targets:
+    """Return the changed targets; raise ConfigError on an unknown key or an impossible value."""
+    for change in event.changes:
+        if change.key not in TARGET_KEYS:
+            raise ConfigError(f"expected one of {', '.join(TARGET_KEYS)}, got {change.key!r:.80}")
+        if change.key not in FRACTIONS and change.value != int(change.value):
+            raise ConfigError(f"{change.key}: expected a whole number, got {change.value:g}")
+        value: Any = change.value if change.key in FRACTIONS else int(change.value)
+        present = replace(present, **{change.key: value})
+    return present
+
+
+def _find_refusal(run: RunState, targets: Targets) -> str:
+    """Return why these cannot be the run's targets; empty if they can."""
+    if run.targets.tokens and not targets.tokens:
+        return "tokens: 0 would put outer.progress, and learning rates with it, back to their beginning"
+    if targets.epochs < run.targets.epochs:
+        return f"epochs: expected at least the present {run.targets.epochs}, got {targets.epochs}"
+    if targets.epochs > run.targets.epochs and not run.ranges.per_epoch:
+        return "epochs: this run leases no data (shared.data.ranges is 0): clusters bring their own"
+    end = find_end(run, targets)
+    so_far = f"{run.tokens_accepted:,} tokens and {run.head.version:,} outer steps so far"
+    return f"then the run would end at once: {end} ({so_far}); name a larger target" if end else ""
+
+
+# ---- draining ------------------------------------------------------------------------------------------------------
+
+
+def _drain(run: RunState, event: DrainAsked) -> Result:
+    """Take a slave that is READY out of service; a repetition is answered with what is still open on it."""
+    slave = run.slaves.get(event.slave)
+    if slave is None:
+        raise ConfigError(f"slave {event.slave!r} is none of this run: {', '.join(run.slaves)}")
+    if slave.state is SlaveState.DRAINING:
+        return Acknowledged()
+    if slave.state is not SlaveState.READY:
+        return Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it")
+    if slave.name not in run.roster.draining:
+        run.roster.draining[slave.name] = None
+        run.emit_note("slave_drains", slave=slave.name, sinc=slave.sinc)
+    settle_drains(run)
+    open_here = _open_on(run, slave)
+    return Pending(f"{slave.name} waits for {open_here}") if open_here else Acknowledged()
+
+
+def settle_drains(run: RunState) -> None:
+    """Finish drains after every event: a slave with nothing open is drained; a lost slave no longer drains."""
+    for slave in [run.slaves[name] for name in run.roster.draining]:
+        if slave.state is not SlaveState.READY:
+            del run.roster.draining[slave.name]
+        elif not _open_on(run, slave):
+            del run.roster.draining[slave.name]
+            run.set_slave_state(slave, SlaveState.DRAINING, SlaveCause.DRAINED, DRAINED)
+            run.emit_note("slave_drained", slave=slave.name, sinc=slave.sinc)
+
+
+def _open_on(run: RunState, slave: Slave) -> str:
+    """Return what must end before the slave may be stopped; empty if nothing must."""
+    if run.round is not None:
+        return f"round {run.round.number} ({window.explain_round(run, run.round)})"
+    if run.waiting or run.flipping is not None:
+        return "the next round" if run.waiting else "the flip to the new version"
+    pushes, pulls = run.transfers.pushes, run.transfers.pulls
+    if pushes or pulls:
+        return f"{len(pushes)} pushes and {len(pulls)} pulls"
+    orders = sum(1 for _ in run.orders.orders_of(slave.name))
+    return f"{orders} orders" if orders else ""
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKind:
+    """One kind of request: its word in the audit, what carries it out, and its arguments in words.
+
+    changes_ledger  it waits until slaves have proven that this ledger is no old copy
+    """
+
+    action: str
+    apply: Callable[[RunState, Any], Result]
+    spell: Callable[[Any], str]
+    changes_ledger: bool = True
+
+
+REQUESTS: dict[type, RequestKind] = {
+    QuarantineAsked: RequestKind("quarantine", _quarantine, lambda e: f"{e.cluster} --reason {e.reason!r}"),
+    ReadmissionAsked: RequestKind("readmit", _readmit, lambda e: e.cluster),
+    TuningAsked: RequestKind("tune", _tune, lambda e: describe_changes(e.changes)),
+    ExtensionAsked: RequestKind("extend", _extend, lambda e: " ".join(f"{c.key}={c.value:.15g}" for c in e.changes)),
+    DrainAsked: RequestKind("drain", _drain, lambda e: e.slave, changes_ledger=False),
+    RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
+    SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
+}
