@@ -1,8 +1,8 @@
-"""Conversion between dataclasses and the types of JSON and msgpack (maps, lists, numbers, text), by type hints.
+"""Conversion between dataclasses and the types of JSON (maps, lists, numbers, text), by type hints.
 
-A member of an enum becomes its value; a number that is not finite becomes null, since JSON cannot write it. Reading is
-strict: a field that is missing, unknown or of another type is an error, unless `lenient` allows data of another version
-of Di-PS, which may lack fields that have a default, and may have fields that are unknown here.
+A member of an enum becomes its value; a number that is not finite becomes null, since JSON cannot write it, and is read
+back as NaN. What is read may come from another version of Di-PS: it may lack fields that have a default, and have
+fields that are unknown here; a field of another type is an error.
 """
 
 from __future__ import annotations
@@ -39,32 +39,30 @@ def field_types(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def from_plain(hint: Any, value: Any, *, lenient: bool = False) -> Any:
+def from_plain(hint: Any, value: Any) -> Any:
     """Build a value of the annotated type. Raises TypeError or ValueError if `value` does not fit."""
     if hint is Any:
         return value
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         options = [h for h in arguments if h is not NoneType]
-        return None if value is None else from_plain(options[0], value, lenient=lenient)
+        return None if value is None else from_plain(options[0], value)
     if origin is tuple:
-        return tuple(from_plain(arguments[0], item, lenient=lenient) for item in value)
+        return tuple(from_plain(arguments[0], item) for item in value)
     if origin is Mapping:
-        return {key: from_plain(arguments[1], item, lenient=lenient) for key, item in value.items()}
+        return {key: from_plain(arguments[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, lenient)
+        return _build(hint, value)
     if issubclass(hint, Enum):
         return hint(value)
-    if hint is float and (type(value) is int or (value is None and lenient)):
+    if hint is float and (type(value) is int or value is None):
         return nan if value is None else float(value)
     if type(value) is not hint:
         raise TypeError(f"expected {hint.__name__}, got {value!r}")
     return value
 
 
-def _build(cls: Any, fields: Any, lenient: bool) -> Any:
+def _build(cls: Any, fields: Any) -> Any:
     hints = field_types(cls)
-    if not lenient and set(fields) != set(hints):
-        raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
-    known = {name: from_plain(hint, fields[name], lenient=lenient) for name, hint in hints.items() if name in fields}
+    known = {name: from_plain(hint, fields[name]) for name, hint in hints.items() if name in fields}
     return cls(**known)

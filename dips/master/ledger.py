@@ -15,17 +15,15 @@ from pathlib import Path
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.fsync import make_directory, sync_path
 from dips.ids import VersionId
-from dips.master.ledger_audit import TuningHistory, read_audit, read_tunings
+from dips.master import ledger_operators
 from dips.master.ledger_chain import ChainedRows, verify_chain, verify_pages
 from dips.master.ledger_errors import refuse_failing
-from dips.master.ledger_extensions import ExtensionHistory, read_extensions
 from dips.master.ledger_history import (
     find_unprocessed,
     read_history,
     read_results_after,
     read_rounds_after,
 )
-from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
@@ -147,24 +145,24 @@ class Ledger:
 
     def read_digests(self) -> dict[tuple[int, str], str]:
         """Return (round, slave) → digest of the manifest of that slave's snapshot."""
-        return read_digests(self._db)
+        return ledger_operators.read_digests(self._db)
 
-    def read_rebalances(self) -> list[RebalanceHistory]:
+    def read_rebalances(self) -> list[ledger_operators.RebalanceHistory]:
         """Return every `dips rebalance`, oldest first."""
         with _one_moment(self._db):
-            return read_rebalances(self._db)
+            return ledger_operators.read_rebalances(self._db)
 
-    def read_extensions(self) -> list[ExtensionHistory]:
+    def read_extensions(self) -> list[ledger_operators.ExtensionHistory]:
         """Return the targets of `dips init`, then those of every `dips set`, oldest first."""
-        return read_extensions(self._db)
+        return ledger_operators.read_extensions(self._db)
 
     def read_audit(self, limit: int = 100) -> list[OperatorActed]:
         """Return the newest `limit` requests of operators, oldest first, with caller and outcome."""
-        return read_audit(self._db, limit)
+        return ledger_operators.read_audit(self._db, limit)
 
-    def read_tunings(self) -> list[TuningHistory]:
+    def read_tunings(self) -> list[ledger_operators.TuningHistory]:
         """Return every key that `dips set` changed, oldest first."""
-        return read_tunings(self._db)
+        return ledger_operators.read_tunings(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""

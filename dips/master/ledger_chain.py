@@ -23,7 +23,7 @@ from itertools import islice
 from operator import ge
 from typing import Any
 
-import msgpack
+import msgspec
 import xxhash
 
 from dips.errors import CorruptLedger
@@ -73,7 +73,7 @@ class ChainedRows:
         ]
         newest = self.db.execute(f"SELECT number, hash FROM {CHAIN} ORDER BY number DESC LIMIT 1").fetchone()
         number, before = newest or (0, FIRST)
-        content = msgpack.packb(written)
+        content = msgspec.msgpack.encode(written)
         self.db.execute(
             f"INSERT INTO {CHAIN} VALUES (?, ?, ?)", (number + 1, content, _hash_link(number + 1, before, content))
         )
@@ -101,7 +101,7 @@ def _spell_insert(verb: str, table: str, columns: int) -> str:
 
 
 def _digest(row: Row) -> int:
-    return xxhash.xxh3_64_intdigest(msgpack.packb(row)) or 1
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(row)) or 1
 
 
 def _hash_link(number: int, before: bytes, content: bytes) -> bytes:
@@ -198,7 +198,7 @@ def _read_claims(db: sqlite3.Connection) -> dict[str, _Claims]:
             raise _Damaged(f"transaction {expected} is gone from the chain")
         if not isinstance(content, bytes) or _hash_link(number, before, content) != told:
             raise _Damaged(f"row {number} of table {CHAIN}, of transaction {number}, is not what was written")
-        for table, keys, digests in msgpack.unpackb(content):
+        for table, keys, digests in msgspec.msgpack.decode(content):
             claims[table].keys.extend(keys)
             claims[table].digests.extend(digests)
         before = told
@@ -223,7 +223,7 @@ def _check_table(db: sqlite3.Connection, table: str, claims: _Claims) -> None:
 def _read_rows(db: sqlite3.Connection, table: str) -> Iterator[tuple[list[int], list[int]]]:
     """Iterate over keys and digests of a table's rows, in batches, by key."""
     rows = db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid")
-    pack, digest = msgpack.Packer().pack, xxhash.xxh3_64_intdigest
+    pack, digest = msgspec.msgpack.Encoder().encode, xxhash.xxh3_64_intdigest
     while some := rows.fetchmany(ROWS_READ):
         yield [row[0] for row in some], [digest(pack(row)) or 1 for row in some]
 
@@ -261,7 +261,7 @@ def _find_writer(db: sqlite3.Connection, table: str, key: int) -> int:
         (
             number
             for number, content in db.execute(query)
-            if any(name == table and key in keys for name, keys, _ in msgpack.unpackb(content))
+            if any(name == table and key in keys for name, keys, _ in msgspec.msgpack.decode(content))
         ),
         0,
     )

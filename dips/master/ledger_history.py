@@ -10,16 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from dips.ids import VersionId
-from dips.master.ledger_rows import (
-    OUTCOME_COLUMNS,
-    STEP_COLUMNS,
-    THE_STEP,
-    read_factors,
-    read_fold,
-    read_outcome,
-    read_real,
-    read_step,
-)
+from dips.master.ledger_rows import FOLDS, OUTCOMES, STEP_COLUMNS, THE_STEP, read_factors, read_real, read_step
 from dips.outer_step import NO_STEP, Factors
 from dips.protocol.records import FoldRow, OutcomeRow
 from dips.view.points import ResultHistory, RoundHistory
@@ -60,11 +51,12 @@ def _read_pushes(
 ) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
     """Return folds and outcomes by round, with one query for each table instead of one for each round."""
     folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
-    for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
-        folds[row[0]].append(read_fold(row, factors.get((row[0], row[1]), ())))
-    query = f"SELECT o.round, {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
+    query = f"SELECT f.round, f.place, {FOLDS.columns} FROM folds f WHERE f.round BETWEEN ? AND ? ORDER BY 1, 2"
+    for number, place, *fold in db.execute(query, (first, last)):
+        folds[number].append(FOLDS.read(fold, factors.get((number, place), ())))
+    query = f"SELECT o.round, {OUTCOMES.columns} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
     for number, *outcome in db.execute(query, (first, last)):
-        outcomes[number].append(read_outcome(outcome))
+        outcomes[number].append(OUTCOMES.read(outcome))
     return folds, outcomes
 
 

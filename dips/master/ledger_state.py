@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import deque
-from typing import Any
 
 from dips.dataclass import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
-from dips.master.ledger_audit import read_quarantined, read_tuned
-from dips.master.ledger_extensions import read_extensions
-from dips.master.ledger_rebalances import read_first_placement, read_rebalances, removed_slaves
-from dips.master.ledger_rows import OUTCOME_COLUMNS, read_begun, read_ints, read_outcome, read_real
+from dips.master import ledger_operators
+from dips.master.ledger_rows import OUTCOMES, RowReader, read_begun, read_ints, read_real
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.intervals import Intervals
 from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import (
     ClusterTotals,
-    LayerStatistics,
     LedgerState,
     OutcomeRow,
     PeerRow,
@@ -29,6 +24,8 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionRow,
 )
+
+_PENALTY, _HISTORY = RowReader(PenaltyRow, "penalty"), RowReader(ScoreHistory, "score_history")
 
 
 def read_state(db: sqlite3.Connection) -> LedgerState:
@@ -62,8 +59,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
-        tuned=read_tuned(db),
-        quarantined=read_quarantined(db),
+        tuned=ledger_operators.read_tuned(db),
+        quarantined=ledger_operators.read_quarantined(db),
     )
 
 
@@ -125,18 +122,18 @@ def read_run(db: sqlite3.Connection) -> RunRow:
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
-    rebalances = read_rebalances(db)
+    rebalances = ledger_operators.read_rebalances(db)
     genesis = db.execute("SELECT digest, norm FROM genesis ORDER BY layer").fetchall()
     run, config_digest, manifest = row
     return RunRow(
         run,
         config_digest,
         manifest,
-        rebalances[-1].placement if rebalances else read_first_placement(db),
+        rebalances[-1].placement if rebalances else ledger_operators.read_first_placement(db),
         tuple(digest for digest, _ in genesis),
         tuple(read_real(norm) for _, norm in genesis),
-        removed_slaves(rebalances),
-        extensions[-1].targets if (extensions := read_extensions(db)) else None,
+        ledger_operators.removed_slaves(rebalances),
+        extensions[-1].targets if (extensions := ledger_operators.read_extensions(db)) else None,
     )
 
 
@@ -214,40 +211,24 @@ def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
 
 
 def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionId | None], ...]:
-    query = f"""SELECT {OUTCOME_COLUMNS}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
+    query = f"""SELECT {OUTCOMES.columns}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
                 WHERE o.place IN (SELECT max(place) FROM outcomes GROUP BY cluster) ORDER BY o.cluster"""
     found = []
     for *row, version, number in db.execute(query):
-        outcome = read_outcome(row)
+        outcome = OUTCOMES.read(row)
         found.append((outcome, VersionId(version, number) if outcome.kind is OutcomeKind.ACCEPTED else None))
     return tuple(found)
 
 
 def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
-    query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted,
-                      reference, steps, broken, loss, loss_shift, suspicion, layers,
-                      losses, loss_rises, cosine, cosines, tokens FROM penalty
-               WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
-    return tuple(_read_penalty(row) for row in db.execute(query))
-
-
-def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
-    cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted, reference, steps, broken, *others = row
-    loss, loss_shift, suspicion, layers, losses, rises, cosine, cosines, tokens = others
-    return PenaltyRow(
-        cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted,
-        read_real(reference), read_real(steps), bool(broken), loss, loss_shift or 0.0, suspicion,
-        tuple(LayerStatistics(*layer) for layer in json.loads(layers)), losses, bool(rises), cosine or 0.0, cosines,
-        tuple(json.loads(tokens)),
-    )  # fmt: skip
+    query = f"""SELECT {_PENALTY.columns} FROM penalty
+                WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
+    return tuple(map(_PENALTY.read, db.execute(query)))
 
 
 def _score_history(db: sqlite3.Connection) -> ScoreHistory:
-    row = db.execute("SELECT scores, delta_norms, digests FROM score_history").fetchone()
-    if row is None:
-        return ScoreHistory((), ())
-    scores, norms, digests = map(json.loads, row)
-    return ScoreHistory(tuple(scores), tuple(norms), tuple(digests))
+    row = db.execute(f"SELECT {_HISTORY.columns} FROM score_history").fetchone()
+    return ScoreHistory((), ()) if row is None else _HISTORY.read(row)
 
 
 def _settled_ranges(db: sqlite3.Connection) -> Intervals:

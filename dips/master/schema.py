@@ -8,6 +8,8 @@ stores NaN as NULL, so columns of reals are not NOT NULL; a loss that no script 
 
 from __future__ import annotations
 
+import sqlite3
+
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: other SQLite files are foreign
 SCHEMA_VERSION = 1  # in user_version; raised by every change: a ledger with another number is refused
 
@@ -155,3 +157,17 @@ CREATE TABLE left_open (
 ) STRICT;
 """
 CHAIN = """CREATE TABLE chain (number INTEGER PRIMARY KEY, rows BLOB NOT NULL, hash BLOB NOT NULL) STRICT"""
+REPLACED = frozenset({"finished", "score_history", "version_results"})  # by a row of the same key
+
+
+def _read_columns() -> dict[str, tuple[str, ...]]:
+    """Return table → its columns, as SQLite reads them in SCHEMA."""
+    db = sqlite3.connect(":memory:")
+    db.executescript(SCHEMA)
+    tables = db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+    found = {table: tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})")) for (table,) in tables}
+    db.close()
+    return found
+
+
+COLUMNS = _read_columns()

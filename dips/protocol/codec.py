@@ -25,60 +25,16 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
-from types import ModuleType
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, cast
 
-from dips import codecs, ids, outer_step
 from dips.errors import Corrupt, LocalProtocolError, class_named
-from dips.protocol import (
-    admission,
-    claims,
-    data,
-    effects,
-    entities,
-    enums,
-    events,
-    intervals,
-    last_norms,
-    manifest,
-    moves,
-    options,
-    order_book,
-    penalty,
-    records,
-    roster,
-    run_state,
-    timers,
-    transfer_book,
-    verdicts,
-)
+from dips.protocol import data, last_norms, penalty, run_state
 
 FORMAT = 1  # raised by every change of the encoding of a state
-MODULES: tuple[ModuleType, ...] = (
-    codecs,
-    ids,
-    outer_step,
-    admission,
-    claims,
-    data,
-    effects,
-    entities,
-    enums,
-    events,
-    intervals,
-    last_norms,
-    manifest,
-    moves,
-    options,
-    order_book,
-    penalty,
-    records,
-    roster,
-    run_state,
-    timers,
-    transfer_book,
-    verdicts,
-)
+BELOW = ("dips.codecs", "dips.ids", "dips.outer_step")  # their classes are in fields of this package's
 PLAIN: tuple[type, ...] = (
     run_state.RunState,
     penalty.Penalty,
@@ -147,11 +103,13 @@ def class_differences(written: dict[str, list[str]]) -> list[str]:
 
 
 def _known_classes() -> dict[str, type]:
+    """Return the dataclasses and enums of this package's modules and of BELOW, by name: text may name no others."""
     found: dict[str, type] = {}
-    for module in MODULES:
+    ours = (f"dips.protocol.{module.name}" for module in iter_modules([str(Path(__file__).parent)]))
+    for module in map(import_module, (*BELOW, *sorted(ours))):
         for name, cls in vars(module).items():
-            ours = isinstance(cls, type) and cls.__module__ == module.__name__
-            if ours and (is_dataclass(cls) or cls in PLAIN or issubclass(cls, Enum)):
+            local = isinstance(cls, type) and cls.__module__ == module.__name__
+            if local and (is_dataclass(cls) or cls in PLAIN or issubclass(cls, Enum)):
                 assert name not in found, f"two classes are called {name}"
                 found[name] = cls
     return found

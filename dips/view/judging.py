@@ -198,7 +198,7 @@ def spell_view(view: RunView) -> str:
 def read_view(spelled: Mapping[str, object]) -> RunView:
     """Read what a master spelled; raise RemoteProtocolError if that is of no use to this version."""
     try:
-        view: RunView = from_plain(RunView, spelled, lenient=True)
+        view: RunView = from_plain(RunView, spelled)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise RemoteProtocolError(
             f"the master's status is not that of this version of Di-PS ({error}): see it with --json, or upgrade"

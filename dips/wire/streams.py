@@ -1,9 +1,8 @@
 """The messages of a stream, in msgpack: HELLO, WELCOME, WANT, READY, DONE, ERROR; and its name. PROBE stands alone.
 
 A stream is one rank's share of one push or pull at one slave's lane in one incarnation of both; a broken one is taken
-up by
-the same name with the next epoch. What is decoded is checked for type and size before anybody sees it; everything else
-raises BadFrame("message").
+up by the same name with the next epoch. What is decoded is checked for type and size before anybody sees it; everything
+else raises BadFrame("message").
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-import msgpack
+import msgspec
 import xxhash
 
 from dips.dataclass import dataclass
@@ -30,10 +29,11 @@ from dips.errors import (
 from dips.wire.chunks import Range
 from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Buffer
 
+_T = TypeVar("_T")
+
 NAME_LIMIT = 64  # characters of any name in a message
 TEXT_LIMIT = 4000  # characters of an ERROR's message
 FEWER_RANGES = "more slaves, more lanes (slaves.lanes), or experts fused into one tensor a block make fewer"
-_BIGGEST = 1 << 62  # of any number in a message
 
 # What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
 CODES: dict[str, type[DipsError] | None] = {
@@ -73,7 +73,16 @@ class StreamName:
         return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}|{self.held}".encode())
 
 
-_NAME_TYPES = tuple(int if f.type == "int" else str for f in fields(StreamName))
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Name = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+_NAME_TYPES = tuple(_Number if f.type == "int" else _Name for f in fields(StreamName))
+_Decoder = msgspec.msgpack.Decoder
+_HELLO: _Decoder[Any] = _Decoder(tuple[*_NAME_TYPES, _Number, tuple[_Number, ...]])  # type: ignore[valid-type]
+_WELCOME = _Decoder(tuple[_Number, _Number, _Number, _Number])
+_RANGES: _Decoder[Sequence[int]] = _Decoder(tuple[_Number, ...])
+_NUMBER = _Decoder(_Number)
+_ERROR, _PROBE = _Decoder(tuple[_Name, _Text]), _Decoder(tuple[_Number, bytes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,7 @@ class Hello(NamedTuple):
 def encode_hello(name: StreamName, pieces: Sequence[Range], ready: int | None = None) -> bytes:
     """Spell a HELLO; `ready` is by default all. Raise LocalProtocolError if the ranges do not fit into one."""
     first = len(pieces) if ready is None else ready
-    body = _pack_body([*(getattr(name, f.name) for f in fields(name)), first, _flatten_ranges(pieces)])
+    body = msgspec.msgpack.encode([*(getattr(name, f.name) for f in fields(name)), first, _flatten_ranges(pieces)])
     if len(body) > MESSAGE_LIMIT:
         raise ConfigError(
             f"this rank holds {len(pieces)} pieces of the parameters of one lane of {name.slave}: {len(body)} bytes to "
@@ -116,13 +125,10 @@ def encode_hello(name: StreamName, pieces: Sequence[Range], ready: int | None = 
 
 def decode_hello(body: Buffer) -> Hello:
     """Read a HELLO."""
-    values = _check_list(body, len(_NAME_TYPES) + 2)
-    for value, kind in zip(values, _NAME_TYPES, strict=False):
-        _check_number(value) if kind is int else _check_text(value, NAME_LIMIT)
-    name = StreamName(*values[:-2])
+    *of_name, ready, numbers = _decode_body(_HELLO, body)
+    name, pieces = StreamName(*of_name), _cut_ranges(numbers)
     if name.kind not in ("push", "pull"):
         raise BadFrame("message", f"expected a push or a pull, got {name.kind!r}")
-    pieces, ready = _check_ranges(values[-1]), _check_number(values[-2])
     if ready > len(pieces):
         raise BadFrame("message", f"expected at most {len(pieces)} ranges that are ready, got {ready}")
     return Hello(name, pieces, ready)
@@ -130,108 +136,81 @@ def decode_hello(body: Buffer) -> Hello:
 
 def encode_ready(ready: int) -> bytes:
     """Spell a READY: so many of the ranges that HELLO named may be asked for now, from the first on."""
-    return _pack_body(ready)
+    return msgspec.msgpack.encode(ready)
 
 
 def decode_ready(body: Buffer) -> int:
     """Read a READY."""
-    return _check_number(_unpack_body(body))
+    return _decode_body(_NUMBER, body)
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    return _pack_body([welcome.missing, welcome.chunk_bytes, welcome.dtype, welcome.depth])
+    return msgspec.msgpack.encode([welcome.missing, welcome.chunk_bytes, welcome.dtype, welcome.depth])
 
 
 def decode_welcome(body: Buffer) -> Welcome:
     """Read a WELCOME."""
-    missing, chunk_bytes, dtype, depth = _check_list(body, 4)
-    if not 4 <= _check_number(chunk_bytes) <= MESSAGE_LIMIT:
-        raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {chunk_bytes}")
-    return Welcome(_check_number(missing), chunk_bytes, _check_number(dtype), _check_number(depth))
+    welcome = Welcome(*_decode_body(_WELCOME, body))
+    if not 4 <= welcome.chunk_bytes <= MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {welcome.chunk_bytes}")
+    return welcome
 
 
 def encode_want(chunks: Sequence[Range]) -> bytes:
-    return _pack_body(_flatten_ranges(chunks))
+    return msgspec.msgpack.encode(_flatten_ranges(chunks))
 
 
 def decode_want(body: Buffer) -> tuple[Range, ...]:
     """Read a WANT: one CHUNK is asked for by each of its ranges."""
-    return _check_ranges(_unpack_body(body))
+    return _cut_ranges(_decode_body(_RANGES, body))
 
 
 def encode_done(nbytes: int) -> bytes:
     """Spell a DONE: the receiver has all of the stream's `nbytes`, checked."""
-    return _pack_body(nbytes)
+    return msgspec.msgpack.encode(nbytes)
 
 
 def decode_done(body: Buffer) -> int:
     """Read a DONE."""
-    return _check_number(_unpack_body(body))
+    return _decode_body(_NUMBER, body)
 
 
 def encode_error(code: str, text: str) -> bytes:
     assert code in CODES, code
-    return _pack_body([code, text[:TEXT_LIMIT]])
+    return msgspec.msgpack.encode([code, text[:TEXT_LIMIT]])
 
 
 def decode_error(body: Buffer) -> ErrorMessage:
     """Read an ERROR; an unknown code counts as `refused`, so that a later release may add some."""
-    code, text = _check_list(body, 2)
-    _check_text(code, NAME_LIMIT)
-    return ErrorMessage(code if code in CODES else "refused", _check_text(text, TEXT_LIMIT))
+    code, text = _decode_body(_ERROR, body)
+    return ErrorMessage(code if code in CODES else "refused", text)
 
 
 def encode_probe(answer: int, nbytes: int = 0) -> bytes:
     """Spell a PROBE that is to be answered by a PROBE of `answer` bytes; `nbytes` of padding measure the way there."""
-    return _pack_body([answer, bytes(nbytes)])
+    return msgspec.msgpack.encode([answer, bytes(nbytes)])
 
 
 def decode_probe(body: Buffer) -> int:
     """Read a PROBE: how many bytes its answer is to have."""
-    answer, padding = _check_list(body, 2)
-    if not isinstance(padding, bytes) or _check_number(answer) > MESSAGE_LIMIT:
-        raise BadFrame("message", f"expected a PROBE for at most {MESSAGE_LIMIT} bytes and padding, got {answer}")
-    return int(answer)
+    answer, _ = _decode_body(_PROBE, body)
+    if answer > MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected a PROBE for at most {MESSAGE_LIMIT} bytes, got {answer}")
+    return answer
 
 
-def _pack_body(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value)
-    return packed
-
-
-def _unpack_body(body: Buffer) -> Any:
+def _decode_body(decoder: _Decoder[_T], body: Buffer) -> _T:
     try:
-        return msgpack.unpackb(body)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise BadFrame("message", f"not msgpack: {error}") from error
+        return decoder.decode(body)
+    except ValueError as error:
+        raise BadFrame("message", f"not msgpack of the expected form: {error}") from error
 
 
 def _flatten_ranges(pieces: Iterable[Range]) -> list[int]:
     return [number for piece in pieces for number in piece]
 
 
-def _check_list(body: Buffer, length: int) -> list[Any]:
-    value = _unpack_body(body)
-    if not isinstance(value, list) or len(value) != length:
-        raise BadFrame("message", f"expected a list of {length}, got {str(value)[:80]}")
-    return value
-
-
-def _check_number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _BIGGEST:
-        raise BadFrame("message", f"expected a whole number from 0 on, got {str(value)[:80]}")
-    return value
-
-
-def _check_text(value: Any, limit: int) -> str:
-    if not isinstance(value, str) or len(value) > limit:
-        raise BadFrame("message", f"expected a text of at most {limit} characters, got {str(value)[:80]}")
-    return value
-
-
-def _check_ranges(value: Any) -> tuple[Range, ...]:
-    if not isinstance(value, list) or len(value) % 4:
+def _cut_ranges(numbers: Sequence[int]) -> tuple[Range, ...]:
+    if len(numbers) % 4:
         raise BadFrame("message", "expected ranges as a flat list of layer, param, offset, length")
-    for number in value:
-        _check_number(number)
-    return tuple(Range(*value[i : i + 4]) for i in range(0, len(value), 4))
+    return tuple(Range(*numbers[i : i + 4]) for i in range(0, len(numbers), 4))

@@ -1,19 +1,19 @@
-"""The encoding of messages between agent and rank 0: a 4-byte big-endian length, then a msgpack map.
+"""The encoding of messages between agent and rank 0: a 4-byte big-endian length, then kind and fields in msgpack.
 
-The map holds the message's fields, and its class name as `kind`. No socket, no clock.
+The kind is the name of the message's class, the fields are a map. A message has one encoding: what is read is encoded
+again and compared, so that a field that is missing, unknown or given twice is refused, in nested classes too. This file
+has no socket and no clock.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import Any, get_args
 
-import msgpack
+import msgspec
 
 from dips.client.ipc.messages import Answer, Message, Notice, Question
 from dips.errors import LocalProtocolError, RemoteProtocolError
-from dips.plain import field_types, from_plain
 
 MOST_BYTES = 1 << 20  # in one message; the largest is ManifestSent, sent if the model is not the run's
 LENGTH = struct.Struct(">I")
@@ -21,15 +21,26 @@ LENGTH = struct.Struct(">I")
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
 }
-FIELDS = {kind: tuple(field.name for field in dataclasses.fields(cls)) for kind, cls in MESSAGES.items()}
+_DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in MESSAGES.items()}
+_HEAD = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_encode: Any = msgspec.msgpack.Encoder().encode
 
 
 def encode_message(message: Message) -> bytes:
-    """Encode a message with its length in front. Raises LocalProtocolError if it is too long."""
-    body: bytes = msgpack.packb({"kind": type(message).__name__, **_read_fields(message)}, default=_read_fields)
+    """Encode a message with its length in front. Raises LocalProtocolError if it is too long, or a field has a wrong
+    type.
+    """
+    kind = type(message).__name__
+    try:
+        exact = _DECODERS[kind].decode(_encode(message))  # an int in a field of floats becomes a float
+    except (KeyError, TypeError, ValueError) as error:
+        raise LocalProtocolError(
+            f"expected a message of messages.py with its types, got {message!r}: {error}"
+        ) from error
+    body: bytes = _encode((kind, exact))
     if len(body) > MOST_BYTES:
         raise LocalProtocolError(
-            f"{type(message).__name__} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"
+            f"{kind} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"
         )
     return LENGTH.pack(len(body)) + body
 
@@ -45,19 +56,10 @@ def body_length(head: bytes) -> int:
 def decode_message(body: bytes) -> Message:
     """Decode a message's body. Raises RemoteProtocolError for anything that `encode_message` did not write."""
     try:
-        fields = msgpack.unpackb(body)
-        kind = fields.pop("kind")
-        message: Message = from_plain(MESSAGES[kind], fields)
-    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        kind, fields = _HEAD.decode(body)
+        message = _DECODERS[kind].decode(fields)
+        if _encode((kind, message)) != body:
+            raise ValueError(f"expected each field of {kind} once and no other; do agent and ranks run the same Di-PS?")
+    except (KeyError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
     return message
-
-
-def _read_fields(message: Any) -> dict[str, Any]:
-    """Return the fields without copying: a message may be sent with every inner step, and `asdict` would copy all of
-    it.
-    """
-    if not dataclasses.is_dataclass(message):
-        raise TypeError(f"expected a message, got {message!r}")
-    cls: Any = type(message)
-    return {name: getattr(message, name) for name in field_types(cls)}

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import msgpack
+import msgspec
 
 from dips.client.parallel.exchange import RankExchange
 from dips.client.parallel.replicas import Group, Place, SharedShards
@@ -44,12 +44,12 @@ def share_memory(
     """
     if all(len(group) == 1 for group in groups):
         return NodeMemory(SharedShards(), None)
-    told = [msgpack.unpackb(words) for words in ranks.all_gather(msgpack.packb(sorted(private)))]
+    told = [msgspec.msgpack.decode(words) for words in ranks.all_gather(msgspec.msgpack.encode(sorted(private)))]
     excluded = {group: {(l, k) for rank in group for l, k in told[rank]} for group in groups if len(group) > 1}
     mine = groups[ranks.rank]
     nbytes = count_bytes(excluded[mine]) if mine in excluded else 0
     made = _make_pages(nbytes) if nbytes and ranks.rank == mine[0] else None
-    offers = ranks.all_gather(b"" if made is None else msgpack.packb(made[1:]))
+    offers = ranks.all_gather(b"" if made is None else msgspec.msgpack.encode(made[1:]))
     pages = made[0] if made is not None else _open_pages(offers[mine[0]], nbytes)
     mapped = [bool(answer) for answer in ranks.all_gather(b"\1" if pages is not None else b"")]
     if made is not None:
@@ -71,7 +71,7 @@ def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
     """Map the offered memory; None if it cannot be opened here, or the token differs."""
     if not offer or not nbytes:
         return None
-    pid, number, token = msgpack.unpackb(offer)
+    pid, number, token = msgspec.msgpack.decode(offer)
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
     except OSError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
-import msgpack
+import msgspec
 import xxhash
 
 from dips.client.parallel.rect import Rect
@@ -69,7 +69,7 @@ def gather_layouts(own: RankLayout, problem: str, collectives: GatherMessages) -
 
     If any rank reports a problem, the returned layouts are empty.
     """
-    names = msgpack.packb(own.names)
+    names = msgspec.msgpack.encode(own.names)
     digest = xxhash.xxh3_128_digest(names)
     told = [_unpack(m) for m in collectives.all_gather(_pack(_describe_layout(own, problem, digest)))]
     problems = [str(one["problem"]) for one in told]
@@ -86,7 +86,7 @@ def gather_layouts(own: RankLayout, problem: str, collectives: GatherMessages) -
 
 def _describe_layout(own: RankLayout, problem: str, digest: bytes) -> dict[str, Any]:
     holdings = [(h.shape, *([astuple(rect) for rect in rects] for rects in (h.reads, h.writes))) for h in own.holdings]
-    column = msgpack.packb(own.column)
+    column = msgspec.msgpack.encode(own.column)
     return {
         "problem": problem, "host": own.host, "staged": own.staged, "names": digest, "holdings": holdings,
         "column": column,
@@ -99,7 +99,7 @@ def _read_layout(
     """Decode a layout; equal lists and columns share one object."""
     column = columns.get(told["column"])
     if column is None:
-        column = columns[told["column"]] = tuple(msgpack.unpackb(told["column"]))
+        column = columns[told["column"]] = tuple(msgspec.msgpack.decode(told["column"]))
     holdings = tuple(
         Holding(tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))
         for shape, reads, writes in told["holdings"]
@@ -108,8 +108,8 @@ def _read_layout(
 
 
 def _pack(value: Any) -> bytes:
-    return zlib.compress(msgpack.packb(value), FAST)
+    return zlib.compress(msgspec.msgpack.encode(value), FAST)
 
 
 def _unpack(message: bytes) -> Any:
-    return msgpack.unpackb(zlib.decompress(message))
+    return msgspec.msgpack.decode(zlib.decompress(message))

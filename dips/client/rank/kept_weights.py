@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from typing import Any
 
-import msgpack
+import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -81,8 +81,8 @@ class KeptWeights:
         number, self._looks = self._looks, self._looks + 1
         if number >= EARLY and number % EVERY:
             return
-        told = self._collectives.all_gather(msgpack.packb(self._describe_kept()))
-        errors, suspects = zip(*map(msgpack.unpackb, told), strict=True)
+        told = self._collectives.all_gather(msgspec.msgpack.encode(self._describe_kept()))
+        errors, suspects = zip(*map(msgspec.msgpack.decode, told), strict=True)
         if error := next(filter(None, errors), ""):
             raise ConfigError(error)
         if (suspect := next(filter(None, suspects), "")) and not self._warned:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-import msgpack
+import msgspec
 import torch
 import xxhash
 
@@ -112,7 +112,7 @@ class ReplicaCheck:
         return [_find_farthest(held) for held in by_block.values()], sum(map(len, unlike.values()))
 
     def _gather(self, told: Any) -> Iterator[Any]:
-        return map(msgpack.unpackb, self._collectives.all_gather(msgpack.packb(told)))
+        return map(msgspec.msgpack.decode, self._collectives.all_gather(msgspec.msgpack.encode(told)))
 
 
 def _list_unlike(by_rank: Sequence[Sequence[int]]) -> list[int]:
@@ -120,7 +120,7 @@ def _list_unlike(by_rank: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _key(ranks: Replicas) -> int:
-    return xxhash.xxh3_64_intdigest(msgpack.packb(ranks))
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(ranks))
 
 
 def _limit(view: torch.Tensor) -> float:

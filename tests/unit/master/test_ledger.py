@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf, isnan, nan
 from pathlib import Path
 from random import Random
@@ -17,7 +17,9 @@ from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history
 from dips.master.ledger import MEMORY, Ledger
-from dips.master.schema import SCHEMA_VERSION
+from dips.master.ledger_chain import ChainedRows
+from dips.master.ledger_rows import RowReader, _insert
+from dips.master.schema import SCHEMA, SCHEMA_VERSION
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -450,3 +452,23 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [(r.kind, len(r.outcomes)) for r in reader.read_history()] == [("skipped", 1)]
     reader.close()
     ledger.close()
+
+
+@dataclass(frozen=True)
+class _Widened(ScoreHistory):
+    """A record with a field for which no column was made."""
+
+    verdict: str = ""
+
+
+def test_a_field_without_a_column_and_a_column_without_a_value_are_refused() -> None:
+    """Neither is passed over: a field would be read back as its default, a column would be NULL."""
+    with pytest.raises(AssertionError, match=r"score_history has no column for \['verdict'\] of _Widened"):
+        RowReader(_Widened, "score_history")
+    assert RowReader(_Widened, "score_history", without=("verdict",)).read(("[1.0]", "[2.0]", "[3]"), "x") == (
+        _Widened((1.0,), (2.0,), (3,), "x")
+    )
+    db = sqlite3.connect(":memory:")
+    db.executescript(SCHEMA)
+    with pytest.raises(KeyError, match="digests"):
+        _insert(ChainedRows(db), "score_history", scores="[]", delta_norms="[]")

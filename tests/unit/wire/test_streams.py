@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +71,7 @@ VALUES = st.recursive(
 def test_arbitrary_msgpack_is_a_bad_frame_or_a_message(value):
     """Well-formed msgpack of the wrong shape is refused as such."""
     for read in READERS:
-        assert verdict(read, msgpack.packb(value)) in ("read", "message")
+        assert verdict(read, msgspec.msgpack.encode(value)) in ("read", "message")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_arbitrary_msgpack_is_a_bad_frame_or_a_message(value):
 def test_ranges_are_whole_numbers_in_fours(body):
     """Negative, fractional, huge or missing numbers never become a range."""
     with pytest.raises(BadFrame):
-        streams.decode_want(msgpack.packb(body))
+        streams.decode_want(msgspec.msgpack.encode(body))
 
 
 def test_a_hello_names_a_push_or_a_pull():
@@ -117,4 +117,4 @@ def test_every_error_code_is_an_error_of_ours_or_a_retry():
 
 def test_an_unknown_error_code_is_a_refusal():
     """A later release may add codes."""
-    assert streams.decode_error(msgpack.packb(["later", "x"])).code == "refused"
+    assert streams.decode_error(msgspec.msgpack.encode(["later", "x"])).code == "refused"

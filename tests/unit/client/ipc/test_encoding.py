@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import msgpack
+import msgspec
 import pytest
 
 from dips.client.ipc import encoding
@@ -13,7 +13,14 @@ from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
 
+spell = msgspec.msgpack.encode
 GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), 60.0)
+
+
+def nested(field: str, value: object) -> bytes:
+    """The body of a PullNow with another value in a field of its grant."""
+    kind, fields = msgspec.msgpack.decode(encoding.encode_message(PullNow(1, 2, GRANT, 0.5))[4:])
+    return spell([kind, fields | {"grant": fields["grant"] | {field: value}}])
 
 
 @pytest.mark.parametrize(
@@ -41,13 +48,21 @@ def test_a_message_comes_back_equal(message: Message) -> None:
     "body",
     [
         b"\xc1",
-        msgpack.packb(7),
-        msgpack.packb({"reason": "no kind"}),
-        msgpack.packb({"kind": "Exit"}),
-        msgpack.packb({"kind": "AskAgain"}),
-        msgpack.packb({"kind": "AskAgain", "reason": 7}),
-        msgpack.packb({"kind": "AskAgain", "reason": "", "more": 1}),
-        msgpack.packb({"kind": "Detach", "attempt": True}),
+        spell(7),
+        spell({"reason": "no kind"}),
+        spell(["Exit", {}]),
+        spell(["AskAgain", {}]),
+        spell(["AskAgain", {"reason": ""}]),
+        spell(["AskAgain", {"reason": 7, "steps": 1}]),
+        spell(["AskAgain", {"reason": "", "steps": 1, "more": 1}]),
+        spell(["AskAgain", {"reason": "", "steps": 1}, 0]),
+        spell(["Detach", {"attempt": True}]),
+        spell(["Detach", {"attempt": [[1]]}]),
+        b"\x92\xa6Detach" + b"\x91" * 100_000,
+        b"\x92\xa6Detach\x82\xa7attempt\x01\xa7attempt\x02",
+        nested("base", {"version": 1, "round": 1, "more": 1}),
+        nested("base", {"version": 1}),
+        nested("slaves", [7]),
         encoding.encode_message(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
     ],
 )
@@ -55,6 +70,13 @@ def test_anything_else_is_refused(body: bytes) -> None:
     """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
     with pytest.raises(RemoteProtocolError):
         encoding.decode_message(body)
+
+
+def test_a_whole_number_passes_for_a_float() -> None:
+    """`PullNow(..., 0)` is read as 0.0; a field of another type is its sender's error."""
+    assert encoding.decode_message(encoding.encode_message(PullNow(1, 2, GRANT, 0))[4:]) == PullNow(1, 2, GRANT, 0.0)
+    with pytest.raises(LocalProtocolError, match=r"Expected `str`, got `int` - at `\$\.reason`"):
+        encoding.encode_message(AskAgain(7))  # type: ignore[arg-type]
 
 
 def test_length_is_bounded_both_ways() -> None:

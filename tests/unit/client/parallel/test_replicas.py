@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgpack
+import msgspec
 import pytest
 
 from dips.client.parallel import node_memory
@@ -55,18 +55,18 @@ def test_what_arrives_for_a_group_travels_once() -> None:
 def test_what_is_written_in_one_mapping_is_seen_in_the_other() -> None:
     """Found by process and descriptor; check_layouts.py does it between processes."""
     pages, pid, descriptor, token = node_memory._make_pages(4096)
-    again = node_memory._open_pages(msgpack.packb((pid, descriptor, token)), 4096)
+    again = node_memory._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 4096)
     assert again is not None
     again[:5] = b"hello"
     assert pages[:5] == b"hello"
-    assert node_memory._open_pages(msgpack.packb((pid, descriptor, token)), 8192) is None, "of another size"
+    assert node_memory._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 8192) is None, "of another size"
 
 
 def test_what_is_not_that_memory_is_not_mapped() -> None:
     """Another token, a descriptor that is something else, a process that is gone, no offer."""
     pages, pid, descriptor, token = node_memory._make_pages(64)
     for offer in ((pid, descriptor, bytes(16)), (pid, 0, token), (pid, 9999, token), (1 << 30, descriptor, token)):
-        assert node_memory._open_pages(msgpack.packb(offer), 64) is None
+        assert node_memory._open_pages(msgspec.msgpack.encode(offer), 64) is None
     assert node_memory._open_pages(b"", 64) is None and len(pages) == 64
 
 
@@ -85,7 +85,7 @@ class SharingRanks:
 @pytest.mark.parametrize(("mapped", "sharing"), [(b"\1", {0, 1}), (b"", set())])
 def test_a_group_shares_if_all_of_it_can(mapped: bytes, sharing: set[int]) -> None:
     """And every rank of the job knows, since what it sends depends on it."""
-    private = [msgpack.packb([[0, 1]]), msgpack.packb([[0, 2]])]
+    private = [msgspec.msgpack.encode([[0, 1]]), msgspec.msgpack.encode([[0, 2]])]
     ranks = SharingRanks(private, [b"offer", b""], [b"\1", mapped])
     node = node_memory.share_memory(ranks, [(0, 1), (0, 1), (2,)], [], lambda _: 64)  # type: ignore[arg-type]
     assert set(node.shards.group_of) == sharing and node.pages is None
