@@ -11,7 +11,6 @@ from dips.config.master import JournalSection, MasterSection, OnVersionSection, 
 from dips.config.run import RunFile, load_run
 from dips.config.shared import Shared
 from dips.config.slave import AUTO_LANES, SlaveSection
-from dips.config.tls import TlsSection
 
 __all__ = [
     "AUTO_LANES",
@@ -22,7 +21,6 @@ __all__ = [
     "RunFile",
     "Shared",
     "SlaveSection",
-    "TlsSection",
     "TrackSection",
     "host_port",
     "is_loopback",

@@ -12,7 +12,7 @@ from dips.config.section import Section
 class HttpKeys(Section):
     """The HTTP keys of `master`, of each of `slaves`, and of the cluster file."""
 
-    http: str | None = None  # host:port; null: no port. Off loopback it uses TLS by the section `tls`
+    http: str | None = None  # host:port; null: no port. Off loopback it uses TLS by the key `tls`
     http_token: Path | None = None  # file with the token of readers without a certificate; null: certificates only
 
     @model_validator(mode="after")

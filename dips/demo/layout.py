@@ -20,12 +20,7 @@ from dips.local.run import LOGS
 RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
-TLS = {  # as in docs/guides/certificates.md
-    "ca": "certs/ca.crt",
-    "cert": "certs/{name}.{role}.crt",
-    "key": "certs/{name}.{role}.key",
-    "crl": "certs/crl.pem",
-}
+TLS = "certs/{name}.{role}.crt"  # as in docs/guides/certificates.md
 FULL_S = 150.0  # shorter demos have fewer checks and shorter rounds
 INNER_STEPS = 16  # H: about three seconds on two cores, so that a run of minutes has many outer steps
 INNER_STEPS_AT_A_GLANCE = 8  # for shorter demos; a busy machine takes a second per step
@@ -132,7 +127,7 @@ def write_configs(
     tokens  target of the run and of the learning-rate schedule; the run ends there, or after `wall_s` of one master
     """
     address = f"127.0.0.1:{_free_port()}"
-    spoken: dict[str, Any] = {"tls": TLS} if secure else {"insecure": True}
+    spoken = {"tls": TLS if secure else False}
     shared = {
         "run": RUN,
         **read_preset(preset),

@@ -233,7 +233,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
         section.stall_s,
-        key=None if config.tls is None else curve.new_keys(),  # in memory only; sent with Register
+        key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)

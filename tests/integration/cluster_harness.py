@@ -125,7 +125,7 @@ class Run:
         self._slave, self._master, self.security = (
             dict(slave or {}),
             dict(master or {}),
-            dict(security or {"insecure": True}),
+            dict(security or {"tls": False}),
         )
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}

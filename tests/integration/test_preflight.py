@@ -50,7 +50,7 @@ def made_run(tmp_path: Path) -> Any:
 
 
 def cluster(run: Any, **changes: Any) -> dict[str, Any]:
-    content = {"shared": run.shared, "cluster": "oslo", "master": run.address, "directory": "oslo", "insecure": True}
+    content = {"shared": run.shared, "cluster": "oslo", "master": run.address, "directory": "oslo", "tls": False}
     return {**content, **changes}
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_answer(run: Any, tmp_path: Path) -> None:
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     """The cluster file itself: 78, and the key is named."""
-    wrong = {"shared": {"run": "r"}, "cluster": "a", "master": "10.0.0.1:1", "insecure": True}
+    wrong = {"shared": {"run": "r"}, "cluster": "a", "master": "10.0.0.1:1", "tls": False}
     code, _, errors = check(tmp_path, wrong)
     assert code == 78 and "master: plain text" in errors
 

@@ -101,12 +101,10 @@ def incidents(directory: Path) -> Iterator[Incidents]:
     roles = [("master", "master"), ("ps0", "slave"), ("ps1", "slave"), ("west", "cluster"), ("east", "cluster")]
     for name, role in [*roles, ("operator", "operator"), ("prometheus", "viewer")]:
         enrolled.enroll(name, PeerRole(role))
-    shutil.copy(certs / "ca" / "ca.crt", certs / "ca.crt")
     (certs / "http.token").write_text(TOKEN)
     (certs / "http.token").chmod(0o600)
     for mirror in ("ledger-mirror", "ps0-mirror"):
         (directory / mirror).mkdir()
-    tls = {"ca": "certs/ca.crt", "cert": "certs/{name}.{role}.crt", "key": "certs/{name}.{role}.key"}
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "west", "east")}
     at = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     words = {
@@ -116,7 +114,7 @@ def incidents(directory: Path) -> Iterator[Incidents]:
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(disks.small_disk(directory / "ps1", kib=4096))
-        security = {"tls": {**tls, "crl": "certs/ca/crl.pem"}}
+        security = {"tls": "certs/{name}.{role}.crt"}
         shared = {"penalty": {"warmup_rounds": 3, "gate_patience": 2}}
         run = stack.enter_context(harness.Run(directory, tensors(), shared=shared, security=security))
         write_keys(directory, ports)

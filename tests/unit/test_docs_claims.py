@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import typer.main
+import yaml
 from pydantic import BaseModel
 
 from dips import cli
@@ -111,7 +112,7 @@ def test_values_of_keys_are_legal() -> None:
         listed = [
             v for hint in BY_NAME[key] for part in parts(hint) if get_origin(part) is Literal for v in get_args(part)
         ]
-        assert not listed or value in listed, f"{key}: {value}, legal: {listed}"
+        assert not listed or value in listed or yaml.safe_load(value) in listed, f"{key}: {value}, legal: {listed}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

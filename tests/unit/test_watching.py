@@ -23,7 +23,7 @@ class EditedRunFile:
             "shared": "shared.yaml",
             "master": {"listen": "127.0.0.1:1", "directory": "m"},
             "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-            "insecure": True,
+            "tls": False,
         }
         self.path, self.shared, self.said = directory / "dips.yaml", {"run": "r"}, list[str]()
         self.write()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.commands.new import CLUSTER, RUN, SHARED, read_template
-from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, TlsSection, load_cluster, load_run
+from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.options import Options
 
@@ -68,7 +68,6 @@ def test_every_key_is_in_its_template(name: str) -> None:
 
 def test_keys_of_sections_that_are_null_by_default_are_told() -> None:
     """Their template shows them in a comment."""
-    assert not [key for key in TlsSection.model_fields if not re.search(rf"\b{key}: ", read_template(RUN))]
     assert not [key for key in OnVersionSection.model_fields if not re.search(rf"\b{key}: ", read_template(RUN))]
 
 

@@ -72,7 +72,7 @@ class Place:
             "shared": {"run": "r"},
             "master": {"directory": "m", "keep_every": 2, "on_version": {"every": 2, **on_version}},
             "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
-            "insecure": True,
+            "tls": False,
         }
         self.file, self.directory = directory / "dips.yaml", directory
         self.file.write_text(yaml.safe_dump(content))

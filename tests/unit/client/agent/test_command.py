@@ -52,7 +52,7 @@ def test_a_trainer_has_its_grace_to_save(tmp_path: Path, seconds: float, grace_s
 
 def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
     """Minutes: who ends the agent sooner says so itself."""
-    made = ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", insecure=True)
+    made = ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", tls=False)
     assert made.end_grace_s >= 120
 
 
