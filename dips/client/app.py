@@ -28,6 +28,7 @@ from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribu
 from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
+from dips.client.agent.questions import MOST_PAUSE_S
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
@@ -128,7 +129,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     settings = AgentSettings(
         identity,
         config.heartbeat_s,
-        config.retry_s,
+        MOST_PAUSE_S,
         config.overlap == "full",
         config.max_restarts,
         take_over=take_over,

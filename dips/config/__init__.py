@@ -7,7 +7,7 @@ of a third file: the options on which all must agree, compared by digest at Join
 
 from dips.config.addresses import host_port, is_loopback
 from dips.config.cluster import ClusterFile, load_cluster
-from dips.config.master import JournalSection, MasterSection, OnVersionSection, TrackSection
+from dips.config.master import MasterSection, OnVersionSection, TrackSection
 from dips.config.run import RunFile, load_run
 from dips.config.shared import Shared
 from dips.config.slave import AUTO_LANES, SlaveSection
@@ -15,7 +15,6 @@ from dips.config.slave import AUTO_LANES, SlaveSection
 __all__ = [
     "AUTO_LANES",
     "ClusterFile",
-    "JournalSection",
     "MasterSection",
     "OnVersionSection",
     "RunFile",

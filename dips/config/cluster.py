@@ -65,12 +65,8 @@ class ClusterFile(HttpKeys, TlsKey):
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for this long is reconnected
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
-    # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Launchers may allow less:
-    # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
-    end_grace_s: Annotated[float, Field(gt=0)] = 300.0
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "lazy"] = "whole"

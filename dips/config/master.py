@@ -16,12 +16,6 @@ ORDER_HEARTBEATS = 5  # deadline of orders that move no model, in heartbeats: as
 LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream needs time to reconnect
 
 
-class JournalSection(Section):
-    """The master's journal for `dips-master replay`: segments of journal.SEGMENT_BYTES, each with a state."""
-
-    segments: Annotated[int, Field(ge=0)] = 8  # newest segments that are kept; 0: no journal
-
-
 class OnVersionSection(Section):
     """A command or function that the master runs for every n-th version, in a separate process
     (master/on_version.py).
@@ -63,7 +57,6 @@ class TimingSection(Section):
     hang_s: float = 120.0  # longer if an inner step takes minutes
     compute_s: float = 300.0  # longer if a slave's disk can stand still for minutes
     transfer_s: float = 3600.0  # longer if a link moves nothing for an hour
-    min_push_bps: float = 0.0  # to keep out clusters whose link would hold slots for too long
 
     @model_validator(mode="after")
     def _require_bounds(self) -> TimingSection:
@@ -86,8 +79,6 @@ class MasterSection(HttpKeys):
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, journal, logs, timeline
     timing: TimingSection = TimingSection()
-    journal: JournalSection = JournalSection()
-    keep_snapshots: Annotated[int, Field(ge=2)] = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # every n-th older version is kept; 0: none
     keep_most: Annotated[int, Field(ge=0)] = 0  # at most the newest n of these are kept; 0: all, until disks are full
     most_rollback: Annotated[int, Field(ge=0)] = MOST_ROLLBACK  # outer steps undone without `dips rollback`

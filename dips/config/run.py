@@ -31,8 +31,8 @@ class RunFile(TlsKey):
         """Return the Coordinator's options."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(), m.keep_snapshots, s.codec,
-            durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(),
+            codec=s.codec, durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip
 

@@ -169,7 +169,6 @@ def write_configs(
             "directory": name,
             "socket": str(layout.sockets / f"{name}.sock"),
             "heartbeat_s": TIMING["heartbeat_s"],
-            "retry_s": 5.0,
             **spoken,
         }
         _dump_yaml(layout.cluster_file(name), cluster)

@@ -170,7 +170,7 @@ class Run:
             file,
             {
                 "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, **self.security, "heartbeat_s": 0.5, "retry_s": 1.0,
+                "directory": name, **self.security, "heartbeat_s": 0.5,
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip

@@ -87,7 +87,7 @@ def write_keys(directory: Path, ports: dict[str, int]) -> None:
     for section in (content["master"], *content["slaves"]):
         name = section.get("name", "master")
         section.update(http=f"0.0.0.0:{ports[name]}", http_token="certs/http.token")
-    content["master"].update(mirror="ledger-mirror", journal={"segments": 4}, most_rollback=0)
+    content["master"].update(mirror="ledger-mirror", most_rollback=0)
     content["slaves"][0]["mirror"] = "ps0-mirror"
     file.write_text(yaml.safe_dump(content))
 
@@ -115,7 +115,7 @@ def incidents(directory: Path) -> Iterator[Incidents]:
     with ExitStack() as stack:
         stack.enter_context(disks.small_disk(directory / "ps1", kib=4096))
         security = {"tls": "certs/{name}.{role}.crt"}
-        shared = {"penalty": {"warmup_rounds": 3, "gate_patience": 2}}
+        shared = {"penalty": {"warmup_rounds": 3}}
         run = stack.enter_context(harness.Run(directory, tensors(), shared=shared, security=security))
         write_keys(directory, ports)
         watch = Prometheus(directory / "prometheus", scrape_config(words), hurried_rules(NEAR))

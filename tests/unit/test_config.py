@@ -144,7 +144,7 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
             "penalty.gates: expected dips or .*, got 'majority'",
         ),
         ("shared.penalty.gates", ["loss", "loss"], "penalty.gates: expected each gate once"),
-        ("shared.penalty.joiner_cap", 1.0, "penalty.joiner_cap: expected a number above 1"),
+        ("shared.penalty.warmup_rounds", 0, "penalty.warmup_rounds: expected a number from 1"),
         ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),

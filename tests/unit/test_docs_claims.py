@@ -28,6 +28,7 @@ from dips.errors import TREATMENTS
 from dips.master import app as master_app
 from dips.protocol.moves import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
 from dips.protocol.options import OuterOptions
+from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
 from dips.wire import frame
@@ -97,10 +98,15 @@ def test_keys_of_the_tables_exist(heading: str, keys: dict[str, Any]) -> None:
 
 
 def test_keys_of_the_text_exist() -> None:
-    """`stall_s`, `min_push_bps`: what looks like a key with a unit is one."""
+    """`heartbeat_s`, `min_push_bps`: what looks like a key with a unit is one, of a file or of `dips set`."""
     named = {s for s in spans(ALL) if re.fullmatch(r"(?!dips_)[a-z]+(_[a-z]+)*_(s|bytes|bps)", s)}
     assert len(named) > 8
-    assert not named - set(BY_NAME) - {field.name for field in dataclasses.fields(FleetCluster)}
+    assert (
+        not named
+        - set(BY_NAME)
+        - {key.rpartition(".")[2] for key in TUNABLE}
+        - {field.name for field in dataclasses.fields(FleetCluster)}
+    )
 
 
 def test_values_of_keys_are_legal() -> None:
