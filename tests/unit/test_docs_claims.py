@@ -32,6 +32,7 @@ from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
 from dips.wire import frame
+from tests.structure import config_keys
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -95,6 +96,24 @@ def test_keys_of_the_tables_exist(heading: str, keys: dict[str, Any]) -> None:
     named = [key for row in rows for key in spans(row)]
     assert len(named) > 5
     assert not [key for key in named if key not in keys]
+
+
+MOST_KEYS = 89  # of both files, as tests/structure.py counts them
+
+
+def test_each_key_says_when_to_change_it() -> None:
+    """One row for each key, with a sentence in its last column; keys of `shared` stand in the run file's table."""
+    rows = [
+        re.findall(r"^\| `([^`]+)` \| (.+) \| (.+) \|$", section("configuration", heading), re.MULTILINE)
+        for heading in ("Run file", "Cluster file")
+    ]
+    run, cluster = (list(config_keys(file)) for file in (RunFile, ClusterFile))
+    own = [key for key in cluster if not key.startswith("shared.")]
+    assert sorted(key for key, _, _ in rows[0]) == sorted(run)
+    assert sorted(key for key, _, _ in rows[1]) == sorted([*own, "shared"])
+    silent = [key for key, _, when in (*rows[0], *rows[1]) if len(when.split()) < 4 or not when.endswith(".")]
+    assert not silent
+    assert len(run) + len(own) <= MOST_KEYS
 
 
 def test_keys_of_the_text_exist() -> None:
