@@ -164,7 +164,7 @@ def _run_file(shared: Mapping[str, Any], address: str, window_s: float) -> dict[
     return {
         "shared": dict(shared),
         "master": {"listen": address, "directory": "master", "timing": {"window_s": window_s}},
-        "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address, "threads": 1}],
+        "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address}],
         "tls": False,
     }
 

@@ -9,11 +9,13 @@ from dips.config.addresses import host_port, is_loopback
 from dips.config.cluster import ClusterFile, load_cluster
 from dips.config.master import MasterSection, OnVersionSection, TrackSection
 from dips.config.run import RunFile, load_run
+from dips.config.section import STALL_HEARTBEATS
 from dips.config.shared import Shared
 from dips.config.slave import AUTO_LANES, SlaveSection
 
 __all__ = [
     "AUTO_LANES",
+    "STALL_HEARTBEATS",
     "ClusterFile",
     "MasterSection",
     "OnVersionSection",

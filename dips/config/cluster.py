@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from dips.config.http import HttpKeys
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import LogLevel, Section
+from dips.config.section import STALL_HEARTBEATS, LogLevel, Section
 from dips.config.shared import Shared
 from dips.config.tls import TlsKey
 from dips.errors import ConfigError
@@ -65,7 +65,6 @@ class ClusterFile(HttpKeys, TlsKey):
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for this long is reconnected
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
@@ -74,6 +73,11 @@ class ClusterFile(HttpKeys, TlsKey):
     # the run needs certificates, so that lanes are encrypted: the relay forwards bytes unchanged.
     relay: str | None = None
     log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level overrides it
+
+    @property
+    def stall_s(self) -> float:
+        """The time after which a stream whose slave owes a byte is begun anew."""
+        return STALL_HEARTBEATS * self.heartbeat_s
 
     @property
     def poll_s(self) -> float:

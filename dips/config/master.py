@@ -24,7 +24,6 @@ class OnVersionSection(Section):
     every: Annotated[int, Field(ge=1)]  # versions
     command: tuple[str, ...] = ()  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
     call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
-    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # after which the process group is killed
 
     @model_validator(mode="after")
     def _require_one(self) -> OnVersionSection:

@@ -33,7 +33,7 @@ SHARED: dict[str, Any] = {
 }
 OWN_KEYS = frozenset({"run", "stop", "data"})  # keys of `shared` that a preset does not override
 EVALUATE_EVERY = 10  # versions, about half a minute
-EVALUATE_S = 120.0  # timeout of an evaluation, on cores that also train
+EVALUATE_S = "120"  # timeout of an evaluation, on cores that also train
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
     "heartbeat_s": 1.0,  # the display updates once a second; five missed heartbeats end a lease and an order
@@ -145,17 +145,19 @@ def write_configs(
             "master": address,
             "directory": name,
             "initial_model": "master/initial/model.safetensors",
-            "threads": 1,  # the cores belong to the trainers
         }
         for name in SLAVES
     ]
-    evaluate = {"every": EVALUATE_EVERY, "command": [sys.executable, "-m", "dips.demo.evaluate", str(seed)]}
+    evaluate = {
+        "every": EVALUATE_EVERY,
+        "command": ["timeout", EVALUATE_S, sys.executable, "-m", "dips.demo.evaluate", str(seed)],
+    }
     master = {
         "listen": address,
         "directory": "master",
         "timing": TIMING,
         "keep_every": EVALUATE_EVERY,
-        "on_version": {**evaluate, "timeout_s": EVALUATE_S},
+        "on_version": evaluate,
         **mirrored,
     }
     run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, **spoken}

@@ -16,7 +16,7 @@ import typer
 
 from dips import daemon
 from dips.codecs import Codec
-from dips.config import RunFile, SlaveSection, host_port, load_run
+from dips.config import STALL_HEARTBEATS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
@@ -217,7 +217,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
-    workers = section.threads or available_cores()
+    workers = available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
     begun = time.monotonic()
@@ -232,7 +232,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         config.shared.chunk_bytes,
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
-        section.stall_s,
+        STALL_HEARTBEATS * config.master.timing.heartbeat_s,
         key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
     )
     stack.callback(flow.close)

@@ -68,9 +68,6 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
         lanes = {f"lane-{i}": lane for i, lane in enumerate(section.lanes)}
         yield from _ports(pod, {"control": section.listen, "http": section.http, **lanes})
         yield from _paths(pod, section.directory, run.tls_files(section.name, PeerRole.SLAVE))
-        asked = quantity(pod.containers[-1]["resources"]["requests"]["cpu"])
-        if section.threads != asked:
-            yield f"{section.name} has {section.threads} threads and asks for {asked:g} CPUs"
         inside = section.advertise is not None and section.advertise.endswith(".svc")
         if inside and section.advertise not in pod.host_names:
             yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"

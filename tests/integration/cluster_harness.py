@@ -209,7 +209,7 @@ class Run:
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         model = str(Path("master") / genesis.INITIAL_MODEL)
-        small = {"initial_model": model, "master": self.address, "threads": 1, **self._slave}
+        small = {"initial_model": model, "master": self.address, **self._slave}
         return {
             "shared": self.shared,
             "master": {"listen": self.address, "directory": "master", "timing": dict(timing), **self._master},

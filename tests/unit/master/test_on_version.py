@@ -23,6 +23,7 @@ from dips.commands.history import draw_rounds, round_as_data
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
+from dips.master import on_version
 from dips.master.genesis import ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.on_version import VersionProcesses, read_numbers
@@ -167,7 +168,7 @@ async def test_a_command_knows_its_version(make_place: MakePlace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_version", "reason"),
+    ("keys", "reason"),
     [
         ({"call": "module_of_on_version:fail"}, r"exit code 1: RuntimeError: no such benchmark"),
         ({"call": "module_of_on_version:missing"}, r"exit code 78: .*"),
@@ -175,19 +176,26 @@ async def test_a_command_knows_its_version(make_place: MakePlace) -> None:
             {"command": ["dips-there-is-no-such-command"]},
             r"exit code 127: cannot start 'dips-there-is-no-such-command'",
         ),
-        ({"call": "module_of_on_version:hang", "timeout_s": 0.05}, r"not done after 0\.05 s: killed"),
     ],
 )
-async def test_a_failure_is_a_row_with_its_reason(
-    make_place: MakePlace, on_version: dict[str, Any], reason: str
-) -> None:
-    """A crash, a missing function or command, one that takes too long: shown, and not tried again."""
-    place = make_place(**on_version)
+async def test_a_failure_is_a_row_with_its_reason(make_place: MakePlace, keys: dict[str, Any], reason: str) -> None:
+    """A crash, a missing function or command: shown, and not tried again."""
+    place = make_place(**keys)
     place.commit()
     place.commit()
     result = await place.run_one()
     assert not result.ok and result.numbers == ()
     assert re.match(reason, result.reason), result.reason
+    assert place.ledger.find_unprocessed(2) is None
+
+
+async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_version, "LONGEST_S", 0.05)
+    place = make_place(call="module_of_on_version:hang")
+    place.commit()
+    place.commit()
+    result = await place.run_one()
+    assert (result.ok, result.numbers, result.reason) == (False, (), "not done after 0.05 s: killed")
     assert place.ledger.find_unprocessed(2) is None
 
 
