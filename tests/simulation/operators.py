@@ -18,6 +18,7 @@ from dips.protocol.options import AUTO, TunedOption
 from dips.protocol.records import (
     ClusterEnded,
     ClusterQuarantined,
+    ClusterReadmitted,
     LedgerState,
     OperatorActed,
     OptionsTuned,
@@ -40,16 +41,22 @@ DOWN_S = 8.0  # until an expelled cluster is enrolled again, at most
 
 
 class TuningOperator(Observer):
-    """Acts in half of the seeds; what it forbade it allows again before faults stop."""
+    """Acts in half of the seeds; what it forbade it allows again before faults stop.
+
+    When they have stopped, it readmits in every seed whom only an operator may (docs/architecture.md#penalty): nobody
+    else would, and a run all of whose clusters are out makes no version.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self._rng = world, world.chance.generator_for("tuner")
         self.answers: list[object] = []
 
     def plan(self) -> None:
+        quiet_at = self.world.scenario.quiet_at
+        for share in (1.0, 1.1):  # the master may be down
+            self.world.call_later(share * quiet_at, "the operator looks", self._readmit_broken)
         if self._rng.random() < 0.5:
             return
-        quiet_at = self.world.scenario.quiet_at
         for _ in range(TRIES):
             act = self._rng.choice((self._tune, self._tune, self._quarantine, self._expel, self._deny))
             self.world.call_later(0.9 * quiet_at * self._rng.random(), "the operator acts", act)
@@ -73,6 +80,12 @@ class TuningOperator(Observer):
 
     def _release(self, cluster: str) -> None:
         self._ask(ReadmissionAsked(0, cluster))
+
+    def _readmit_broken(self) -> None:
+        process = self.world.master.process
+        for name in self.world.clusters if process is not None and process.inbox is None else ():
+            if process.coordinator._run.penalty.penalty_row(name).broken:
+                self._release(name)
 
     def _deny(self) -> None:
         process = self.world.master.process
@@ -117,7 +130,9 @@ class OperatorInvariant(Invariant):
         self.unsigned: Record | None = None
 
     def record_written(self, record: Record) -> None:
-        if self.unsigned is not None:
+        if self.unsigned is not None and not isinstance(
+            record, ClusterReadmitted
+        ):  # one request lifts both quarantines
             self.require(isinstance(record, OperatorActed), f"nobody is named for {self.unsigned}")
             self.unsigned = None
         match record:

@@ -32,10 +32,20 @@ CROSSED = {  # the same, with the crossings
     "a ledger that was restored beside a WAL was lost again": (237, 391),
 }
 
+SWARM = {  # what 10,000 of the swarm found: each too narrow an expectation of the simulated world, none of Di-PS
+    "one request lifted both quarantines of a cluster: two records, one signature": (20594, 20883, 21101, 24664),
+    "a forged order waited while a restore raised the term above it": (22858,),
+    "all clusters were quarantined for a model that is not finite, and nobody readmitted them": (25714,),
+}
+
 
 @pytest.mark.parametrize(
     ("game", "seed"),
-    [(game, seed) for game, found in (("former", FOUND), ("", CROSSED)) for seed in sum(found.values(), ())],
+    [
+        (game, seed)
+        for game, found in (("former", FOUND), ("", CROSSED), ("swarm", SWARM))
+        for seed in sum(found.values(), ())
+    ],
 )
 def test_a_seed_that_found_something_holds(game: str, seed: int) -> None:
     result = GAMES[game]((seed, None))
