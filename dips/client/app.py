@@ -150,7 +150,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         if relay:
             stack.push_async_callback(asyncio.to_thread, relay.close)
         daemon.handle_end_signals(agent.terminate)
-        await daemon.open_http(config, tls, _describe_http(config, core.state, relay), log, stack)
+        subject = _describe_http(config, core.state, relay)
+        await daemon.open_http(config.http, config.http_token, tls, subject, log, stack)
         watching = daemon.watch_file(
             "cluster file", path, config, load_cluster, log, agent.fail, fixed_level=level is not None, on_hangup=False
         )

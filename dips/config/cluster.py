@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey, HttpTokenKey
 from dips.config.reading import check_names, check_transport, load_file
 from dips.config.section import STALL_HEARTBEATS, LogLevel, Section
 from dips.config.shared import Shared
@@ -39,7 +39,7 @@ class PaceSection(Section):
         return self
 
 
-class ClusterFile(HttpKeys, TlsKey):
+class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     """`cluster.yaml`: one training cluster."""
 
     shared: Shared
@@ -91,6 +91,8 @@ def load_cluster(path: Path) -> ClusterFile:
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
     check_transport(path, bool(config.tls), control)
+    if config.http_token is not None and config.http is None:
+        raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
         raise ConfigError(
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey
 from dips.config.section import Section
 from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy, WindowRule
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
@@ -17,21 +17,14 @@ LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream 
 
 
 class OnVersionSection(Section):
-    """A command or function that the master runs for every n-th version, in a separate process
+    """A command that the master runs for every n-th version, in a separate process
     (master/on_version.py).
     """
 
     every: Annotated[int, Field(ge=1)]  # versions
-    command: tuple[str, ...] = ()  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
-    call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
-
-    @model_validator(mode="after")
-    def _require_one(self) -> OnVersionSection:
-        if bool(self.command) == (self.call is not None):
-            raise ValueError("expected one of command and call")
-        if self.call is not None and not all(self.call.partition(":")):
-            raise ValueError(f"call: expected MODULE:FUNCTION, got {self.call!r}")
-        return self
+    command: Annotated[
+        tuple[str, ...], Field(min_length=1)
+    ]  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
 
 
 class TrackSection(Section):
@@ -72,7 +65,7 @@ class TimingSection(Section):
         )
 
 
-class MasterSection(HttpKeys):
+class MasterSection(HttpKey):
     """The section of the master."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server

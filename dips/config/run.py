@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from dips.config.http import HttpTokenKey
 from dips.config.limits import LimitsSection
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
@@ -17,7 +18,7 @@ from dips.errors import ConfigError
 from dips.protocol.options import Options
 
 
-class RunFile(TlsKey):
+class RunFile(HttpTokenKey, TlsKey):
     """A run file, `dips.yaml`: one run, its master and its slaves."""
 
     shared: Shared
@@ -48,6 +49,8 @@ def load_run(path: Path) -> RunFile:
     """Read a run file. Raises ConfigError naming file and key."""
     config = load_file(path, RunFile)
     check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
+    if config.http_token is not None and not any(section.http for section in (config.master, *config.slaves)):
+        raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
     names = [s.name for s in config.slaves]
     for name in names:
         if names.count(name) > 1:

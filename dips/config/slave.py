@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dips.config.addresses import host_port
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # for its I/O thread and its stage; with fewer cores a second lane only adds wake-ups
 AUTO_LANES = 4  # most lanes chosen by cores: with more, memory is the limit, not threads
 
 
-class SlaveSection(HttpKeys):
+class SlaveSection(HttpKey):
     """The section of one slave."""
 
     name: str

@@ -283,7 +283,7 @@ async def _serve_http(
         "master", read_status, prometheus.collect, runtime.explain_unready,
         daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
-    await daemon.open_http(section, tls, subject, log, stack, page.make_routes(runtime))
+    await daemon.open_http(section.http, config.http_token, tls, subject, log, stack, page.make_routes(runtime))
 
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:

@@ -141,10 +141,10 @@ class VersionProcesses:
         return False
 
     def _command_for(self, version: VersionId) -> list[str]:
-        what = ["--call", self._config.call] if self._config.call else ["--", *self._config.command]
         model = self._directory / "model.safetensors"
         return [
-            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), *what,
+            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), "--",
+            *self._config.command,
         ]  # fmt: skip
 
 

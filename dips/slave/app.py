@@ -188,7 +188,7 @@ async def serve(
             daemon.list_disks(section.directory, section.mirror),
             lambda: slave_metrics.count_snapshots(section.directory),
         )  # fmt: skip
-        await daemon.open_http(section, tls, subject, log, stack)
+        await daemon.open_http(section.http, config.http_token, tls, subject, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:

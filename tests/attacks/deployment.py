@@ -287,7 +287,7 @@ class AttackedRun:
         for name, token in (("http.token", TOKEN), ("job.token", JOB_TOKEN)):
             pem_files.write_private(self.directory / name, token.encode())
         if self.secured:
-            content["master"]["http_token"] = "http.token"
+            content["http_token"] = "http.token"
         self.run.file.write_text(yaml.safe_dump(content))
 
 

@@ -86,7 +86,8 @@ def write_keys(directory: Path, ports: dict[str, int]) -> None:
     content = yaml.safe_load(file.read_text())
     for section in (content["master"], *content["slaves"]):
         name = section.get("name", "master")
-        section.update(http=f"0.0.0.0:{ports[name]}", http_token="certs/http.token")
+        section["http"] = f"0.0.0.0:{ports[name]}"
+    content["http_token"] = "certs/http.token"
     content["master"].update(mirror="ledger-mirror", most_rollback=0)
     content["slaves"][0]["mirror"] = "ps0-mirror"
     file.write_text(yaml.safe_dump(content))

@@ -130,7 +130,7 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
     ("key", "value", "message"),
     [
         ("mater", {}, "mater: unknown key"),
-        ("master.http_token", "token", "http_token: nothing is served without `http: HOST:PORT`"),
+        ("http_token", "token", "http_token: nothing is served without `http: HOST:PORT`"),
         ("slaves.0.http", "10.0.0.1:7821", "slaves.s0.http: plain text .* loopback only"),
         ("master.lissten", "x", "master.lissten: unknown key"),
         ("slaves.0.slot", 2, "slaves.0.slot: unknown key"),
