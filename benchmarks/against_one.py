@@ -117,7 +117,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     job, file = case.jobs[name], directory / f"{name}.yaml"
     cluster = {
-        "shared": dict(shared), "cluster": name, "master": address, "directory": name, "insecure": True,
+        "shared": dict(shared), "cluster": name, "master": address, "directory": name, "tls": False,
         "max_restarts": 0, "pace": {"steps": case.steps},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(cluster))
@@ -164,8 +164,8 @@ def _run_file(shared: Mapping[str, Any], address: str, window_s: float) -> dict[
     return {
         "shared": dict(shared),
         "master": {"listen": address, "directory": "master", "timing": {"window_s": window_s}},
-        "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address, "threads": 1}],
-        "insecure": True,
+        "slaves": [{"name": "ps0", "directory": "ps0", "initial_model": model, "master": address}],
+        "tls": False,
     }
 
 

@@ -68,7 +68,7 @@ class CheckpointRun(WholeRun):
         case, file = self._case, self.directory / f"{name}.yaml"
         cluster = {
             "shared": self._shared, "cluster": name, "master": self._address, "pace": {"steps": 1_000_000},
-            "directory": name, "insecure": True, "max_restarts": 0, "overlap": self._overlap,
+            "directory": name, "tls": False, "max_restarts": 0, "overlap": self._overlap,
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
         words = [self.found, LAYERS, case.numel // LAYERS, STEP_S, case.disk_bps, RUNS]

@@ -162,7 +162,7 @@ def _write_run(directory: Path) -> RunFile:
         for name in SLAVES
     ]
     run = {
-        "shared": {"run": "long"}, "insecure": True, "slaves": slaves,
+        "shared": {"run": "long"}, "tls": False, "slaves": slaves,
         "master": {"directory": "m", "listen": f"127.0.0.1:{port}"},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(run))

@@ -205,7 +205,7 @@ class LoneSlave:
             "shared": {"run": RUN, "chunk_bytes": self._chunk_bytes},
             "master": {"listen": master, "directory": str(self._directory / "master")},
             "slaves": [section],
-            "insecure": True,
+            "tls": False,
         }
         config = self._directory / "dips.yaml"
         config.write_text(yaml.safe_dump(run))

@@ -149,7 +149,7 @@ class WholeRun:
     def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
         file = self.directory / f"{name}.yaml"
         cluster = {
-            "shared": self._shared, "cluster": name, "master": self._address, "directory": name, "insecure": True,
+            "shared": self._shared, "cluster": name, "master": self._address, "directory": name, "tls": False,
             "max_restarts": 0, **self._keys(name),
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
@@ -180,7 +180,7 @@ class WholeRun:
                 "listen": self._address, "directory": "master", "timing": {"window_s": self._window_s},
             },
             "slaves": [{"name": name, "directory": name, **slave} for name in self._slaves],
-            "insecure": True,
+            "tls": False,
         }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dips.config.watching import ConfigWatch, File, describe_keys, keep_watching
 from dips.errors import ConfigError
@@ -103,33 +103,24 @@ def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
 # ---- the HTTP port --------------------------------------------------------------------------------------------------
 
 
-class HttpSection(Protocol):
-    """The keys of a daemon's section for its HTTP port: address and token."""
-
-    @property
-    def http(self) -> str | None: ...
-
-    @property
-    def http_token(self) -> Path | None: ...
-
-
 async def open_http(
-    section: HttpSection,
+    address: str | None,
+    token: Path | None,
     tls: TlsSource | None,
     subject: HttpSubject,
     log: logs.Log,
     stack: AsyncExitStack,
     routes: Sequence[BaseRoute] = (),
 ) -> None:
-    """Open the HTTP port if the section has one; the stack closes it. The server is imported only if needed (0.1 s).
+    """Open the HTTP port if there is an address; the stack closes it. The server is imported only if needed (0.1 s).
 
     Raises ConfigError if the port or the token is not usable.
     """
-    if section.http is None:
+    if address is None:
         return
     from dips.http.daemon import serve_http
 
-    stack.push_async_callback(await serve_http(section.http, section.http_token, tls, subject, log, routes))
+    stack.push_async_callback(await serve_http(address, token, tls, subject, log, routes))
 
 
 def list_disks(directory: Path, mirror: str | None) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 from dips.identity import certificates, pem_files
 from dips.identity.authority import Authority
 from dips.identity.names import PeerRole, make_identity
-from dips.identity.paths import TlsFiles
+from dips.identity.paths import REVOCATIONS, ROOT, TlsFiles
 
 
 class Enrolled:
@@ -18,6 +18,7 @@ class Enrolled:
     def __init__(self, directory: Path, run: str = "july") -> None:
         self.directory, self.run = directory, run
         self.authority = Authority.create(directory / "ca", run)
+        link_authority(directory)
 
     def enroll(self, name: str, role: PeerRole, days: int = 90) -> TlsFiles:
         identity, key = make_identity(name, role, self.run), certificates.new_key()
@@ -29,9 +30,13 @@ class Enrolled:
 
     def files_of(self, label: str) -> TlsFiles:
         """Where those of a name are, or will be."""
-        own, authority = self.directory / label, self.directory / "ca"
-        cert, key = own.with_name(label + ".crt"), own.with_name(label + ".key")
-        return TlsFiles(authority / "ca.crt", cert, key, authority / "crl.pem")
+        return TlsFiles.beside(self.directory / f"{label}.crt")
+
+
+def link_authority(directory: Path) -> None:
+    """Put ca.crt and crl.pem of the authority in `ca/` beside the certificates: what it revokes counts at once."""
+    for name in (ROOT, REVOCATIONS):
+        (directory / name).symlink_to(Path("ca") / name)
 
 
 def enroll_all(directory: Path, run: str, peers: Iterable[tuple[str, PeerRole]]) -> dict[str, Any]:
@@ -39,5 +44,4 @@ def enroll_all(directory: Path, run: str, peers: Iterable[tuple[str, PeerRole]])
     enrolled = Enrolled(directory, run)
     for name, role in peers:
         enrolled.enroll(name, role)
-    tls = {"ca": "ca/ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key", "crl": "ca/crl.pem"}
-    return {"tls": {key: str(directory / path) for key, path in tls.items()}}
+    return {"tls": str(directory / "{name}.{role}.crt")}

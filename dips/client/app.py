@@ -26,6 +26,7 @@ from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribu
 from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
+from dips.client.agent.questions import MOST_PAUSE_S
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
@@ -109,14 +110,15 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    tls = daemon.open_certificates(config.tls_files, config.cluster, PeerRole.CLUSTER, config.shared.run, log)
+    files = config.tls_files(config.cluster, PeerRole.CLUSTER)
+    tls = daemon.open_certificates(files, config.cluster, PeerRole.CLUSTER, config.shared.run, log)
     master = MasterLink(master_peer(config.master, tls), config.shared.agreed)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
         identity,
         config.heartbeat_s,
-        config.retry_s,
+        MOST_PAUSE_S,
         config.overlap == "full",
         config.max_restarts,
         take_over=take_over,
@@ -137,7 +139,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         if relay:
             stack.push_async_callback(asyncio.to_thread, relay.close)
         daemon.handle_end_signals(agent.terminate)
-        await daemon.open_http(config, tls, _describe_http(config, core.state, relay), log, stack)
+        subject = _describe_http(config, core.state, relay)
+        await daemon.open_http(config.http, config.http_token, tls, subject, log, stack)
         watching = daemon.watch_file(
             "cluster file", path, config, load_cluster, log, agent.fail, fixed_level=level is not None, on_hangup=False
         )

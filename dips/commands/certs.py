@@ -13,9 +13,10 @@ from cryptography import x509
 from dips.commands.options import AS_JSON
 from dips.errors import ConfigError, Denied
 from dips.identity import certificates, pem_files
-from dips.identity.authority import LEAF_DAYS, REVOCATIONS, ROOT, ROOT_DAYS, Authority
+from dips.identity.authority import LEAF_DAYS, ROOT_DAYS, Authority
 from dips.identity.certificates import fingerprint_of, identity_of, read_requested_key, utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
+from dips.identity.paths import REVOCATIONS, ROOT
 from dips.telemetry import exits
 
 CRT, KEY, CSR, RENEWAL = ".crt", ".key", ".csr", ".renewal"
@@ -138,7 +139,7 @@ def revoke_command(
     """Revoke all certificates of a name; then copy crl.pem to all daemons, which refuse the name within a heartbeat."""
     for row in Authority.open(directory).revoke(label):
         print(f"revoked {row.san}, serial {row.serial:x}")
-    print(f"copy {directory / REVOCATIONS} to the machines' tls.crl")
+    print(f"copy {directory / REVOCATIONS} beside the certificates of all machines")
 
 
 @words.command("show")

@@ -14,7 +14,7 @@ from dips.commands.config_checks import check_files
 from dips.commands.options import AS_JSON
 from dips.config import ClusterFile, load_cluster
 from dips.config.reading import is_cluster_file
-from dips.errors import ConfigError
+from dips.errors import ConfigError, Unavailable, treatment_of
 from dips.printable import FAIL, NOTE, CheckFinding
 
 MIB = 1 << 20
@@ -54,7 +54,8 @@ def check(
     slave, the rate to each slave in both directions, and the model (--factory or --model). That does not join the run
     or change anything; a measured transfer moves at most --most-mib each way, on one lane of one slave after another.
 
-    Exit codes: 0 nothing is wrong, though there may be notes; 1 something is.
+    Exit codes: 0 nothing is wrong, though there may be notes; 69 a peer does not answer; 78 something is configured
+    wrongly.
 
     \b
     Example:
@@ -71,7 +72,7 @@ def check(
             rows += [replace(row, what=f"{path}: {row.what}") for row in _ask(file, factory, model, most_mib, seconds)]
     elif factory or model:
         raise ConfigError("--factory and --model are compared with a master's run: give cluster files only")
-    wrong = any(row.verdict == FAIL for row in rows)
+    wrong = [row for row in rows if row.verdict == FAIL]
     if as_json:
         print(json.dumps({"ok": not wrong, "rows": [asdict(row) for row in rows]}))
     else:
@@ -79,7 +80,8 @@ def check(
             print(row)
         notes = sum(row.verdict == NOTE for row in rows)
         print(f"{'something' if wrong else 'nothing'} is wrong; {notes} note{'' if notes == 1 else 's'}")
-    raise typer.Exit(1 if wrong else 0)
+    if wrong:
+        raise typer.Exit(treatment_of(Unavailable() if all(row.silent for row in wrong) else ConfigError()).exit_code)
 
 
 def _load_readable(files: list[Path]) -> list[tuple[Path, ClusterFile]] | None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from dips.cgroup import available_memory
 from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
 from dips.config.reading import is_cluster_file
-from dips.config.tls import TlsSection
+from dips.config.tls import TlsKey
 from dips.differences import differing_options
 from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.paths import REVOCATIONS
 from dips.identity.tls_files import load_tls, require_identity
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 
@@ -42,11 +43,11 @@ def check_files(files: Sequence[Path], labels: tuple[str, ...] = (), now: dateti
         processes.append((OPERATOR, PeerRole.OPERATOR))
         known |= {f"{name}.{role}" for name, role in processes}
         rows += _check_run(path, run)
-        rows += _check_tls(path, run.tls, run.shared.run, processes, labels, now)
+        rows += _check_tls(path, run, run.shared.run, processes, labels, now)
     for path, cluster in clusters:
         process = [(cluster.cluster, PeerRole.CLUSTER)]
         known.add(f"{cluster.cluster}.{PeerRole.CLUSTER}")
-        rows += _check_tls(path, cluster.tls, cluster.shared.run, process, labels, now)
+        rows += _check_tls(path, cluster, cluster.shared.run, process, labels, now)
         for run_path, run in runs:
             rows += _check_agreement(path, cluster, run_path, run)
     rows += [
@@ -63,9 +64,9 @@ def check_files(files: Sequence[Path], labels: tuple[str, ...] = (), now: dateti
 def _check_run(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     yield from _check_addresses(path, run)
     yield from _check_directories(path, run)
-    if run.insecure and run.clusters is not None:
+    if not run.tls and run.clusters is not None:
         yield CheckFinding(
-            f"{path}: clusters", NOTE, "with `insecure: true` nobody proves its name, so the list keeps nobody out"
+            f"{path}: clusters", NOTE, "with `tls: off` nobody proves its name, so the list keeps nobody out"
         )
     yield from _check_ledger(path, run)
 
@@ -152,22 +153,22 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
 
 def _check_tls(
     path: Path,
-    tls: TlsSection | None,
+    config: TlsKey,
     run: str,
     processes: Sequence[tuple[str, PeerRole]],
     labels: tuple[str, ...],
     now: datetime | None,
 ) -> Iterator[CheckFinding]:
     """Check the certificates whose files are here or whose labels are requested; a single process is always checked."""
-    if tls is None:
-        return
-    here = 0
+    here, listed = 0, False
     for name, role in processes:
-        files, label = tls.files_of(name, role), f"{name}.{role}"
+        files, label = config.tls_files(name, role), f"{name}.{role}"
+        if files is None:
+            return
         wanted = label in labels or (len(processes) == 1 and not labels)
         if not wanted and not (files.cert.exists() or files.key.exists()):
             continue
-        here += 1
+        here, listed = here + 1, listed or files.crl.exists()
         try:
             loaded = require_identity(load_tls(files, now), name, role, run)
         except ConfigError as error:
@@ -180,13 +181,14 @@ def _check_tls(
             f"{path}: {label}", NOTE if soon else OK, said, f"dips certs renew {files.cert}" if soon else ""
         )
     if not here:
-        first = tls.files_of(*processes[0])
+        assert files is not None
         yield CheckFinding(
-            f"{path}: tls", FAIL, f"of no process of this file is a certificate here, {first.cert} say",
+            f"{path}: tls", FAIL, f"of no process of this file is a certificate here, {files.cert} say",
             "`dips certs request` and `issue` make them; in Kubernetes look whether the Secret is mounted",
         )  # fmt: skip
-    elif tls.crl is None:
-        yield CheckFinding(f"{path}: tls.crl", NOTE, "none: a certificate cannot be revoked before it expires")
+    elif not listed:
+        seen = f"no {REVOCATIONS} beside the certificates: none of them is revoked before it expires"
+        yield CheckFinding(f"{path}: tls", NOTE, seen)
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
@@ -203,9 +205,9 @@ def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunF
         yield CheckFinding(f"{beside}: shared", FAIL, differing, "copy the section `shared` of the run file")
     else:
         yield CheckFinding(f"{beside}: shared", OK, f"digest {run.shared.digest[:12]}")
-    if (cluster.tls is None) != (run.tls is None):
+    if bool(cluster.tls) != bool(run.tls):
         seen = "one has certificates, the other speaks plain text"
-        yield CheckFinding(f"{beside}: tls", FAIL, seen, "give both a section `tls`, or both `insecure: true`")
+        yield CheckFinding(f"{beside}: tls", FAIL, seen, "give both a certificate, or both `tls: off`")
     if host_port(cluster.master)[1] != host_port(run.master.listen)[1]:
         yield CheckFinding(
             f"{beside}: master", NOTE, f"{cluster.master}, while the master listens on {run.master.listen}",

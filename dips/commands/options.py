@@ -68,7 +68,7 @@ def slave_peer(config: Path, slave: str) -> Endpoint:
 
 
 def _own_source(cert: Path) -> TlsSource:
-    files = TlsFiles(cert.with_name("ca.crt"), cert, cert.with_suffix(".key"))
+    files = TlsFiles.beside(cert)
     own = load_tls(files).identity
     if own.role not in (PeerRole.OPERATOR, PeerRole.VIEWER):
         raise ConfigError(f"--credentials {cert}: expected a certificate of an operator or viewer, got one of {own}")

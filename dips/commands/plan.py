@@ -18,9 +18,11 @@ from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_r
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
+from dips.protocol.options import Options
 from dips.protocol.placement import place_layers
 
-KEEP_SNAPSHOTS, SLAVES, RANKS, ROUNDS, CPUS = 2, 2, 8, 10_000, 4
+SLAVES, RANKS, ROUNDS, CPUS = 2, 8, 10_000, 4
+KEEP_SNAPSHOTS = Options().keep_snapshots
 SECONDS_DAY = 86_400
 GB, GBIT_BYTES = 1e9, 1.25e8
 
@@ -58,7 +60,7 @@ def memory_command(
     """Compute memory, disk and traffic of a run, which need not exist yet.
 
     A slave prints the same sum when it starts, and refuses to start if memory is short. Ranks need host memory beside
-    the model. Snapshots are the kept ones (`keep_snapshots`) and the one being written; versions kept by `keep_every`
+    the model. Snapshots are the kept ones (two) and the one being written; versions kept by `keep_every`
     are not included. Traffic is of one cluster in one round: divide by the time between its pushes.
 
     Exit codes: 0 done; 2 no model named, or several; 78 a file cannot be read.
@@ -96,10 +98,9 @@ def make_plan(
     """Return the plan for these shares; sections without a file have their defaults."""
     shared = run_file.shared if run_file else cluster_file.shared if cluster_file else None
     codec, pull_codec = (shared.codec, shared.pull_codec) if shared else (Codec.FP32, Codec.FP32)
-    keep = run_file.master.keep_snapshots if run_file else KEEP_SNAPSHOTS
     sections = {s.name: s for s in run_file.slaves} if run_file else {}
     planned = [
-        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, keep)
+        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, KEEP_SNAPSHOTS)
         for name, layers, numel in shares
     ]
     total = sum(numel for _, _, numel in shares)

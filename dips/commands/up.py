@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from dips.client.agent.command import END_GRACE_S
 from dips.commands.new import CLUSTER, RUN
 from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
@@ -109,7 +110,7 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
             _watch_agent(running, agent, master)
         except (KeyboardInterrupt, SystemExit):
             agent.ask_to_end()  # before the daemons, so that it can leave the run at the master
-            agent.end_by(time.monotonic() + cluster_file.end_grace_s)
+            agent.end_by(time.monotonic() + END_GRACE_S)
             raise
         _tell_status(master)
     print(f"next: dips history --config {config}; dips export --config {config} --output model.safetensors")

@@ -1,14 +1,12 @@
 """The process that `master.on_version` starts: `python -m dips.commands.version_process MASTER_PID RUN_FILE VERSION
-MODEL` with `--call MODULE:FUNCTION` or `-- COMMAND…`.
+MODEL -- COMMAND…`.
 
-The process exports the version to MODEL, then runs the command, or calls the function and prints its result. It
-leads a process group that ends with it, and the kernel signals it when the master dies for any reason.
+The process exports the version to MODEL, then runs the command. It leads a process group that ends with it, and the
+kernel signals it when the master dies for any reason.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
 from dips.commands.export_lanes import export_over_lanes
 from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError, Unavailable
+from dips.errors import Unavailable
 from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from dips.telemetry import exits
@@ -33,26 +31,23 @@ NOT_FOUND = 127  # exit code, as in a shell
 
 
 def main(argv: list[str]) -> None:
-    """Export the version, then run the command or call the function; the exit code is the command's."""
+    """Export the version, then run the command; the exit code is the command's."""
     master, run_file, version, model = int(argv[1]), Path(argv[2]), argv[3], Path(argv[4])
     signal.signal(signal.SIGTERM, _end_group)
     set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != master:  # the master died before prctl
         raise SystemExit(128 + signal.SIGTERM)
-    exits.run_command(lambda: _process_version(run_file, version, model, argv[5], argv[6:]))
+    exits.run_command(lambda: _process_version(run_file, version, model, argv[6:]))
 
 
 def _end_group(number: int, frame: FrameType | None) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _process_version(run_file: Path, version: str, model: Path, how: str, what: list[str]) -> None:
+def _process_version(run_file: Path, version: str, model: Path, command: list[str]) -> None:
     _write_model(load_run(run_file), VersionId.parse(version), model)
-    if how == "--call":
-        _call_function(what[0], model, version)
-    else:
-        known = {"DIPS_VERSION": version, "DIPS_MODEL": str(model), "DIPS_RUN_FILE": str(run_file)}
-        raise SystemExit(_run_command(what, {**os.environ, **known}))
+    known = {"DIPS_VERSION": version, "DIPS_MODEL": str(model), "DIPS_RUN_FILE": str(run_file)}
+    raise SystemExit(_run_command(command, {**os.environ, **known}))
 
 
 def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
@@ -81,18 +76,6 @@ def _run_command(command: list[str], environment: dict[str, str]) -> int:
         sys.stderr.write(f"cannot start {command[0]!r}: {error.strerror}\n")
         return NOT_FOUND
     return code if code >= 0 else 128 - code
-
-
-def _call_function(spec: str, model: Path, version: str) -> None:
-    """Call `function(model, version)`, and print its result, a mapping of numbers or None, as the last line."""
-    module, _, name = spec.partition(":")
-    sys.path.insert(0, "")  # the module usually is beside the run file
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"master.on_version.call: {spec}: {error}") from error
-    numbers = function(model, version)
-    sys.stdout.write("\n" + json.dumps(dict(numbers or {}), default=float) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,22 +7,21 @@ of a third file: the options on which all must agree, compared by digest at Join
 
 from dips.config.addresses import host_port, is_loopback
 from dips.config.cluster import ClusterFile, load_cluster
-from dips.config.master import JournalSection, MasterSection, OnVersionSection, TrackSection
+from dips.config.master import MasterSection, OnVersionSection, TrackSection
 from dips.config.run import RunFile, load_run
+from dips.config.section import STALL_HEARTBEATS
 from dips.config.shared import Shared
 from dips.config.slave import AUTO_LANES, SlaveSection
-from dips.config.tls import TlsSection
 
 __all__ = [
     "AUTO_LANES",
+    "STALL_HEARTBEATS",
     "ClusterFile",
-    "JournalSection",
     "MasterSection",
     "OnVersionSection",
     "RunFile",
     "Shared",
     "SlaveSection",
-    "TlsSection",
     "TrackSection",
     "host_port",
     "is_loopback",

@@ -7,14 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey, HttpTokenKey
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import LogLevel, Section
+from dips.config.section import STALL_HEARTBEATS, LogLevel, Section
 from dips.config.shared import Shared
-from dips.config.tls import TlsSection
+from dips.config.tls import TlsKey
 from dips.errors import ConfigError
-from dips.identity.names import PeerRole
-from dips.identity.paths import TlsFiles
 from dips.protocol.enums import DivergencePolicy
 
 MOST_FRAGMENTS = 256  # models rarely have more layers
@@ -41,7 +39,7 @@ class PaceSection(Section):
         return self
 
 
-class ClusterFile(HttpKeys):
+class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     """`cluster.yaml`: one training cluster."""
 
     shared: Shared
@@ -67,31 +65,24 @@ class ClusterFile(HttpKeys):
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for this long is reconnected
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
-    # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Launchers may allow less:
-    # Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
-    end_grace_s: Annotated[float, Field(gt=0)] = 300.0
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
     install: Literal["whole", "lazy"] = "whole"
     # Host of this agent through which ranks without a route reach the slaves; null: they connect directly. Off loopback
-    # the run needs a section `tls`, so that lanes are encrypted: the relay forwards bytes unchanged.
+    # the run needs certificates, so that lanes are encrypted: the relay forwards bytes unchanged.
     relay: str | None = None
     log_level: LogLevel = "info"  # of the agent; may change while it runs; --log-level overrides it
-    tls: TlsSection | None = None
-    insecure: bool = False  # plain text instead; only on loopback
+
+    @property
+    def stall_s(self) -> float:
+        """The time after which a stream whose slave owes a byte is begun anew."""
+        return STALL_HEARTBEATS * self.heartbeat_s
 
     @property
     def poll_s(self) -> float:
         """The longest time for which a collective of the training job waits for a process outside the cluster."""
         return self.heartbeat_s
-
-    @property
-    def tls_files(self) -> TlsFiles | None:
-        """The agent's certificate files; None: plain text."""
-        return None if self.tls is None else self.tls.files_of(self.cluster, PeerRole.CLUSTER)
 
 
 def load_cluster(path: Path) -> ClusterFile:
@@ -99,7 +90,9 @@ def load_cluster(path: Path) -> ClusterFile:
     config = load_file(path, ClusterFile)
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
-    check_transport(path, config.insecure, config.tls, control)
+    check_transport(path, bool(config.tls), control)
+    if config.http_token is not None and config.http is None:
+        raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):
         raise ConfigError(
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "

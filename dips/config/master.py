@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey
 from dips.config.section import Section
 from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy, WindowRule
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
@@ -16,29 +16,15 @@ ORDER_HEARTBEATS = 5  # deadline of orders that move no model, in heartbeats: as
 LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream needs time to reconnect
 
 
-class JournalSection(Section):
-    """The master's journal for `dips-master replay`: segments of journal.SEGMENT_BYTES, each with a state."""
-
-    segments: Annotated[int, Field(ge=0)] = 8  # newest segments that are kept; 0: no journal
-
-
 class OnVersionSection(Section):
-    """A command or function that the master runs for every n-th version, in a separate process
+    """A command that the master runs for every n-th version, in a separate process
     (master/on_version.py).
     """
 
     every: Annotated[int, Field(ge=1)]  # versions
-    command: tuple[str, ...] = ()  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
-    call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
-    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # after which the process group is killed
-
-    @model_validator(mode="after")
-    def _require_one(self) -> OnVersionSection:
-        if bool(self.command) == (self.call is not None):
-            raise ValueError("expected one of command and call")
-        if self.call is not None and not all(self.call.partition(":")):
-            raise ValueError(f"call: expected MODULE:FUNCTION, got {self.call!r}")
-        return self
+    command: Annotated[
+        tuple[str, ...], Field(min_length=1)
+    ]  # run in the run file's directory, with DIPS_MODEL and DIPS_VERSION
 
 
 class TrackSection(Section):
@@ -63,7 +49,6 @@ class TimingSection(Section):
     hang_s: float = 120.0  # longer if an inner step takes minutes
     compute_s: float = 300.0  # longer if a slave's disk can stand still for minutes
     transfer_s: float = 3600.0  # longer if a link moves nothing for an hour
-    min_push_bps: float = 0.0  # to keep out clusters whose link would hold slots for too long
 
     @model_validator(mode="after")
     def _require_bounds(self) -> TimingSection:
@@ -80,14 +65,12 @@ class TimingSection(Section):
         )
 
 
-class MasterSection(HttpKeys):
+class MasterSection(HttpKey):
     """The section of the master."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, journal, logs, timeline
     timing: TimingSection = TimingSection()
-    journal: JournalSection = JournalSection()
-    keep_snapshots: Annotated[int, Field(ge=2)] = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # every n-th older version is kept; 0: none
     keep_most: Annotated[int, Field(ge=0)] = 0  # at most the newest n of these are kept; 0: all, until disks are full
     most_rollback: Annotated[int, Field(ge=0)] = MOST_ROLLBACK  # outer steps undone without `dips rollback`

@@ -9,7 +9,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dips.config.addresses import host_port, is_loopback
-from dips.config.tls import TlsSection
 from dips.errors import ConfigError
 from dips.ids import check_name
 
@@ -86,10 +85,7 @@ _PATH_KEYS = frozenset(
         "http_token",
         "mirror",
         "tensorboard",
-        "ca",
-        "cert",
-        "key",
-        "crl",
+        "tls",
     }
 )
 
@@ -126,20 +122,12 @@ def check_names(path: Path, names: list[tuple[str, str]]) -> None:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def check_transport(path: Path, insecure: bool, tls: TlsSection | None, addresses: list[tuple[str, str]]) -> None:
-    """Allow plain text on this machine only, and only if the file asks for it (docs/architecture.md#security)."""
-    if insecure == (tls is not None):
-        got = "both" if insecure else "neither"
-        raise ConfigError(
-            f"{path}: insecure: expected a section `tls` (`dips certs` makes the files) or `insecure: true` for plain "
-            f"text on loopback, got {got}"
-        )
+def check_transport(path: Path, secured: bool, addresses: list[tuple[str, str]]) -> None:
+    """Allow plain text on this machine only (docs/architecture.md#security)."""
     for key, address in addresses:
         try:
             host, _ = host_port(address)
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from error
-        if tls is None and not is_loopback(host):
-            raise ConfigError(
-                f"{path}: {key}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}"
-            )
+        if not secured and not is_loopback(host):
+            raise ConfigError(f"{path}: {key}: plain text (`tls: off`) is allowed on loopback only, got {address!r}")

@@ -6,20 +6,19 @@ from pathlib import Path
 
 from pydantic import Field
 
+from dips.config.http import HttpTokenKey
 from dips.config.limits import LimitsSection
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import LogLevel, Section
+from dips.config.section import LogLevel
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
-from dips.config.tls import TlsSection
+from dips.config.tls import TlsKey
 from dips.errors import ConfigError
-from dips.identity.names import PeerRole
-from dips.identity.paths import TlsFiles
 from dips.protocol.options import Options
 
 
-class RunFile(Section):
+class RunFile(HttpTokenKey, TlsKey):
     """A run file, `dips.yaml`: one run, its master and its slaves."""
 
     shared: Shared
@@ -28,21 +27,15 @@ class RunFile(Section):
     clusters: tuple[str, ...] | None = None  # that may join; null: all with a certificate of the run
     limits: LimitsSection = LimitsSection()
     log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level overrides it
-    tls: TlsSection | None = None
-    insecure: bool = False  # plain text instead; only on loopback
 
     def make_options(self) -> Options:
         """Return the Coordinator's options."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(), m.keep_snapshots, s.codec,
-            durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(),
+            codec=s.codec, durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip
-
-    def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:
-        """Return the certificate files of a process; None: plain text."""
-        return None if self.tls is None else self.tls.files_of(name, role)
 
     def slave_section(self, name: str) -> SlaveSection:
         """Return one slave's section. Raises ConfigError naming those that exist."""
@@ -56,6 +49,8 @@ def load_run(path: Path) -> RunFile:
     """Read a run file. Raises ConfigError naming file and key."""
     config = load_file(path, RunFile)
     check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
+    if config.http_token is not None and not any(section.http for section in (config.master, *config.slaves)):
+        raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
     names = [s.name for s in config.slaves]
     for name in names:
         if names.count(name) > 1:
@@ -72,5 +67,5 @@ def load_run(path: Path) -> RunFile:
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
         control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
     check_names(path, [(name, "cluster") for name in config.clusters or ()])
-    check_transport(path, config.insecure, config.tls, control)
+    check_transport(path, bool(config.tls), control)
     return config

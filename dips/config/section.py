@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from dips.codecs import PULL_CODECS, Codec
 
 MIB = 1 << 20
+STALL_HEARTBEATS = 15  # who owes bytes and is silent for so long has stalled, at both ends of a lane: 30 s by default
 
 
 def _require_updates(codec: Codec) -> Codec:

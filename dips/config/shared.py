@@ -18,16 +18,13 @@ MOST_PATTERNS = 64  # patterns of buffers' names, each compared with every param
 
 
 class PenaltySection(Section):
-    """The gates that decide which pushes count (docs/guides/gates.md). All other constants are defaults of
-    PenaltyOptions.
+    """The gates that decide which pushes count (docs/guides/gates.md). All other numbers begin as defaults of
+    PenaltyOptions; `dips set` changes some of them in a running run.
     """
 
     gates: tuple[str, ...] = tuple(PenaltyOptions().gates)  # in this order; also the names of entry points
     beta: float = PenaltyOptions().beta  # gated above β times the threshold: higher gates less
-    hard_cap: float = PenaltyOptions().hard_cap  # higher if norms are to grow tenfold for good
-    joiner_cap: float = PenaltyOptions().joiner_cap  # higher if a new cluster is gated and is healthy
     warmup_rounds: int = PenaltyOptions().warmup_rounds  # fewer in a run of few rounds
-    gate_patience: int = PenaltyOptions().gate_patience  # lower if clusters are not trusted
 
     @model_validator(mode="after")
     def _require_bounds(self) -> Self:

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dips.config.addresses import host_port
-from dips.config.http import HttpKeys
+from dips.config.http import HttpKey
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # for its I/O thread and its stage; with fewer cores a second lane only adds wake-ups
 AUTO_LANES = 4  # most lanes chosen by cores: with more, memory is the limit, not threads
 
 
-class SlaveSection(HttpKeys):
+class SlaveSection(HttpKey):
     """The section of one slave."""
 
     name: str
@@ -30,8 +30,6 @@ class SlaveSection(HttpKeys):
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # limit of its memory; null: the machine's
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a rank that owes or refuses bytes for this long has stalled
-    threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
     supervisor: Literal["external", "exec"] = (
         "external"  # external: systemd, Kubernetes or you start it; exec: the master
     )

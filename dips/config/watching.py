@@ -26,7 +26,6 @@ _SET = "the run began with it; `dips set` changes the run's, without a restart"
 _AGREED = "master, slaves and clusters agreed on it when the run was made"
 _OPEN = "the port is open since the start: restart this process"
 _MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"
-_FILES = "the files themselves are looked at each second, renew them in place; other paths take a restart"
 
 # Why a key cannot change while the daemon runs: the first matching row. Other keys are read at the start.
 REASONS: tuple[tuple[str, str], ...] = (
@@ -47,9 +46,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("*.slots", _MEMORY),
     ("*.pinned", _MEMORY),
     ("*.directory", "it is locked as long as this process runs: stop it, move the directory, start it"),
-    ("tls.*", _FILES),
-    ("tls", _FILES),
-    ("insecure", "sockets are made with certificates or without at the start: restart all processes of the run"),
+    ("tls", "the files are looked at each second, renew them in place; another path, or none, takes a restart"),
 )
 _OTHERWISE = "it is read at the start: restart this process"
 

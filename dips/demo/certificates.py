@@ -14,8 +14,8 @@ from dips.commands.status import ask_status
 from dips.demo.layout import CLUSTERS, RUN, SLAVES, DemoLayout
 from dips.demo.verdict import Check
 from dips.errors import Denied, UnavailableMaster, treatment_of
-from dips.identity.authority import REVOCATIONS, ROOT
 from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.paths import REVOCATIONS, ROOT
 from dips.local import run as local
 from dips.local.processes import ProcessEnded
 from dips.transport.endpoints import master_peer

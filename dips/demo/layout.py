@@ -20,12 +20,7 @@ from dips.local.run import LOGS
 RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
-TLS = {  # as in docs/guides/certificates.md
-    "ca": "certs/ca.crt",
-    "cert": "certs/{name}.{role}.crt",
-    "key": "certs/{name}.{role}.key",
-    "crl": "certs/crl.pem",
-}
+TLS = "certs/{name}.{role}.crt"  # as in docs/guides/certificates.md
 FULL_S = 150.0  # shorter demos have fewer checks and shorter rounds
 INNER_STEPS = 16  # H: about three seconds on two cores, so that a run of minutes has many outer steps
 INNER_STEPS_AT_A_GLANCE = 8  # for shorter demos; a busy machine takes a second per step
@@ -38,7 +33,7 @@ SHARED: dict[str, Any] = {
 }
 OWN_KEYS = frozenset({"run", "stop", "data"})  # keys of `shared` that a preset does not override
 EVALUATE_EVERY = 10  # versions, about half a minute
-EVALUATE_S = 120.0  # timeout of an evaluation, on cores that also train
+EVALUATE_S = "120"  # timeout of an evaluation, on cores that also train
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
     "heartbeat_s": 1.0,  # the display updates once a second; five missed heartbeats end a lease and an order
@@ -132,7 +127,7 @@ def write_configs(
     tokens  target of the run and of the learning-rate schedule; the run ends there, or after `wall_s` of one master
     """
     address = f"127.0.0.1:{_free_port()}"
-    spoken: dict[str, Any] = {"tls": TLS} if secure else {"insecure": True}
+    spoken = {"tls": TLS if secure else False}
     shared = {
         "run": RUN,
         **read_preset(preset),
@@ -150,17 +145,19 @@ def write_configs(
             "master": address,
             "directory": name,
             "initial_model": "master/initial/model.safetensors",
-            "threads": 1,  # the cores belong to the trainers
         }
         for name in SLAVES
     ]
-    evaluate = {"every": EVALUATE_EVERY, "command": [sys.executable, "-m", "dips.demo.evaluate", str(seed)]}
+    evaluate = {
+        "every": EVALUATE_EVERY,
+        "command": ["timeout", EVALUATE_S, sys.executable, "-m", "dips.demo.evaluate", str(seed)],
+    }
     master = {
         "listen": address,
         "directory": "master",
         "timing": TIMING,
         "keep_every": EVALUATE_EVERY,
-        "on_version": {**evaluate, "timeout_s": EVALUATE_S},
+        "on_version": evaluate,
         **mirrored,
     }
     run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, **spoken}
@@ -174,7 +171,6 @@ def write_configs(
             "directory": name,
             "socket": str(layout.sockets / f"{name}.sock"),
             "heartbeat_s": TIMING["heartbeat_s"],
-            "retry_s": 5.0,
             **spoken,
         }
         _dump_yaml(layout.cluster_file(name), cluster)

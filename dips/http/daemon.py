@@ -54,7 +54,7 @@ async def serve_http(
     """
     host, port = host_port(address)
     if tls is None and not is_loopback(host):
-        raise ConfigError(f"http: {address} is not loopback and needs certificates, a section `tls`")
+        raise ConfigError(f"http: {address} is not loopback and needs certificates (`tls`)")
     secured = None if is_loopback(host) else tls
     report = lambda problem: log.warning("http", problem=problem)  # noqa: E731
     door = Door(secured, None if token is None else ReaderToken(token, report))

@@ -17,9 +17,10 @@ from dips.errors import ConfigError, Denied
 from dips.identity import certificates, pem_files
 from dips.identity.certificates import Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
+from dips.identity.paths import REVOCATIONS, ROOT
 from dips.ids import check_name
 
-ROOT, ROOT_KEY, REVOCATIONS, ISSUED = "ca.crt", "ca.key", "crl.pem", "issued.jsonl"
+ROOT_KEY, ISSUED = "ca.key", "issued.jsonl"
 ROOT_DAYS, LEAF_DAYS = 3650, 90
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dips.identity.names import PeerRole
 
+ROOT, REVOCATIONS = "ca.crt", "crl.pem"  # beside each certificate, as in the authority's directory
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of the trusted authorities, our certificate, its key, and the revocations."""
+    """Paths of the trusted authorities, our certificate, its key, and the revocations, which need not exist."""
 
     ca: Path
     cert: Path
     key: Path
-    crl: Path | None = None
+    crl: Path
 
-    def of(self, name: str, role: PeerRole) -> TlsFiles:
-        """Return the paths with `{name}` and `{role}` filled in: one section of the run file serves all its daemons."""
+    @classmethod
+    def beside(cls, cert: Path) -> TlsFiles:
+        """Return the files beside a certificate. A Secret of cert-manager (ca.crt, tls.crt, tls.key) has these names
+        already.
+        """
+        return cls(cert.with_name(ROOT), cert, cert.with_suffix(".key"), cert.with_name(REVOCATIONS))
 
-        def fill(path: Path) -> Path:
-            return Path(str(path).replace("{name}", name).replace("{role}", role))
-
-        return replace(self, cert=fill(self.cert), key=fill(self.key))
+    @classmethod
+    def of(cls, cert: Path, name: str, role: PeerRole) -> TlsFiles:
+        """Return the files of one process: its name and role stand for `{name}` and `{role}`, so one key of the run
+        file serves all its daemons.
+        """
+        return cls.beside(Path(str(cert).replace("{name}", name).replace("{role}", role)))

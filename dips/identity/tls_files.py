@@ -38,26 +38,22 @@ class LoadedTls:
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
     """Read and verify the files; raise ConfigError naming the file and the remedy."""
     now = now or utc_now()
-    ca = pem_files.read_pem(files.ca, "tls.ca")
-    cert = pem_files.read_pem(files.cert, "tls.cert")
-    key = pem_files.read_key_pem(files.key, "tls.key")
-    authorities = pem_files.parse_certificates(ca, files.ca, "tls.ca")
-    certificate = pem_files.parse_certificate(cert, files.cert, "tls.cert")
-    if certificate.public_key() != pem_files.parse_key(key, files.key, "tls.key").public_key():
-        raise ConfigError(
-            f"tls.key: {files.key} is not the key of {files.cert}: one of them was renewed without the other"
-        )
-    certificates.check_validity(certificate, now, f"tls.cert: {files.cert}")
+    ca = pem_files.read_pem(files.ca, "tls")
+    cert = pem_files.read_pem(files.cert, "tls")
+    key = pem_files.read_key_pem(files.key, "tls")
+    authorities = pem_files.parse_certificates(ca, files.ca, "tls")
+    certificate = pem_files.parse_certificate(cert, files.cert, "tls")
+    if certificate.public_key() != pem_files.parse_key(key, files.key, "tls").public_key():
+        raise ConfigError(f"tls: {files.key} is not the key of {files.cert}: one of them was renewed without the other")
+    certificates.check_validity(certificate, now, f"tls: {files.cert}")
     _check_signed(certificate, authorities, files, now)
     try:
         identity = certificates.identity_of(certificate)
     except Denied as error:
-        raise ConfigError(f"tls.cert: {files.cert}: {error}") from error
+        raise ConfigError(f"tls: {files.cert}: {error}") from error
     revoked = _read_revoked(files, authorities)
     if certificate.serial_number in revoked:
-        raise ConfigError(
-            f"tls.cert: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`"
-        )
+        raise ConfigError(f"tls: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`")
     return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked, tuple(authorities))
 
 
@@ -65,7 +61,7 @@ def require_identity(loaded: LoadedTls, name: str, role: PeerRole, run: str) -> 
     """Return `loaded` if it is of this process; raise ConfigError if it is another's."""
     wanted = PeerIdentity(name, role, run)
     if loaded.identity != wanted:
-        raise ConfigError(f"tls.cert: expected a certificate of {wanted}, got one of {loaded.identity}")
+        raise ConfigError(f"tls: expected a certificate of {wanted}, got one of {loaded.identity}")
     return loaded
 
 
@@ -74,10 +70,10 @@ def _check_signed(
 ) -> None:
     for authority in authorities:
         if certificate.issuer == authority.subject and _is_signed(certificate, authority):
-            certificates.check_validity(authority, now, f"tls.ca: {files.ca}")
+            certificates.check_validity(authority, now, f"tls: {files.ca}")
             return
     signer = certificate.issuer.rfc4514_string()
-    raise ConfigError(f"tls.cert: {files.cert} is signed by {signer!r}, which is not in {files.ca} (tls.ca)")
+    raise ConfigError(f"tls: {files.cert} is signed by {signer!r}, which is not in {files.ca}")
 
 
 def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -89,11 +85,11 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 
 
 def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
-    if files.crl is None:
+    if not files.crl.exists():
         return frozenset()
-    lists = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls.crl"), files.crl, "tls.crl")
+    lists = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls"), files.crl, "tls")
     for crl in lists:
         signers = [authority for authority in authorities if authority.subject == crl.issuer]
         if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
-            raise ConfigError(f"tls.crl: {files.crl} is not signed by an authority of {files.ca} (tls.ca)")
+            raise ConfigError(f"tls: {files.crl} is not signed by an authority of {files.ca}")
     return frozenset(row.serial_number for crl in lists for row in crl)

@@ -21,7 +21,7 @@ from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master import begin, genesis, operate, restore, waiting
 from dips.master.core import MasterCore, Step
-from dips.master.journal import Journal
+from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
 from dips.master.manifest_desk import ManifestDesk
 from dips.master.outside import MasterOutside
@@ -80,7 +80,7 @@ def serve_command(
     One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
     starts and supervises itself; SIGTERM stops them too.
 
-    Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
+    Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest eight).
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
@@ -183,10 +183,8 @@ def _build_runtime(
 ) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing.make_options()
-    journal = None
-    if config.master.journal.segments:
-        journal = Journal(config.master.directory, config.shared.run, term, config.master.journal.segments, log)
-        stack.callback(journal.close)
+    journal = Journal(config.master.directory, config.shared.run, term, SEGMENTS_KEPT, log)
+    stack.callback(journal.close)
     state = ledger.read_state()
     outside.begin_mirror(config, term, log)
     _warn_of_other_targets(config, ledger, log)
@@ -207,9 +205,9 @@ def _warn_of_other_targets(config: RunFile, ledger: Ledger, log: logs.Log) -> No
         log.warning("targets", file=ours.describe(), run=known[-1].describe(), remedy="dips set changes the run's")
 
 
-def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
+def _logged_step(coordinator: Coordinator, journal: Journal, log: logs.Log) -> Step:
     """Return the Coordinator's step with its journal and the debug log."""
-    decide = coordinator.step if journal is None else partial(journal.step_journaled, coordinator)
+    decide = partial(journal.step_journaled, coordinator)
 
     def step_logged(event: Event, now: float) -> list[Effect]:
         effects = decide(event, now)
@@ -285,7 +283,7 @@ async def _serve_http(
         "master", read_status, prometheus.collect, runtime.explain_unready,
         daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
-    await daemon.open_http(section, tls, subject, log, stack, page.make_routes(runtime))
+    await daemon.open_http(section.http, config.http_token, tls, subject, log, stack, page.make_routes(runtime))
 
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:

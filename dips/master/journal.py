@@ -36,6 +36,7 @@ from dips.protocol.view import JournalView
 from dips.telemetry.logs import Log
 
 FORMAT = 1
+SEGMENTS_KEPT = 8  # newest segments on the disk: half a GiB is weeks of such a run
 SEGMENT_BYTES = 64 << 20  # 600,000 events: days of ten clusters and a round a minute
 RAISED = "raised"
 MOST_WAITING = (

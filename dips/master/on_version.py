@@ -24,6 +24,7 @@ from dips.protocol.view import VersionProcessView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
+LONGEST_S = 86_400.0  # of one process, which is then killed; a command may be bounded by `timeout 1h …`
 LOOK_EVERY_S = 2.0  # interval of checks for a new version and of the log's size
 RETRY_S = 60.0  # after the ledger could not be read or written; the process is run again
 KILLED_S = 10.0  # until a killed process is gone
@@ -124,7 +125,7 @@ class VersionProcesses:
         await child.wait()
         lines = await asyncio.to_thread(_read_lines, log, begin)
         if not in_time:
-            return False, f"not done after {self._config.timeout_s:g} s: killed", ()
+            return False, f"not done after {LONGEST_S:g} s: killed", ()
         if child.code != 0:
             last = lines[-1][:REASON_CHARS] if lines else "it printed nothing"
             return False, f"exit code {child.code}: {last}", ()
@@ -132,7 +133,7 @@ class VersionProcesses:
 
     async def _wait_bounded(self, child: Child, log: Path) -> bool:
         """Wait for its end; return whether it ended in time."""
-        until = self._clock() + self._config.timeout_s
+        until = self._clock() + LONGEST_S
         while (left := until - self._clock()) > 0:
             if await child.wait(min(left, LOOK_EVERY_S)):
                 return True
@@ -140,10 +141,10 @@ class VersionProcesses:
         return False
 
     def _command_for(self, version: VersionId) -> list[str]:
-        what = ["--call", self._config.call] if self._config.call else ["--", *self._config.command]
         model = self._directory / "model.safetensors"
         return [
-            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), *what,
+            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), "--",
+            *self._config.command,
         ]  # fmt: skip
 
 

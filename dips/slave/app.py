@@ -16,7 +16,7 @@ import typer
 
 from dips import daemon
 from dips.codecs import Codec
-from dips.config import RunFile, SlaveSection, host_port, load_run
+from dips.config import STALL_HEARTBEATS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
@@ -188,7 +188,7 @@ async def serve(
             daemon.list_disks(section.directory, section.mirror),
             lambda: slave_metrics.count_snapshots(section.directory),
         )  # fmt: skip
-        await daemon.open_http(section, tls, subject, log, stack)
+        await daemon.open_http(section.http, config.http_token, tls, subject, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         if file is not None:
@@ -217,7 +217,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
-    workers = section.threads or available_cores()
+    workers = available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
     begun = time.monotonic()
@@ -232,8 +232,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         config.shared.chunk_bytes,
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
-        section.stall_s,
-        key=None if config.tls is None else curve.new_keys(),  # in memory only; sent with Register
+        STALL_HEARTBEATS * config.master.timing.heartbeat_s,
+        key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)

@@ -57,7 +57,7 @@ def _choose_version(
         if version is None:
             raise ConfigError(f"no version is complete in all directories, which have: {listing}")
         raise ConfigError(
-            f"{version} is gone, or never was: slaves keep the newest (master.keep_snapshots), here are: {listing}"
+            f"{version} is gone, or never was: slaves keep the newest, and those of keep_every; here are: {listing}"
         )
     chosen = max(common)
     return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}

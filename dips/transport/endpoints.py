@@ -68,10 +68,10 @@ def _explain_plain(raw: socket.socket) -> str:
     context.set_alpn_protocols(["h2"])
     try:
         with context.wrap_socket(raw):
-            return "it expects certificates: give this process a section `tls`"
+            return "it expects certificates: give this process a certificate (`tls`)"
     except ssl.SSLError as error:
         asks = "CERTIFICATE" in (error.reason or "")
-        return "it expects certificates: give this process a section `tls`" if asks else ""
+        return "it expects certificates: give this process a certificate (`tls`)" if asks else ""
     except OSError:
         return ""
 
@@ -90,10 +90,10 @@ def _explain_tls(raw: socket.socket, source: TlsSource, wanted: PeerIdentity) ->
                 refused = False
             return f"it refused our certificate ({source.files.cert})" if refused else ""
     except ssl.SSLCertVerificationError as error:
-        return f"its certificate is refused: {error.verify_message} (tls.ca: {source.files.ca})"
+        return f"its certificate is refused: {error.verify_message} (by {source.files.ca})"
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
-            return "it speaks plain text: give it a section `tls`, or this process `insecure: true`"
+            return "it speaks plain text: give it a certificate (`tls`), or this process `tls: off`"
         return f"it refused our certificate ({source.files.cert}): {error.reason}"
     except OSError as error:
         return f"the handshake broke: {error}"

@@ -66,7 +66,7 @@ class TlsSource:
     def find_expiry(self, now: datetime | None = None) -> str:
         """Return a message if our certificate has expired; empty if it has not."""
         try:
-            check_until(self.read_current().until, now or utc_now(), f"tls.cert: {self.files.cert}")
+            check_until(self.read_current().until, now or utc_now(), f"tls: {self.files.cert}")
         except ConfigError as error:
             return str(error)
         return ""
@@ -76,11 +76,17 @@ class TlsSource:
         if stamp == self._stamp:
             return
         try:
+            self._require_revocations()
             self._loaded, self._problem = self._load(), ""
         except ConfigError as error:
             self._problem = f"the new files are not used: {error}"
             self._report(self._problem)
         self._stamp = stamp
+
+    def _require_revocations(self) -> None:
+        """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""
+        if self._loaded.revoked and not self.files.crl.exists():
+            raise ConfigError(f"tls: {self.files.crl} is gone, and what it revoked stays revoked: bring it back")
 
     def _load(self) -> LoadedTls:
         return require_identity(load_tls(self.files), self._name, self._role, self._run)
@@ -114,4 +120,4 @@ def _server_configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfigurat
 
 def _stamp(files: TlsFiles) -> _Stamp:
     """Return a value that changes whenever a file does; a missing file has one as well."""
-    return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl) if path is not None)
+    return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl))

@@ -81,20 +81,13 @@ class AttackedRun:
 
     def __enter__(self) -> AttackedRun:
         self.directory.mkdir()
-        security: dict[str, Any] = {"insecure": True}
+        security: dict[str, Any] = {"tls": False}
         if self.secured:
             self.enrolled = Enrolled(self.directory / "certs", RUN)
             names = [("master", PeerRole.MASTER), ("ps0", PeerRole.SLAVE), ("ps1", PeerRole.SLAVE)]
             for name, role in [*names, *((cluster, PeerRole.CLUSTER) for cluster in CLUSTERS)]:
                 self.enrolled.enroll(name, role)
-            security = {
-                "tls": {
-                    "ca": "certs/ca/ca.crt",
-                    "cert": "certs/{name}.{role}.crt",
-                    "key": "certs/{name}.{role}.key",
-                    "crl": "certs/ca/crl.pem",
-                }
-            }
+            security = {"tls": "certs/{name}.{role}.crt"}
         self.http = {name: harness.free_port() for name in ("master", "ps0", "ps1", *CLUSTERS)}
         self.agent_line = harness.free_port()  # west's, for ranks of other hosts
         self.viewer: ssl.SSLContext | None = None
@@ -166,6 +159,7 @@ class AttackedRun:
             self.directory / "certs" / "ca" / "ca.crt",
             self.directory / f"{stem}.crt",
             self.directory / f"{stem}.key",
+            self.directory / "certs" / "ca" / "crl.pem",
         )
         pem_files.write_public(files.cert, pem_files.to_pem(signed))
         pem_files.write_private(files.key, certificates.key_to_pem(key))
@@ -293,7 +287,7 @@ class AttackedRun:
         for name, token in (("http.token", TOKEN), ("job.token", JOB_TOKEN)):
             pem_files.write_private(self.directory / name, token.encode())
         if self.secured:
-            content["master"]["http_token"] = "http.token"
+            content["http_token"] = "http.token"
         self.run.file.write_text(yaml.safe_dump(content))
 
 

@@ -7,6 +7,7 @@ counted and no daemon has grown.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,8 +110,11 @@ def test_names_that_are_none(secured: AttackedRun, what: str, sans: list[str], t
 def test_another_certificates_key(secured: AttackedRun) -> None:
     """The certificate is public: whoever shows it without its key does not get as far as a connection."""
     west, east = (secured.certificate_of(name, PeerRole.CLUSTER) for name in ("north", "south"))
-    mixed = {"ca": str(west.ca), "cert": str(west.cert), "key": str(east.key)}
-    posing = secured.run.start_cluster("north", tiny(secured.directory), tls=mixed)
+    mixed = TlsFiles.beside(secured.directory / "mixed" / west.cert.name)
+    mixed.cert.parent.mkdir()
+    for source, target in ((west.ca, mixed.ca), (west.cert, mixed.cert), (east.key, mixed.key)):
+        shutil.copy(source, target)
+    posing = secured.run.start_cluster("north", tiny(secured.directory), tls=str(mixed.cert))
     secured.run.wait(posing, 60, code=78)
     assert "is not the key of" in posing.log.read_text()
     said = refused_with(

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dips.identity import pem_files
-from dips.identity.authority import REVOCATIONS, ROOT, Authority
+from dips.identity.authority import Authority
 from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.paths import REVOCATIONS, ROOT
 from dips.transport.endpoints import Endpoint, master_peer, slave_peer
 from dips.transport.guard import Guard
 from dips.transport.tls import LOOK_S, TlsSource
@@ -84,15 +85,13 @@ class RunCertificates:
     def _publish(self, *authorities: Authority) -> None:
         """Put into the files that all read what these authorities say."""
         files = self.enrolled.files_of("")
-        assert files.crl is not None
         for to, name in ((files.ca, ROOT), (files.crl, REVOCATIONS)):
             pem_files.write_public(to, b"".join((a.directory / name).read_bytes() for a in authorities))
 
     @property
     def security(self) -> Mapping[str, Any]:
         """Keys of run file and cluster files."""
-        files = self.enrolled.files_of("{name}.{role}")
-        return {"tls": {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key), "crl": str(files.crl)}}
+        return {"tls": str(self.enrolled.files_of("{name}.{role}").cert)}
 
     def source(self, name: str, role: PeerRole) -> TlsSource:
         """As whom a process shows itself; renewed as its own are."""

@@ -137,7 +137,6 @@ class Deployment(Run):
                 "listen": own["listen"],
                 "lanes": [own["lane"]],
                 "master": own["master"],
-                "stall_s": 4.0,
             }
         return file
 
@@ -201,7 +200,7 @@ class Deployment(Run):
         command += ["--ranges"] if self.ranges else []
         keys = {
             "cluster": name, "master": self.to_master[name].wire.listen, "heartbeat_s": TIMING["heartbeat_s"],
-            "stall_s": 4.0, "retry_s": 0.5, "max_restarts": 1000, **options,
+            "max_restarts": 1000, **options,
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)
 

@@ -68,9 +68,6 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
         lanes = {f"lane-{i}": lane for i, lane in enumerate(section.lanes)}
         yield from _ports(pod, {"control": section.listen, "http": section.http, **lanes})
         yield from _paths(pod, section.directory, run.tls_files(section.name, PeerRole.SLAVE))
-        asked = quantity(pod.containers[-1]["resources"]["requests"]["cpu"])
-        if section.threads != asked:
-            yield f"{section.name} has {section.threads} threads and asks for {asked:g} CPUs"
         inside = section.advertise is not None and section.advertise.endswith(".svc")
         if inside and section.advertise not in pod.host_names:
             yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"
@@ -93,7 +90,7 @@ def _resources(run: RunFile, pods: list[Pod]) -> Iterator[str]:
 def _cluster(cluster: ClusterFile, pods: list[Pod]) -> Iterator[str]:
     for pod in pods:
         yield from _ports(pod, {"http": cluster.http})
-        yield from _paths(pod, cluster.directory, cluster.tls_files)
+        yield from _paths(pod, cluster.directory, cluster.tls_files(cluster.cluster, PeerRole.CLUSTER))
         if pod.labels.get("dips/cluster") != cluster.cluster:
             yield f"{pod.name} is labelled as {pod.labels.get('dips/cluster')}, its file says {cluster.cluster}"
         if cluster.token is None or not _is_mounted(pod, cluster.token, "secret"):
@@ -117,9 +114,11 @@ def _paths(pod: Pod, directory: Path | None, tls: TlsFiles | None) -> Iterator[s
         yield f"{pod.name} has no certificate"
         return
     for path in (tls.ca, tls.cert, tls.key, tls.crl):
-        if path is not None and not _is_mounted(pod, path, "secret", "csi"):
+        if not _is_mounted(pod, path, "secret", "csi"):
             yield f"{pod.name}: {path} is in no Secret and no volume of csi-driver"
-        elif path is not None and not _is_made(pod, path):
+        elif not _is_made(pod, path) and (
+            path != tls.crl or _is_mounted(pod, path, "secret")
+        ):  # cert-manager has no list
             yield f"{pod.name}: {path.name} is not among the files of its Secret in deploy/README.md"
 
 

@@ -56,7 +56,6 @@ def edited_tree(tmp_path: Path, images: dict[str, str]) -> Path:
             stop={"versions": VERSIONS}, data={"ranges": 200},
         )  # fmt: skip
     edit(kubernetes / "cluster" / "common" / "config" / "cluster.yaml", pace={"steps": 2})
-    replace(kubernetes / "base" / "config" / "dips.yaml", "threads: 4", "threads: 1")
     replace(kubernetes / "base" / "seed.yaml", "mymodel:build", "dips.demo.model:build")
     job = kubernetes / "cluster" / "job.yaml"
     replace(job, "[train.py, --data, /corpus]", "[-m, dips.demo.train]")

@@ -58,7 +58,7 @@ def environment(tmp_path: Path, cluster: Path) -> dict[str, str]:
 def cluster_file(run: harness.Run, **changes: object) -> Path:
     content = {
         "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "insecure": True, "heartbeat_s": 0.5, **changes,
+        "tls": False, "heartbeat_s": 0.5, **changes,
     }  # fmt: skip
     path = run.directory / "slow.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -84,7 +84,7 @@ def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
-    """A wrong cluster file ends the job at once, with the exit code of the check."""
+    """A wrong cluster file ends the job at once, with the exit code of a wrong configuration."""
     job = submit(slurm, tmp_path, cluster_file(run, heartbeats=1), "train.py")
-    assert slurm.await_end(job, JOB_S) == 1
+    assert slurm.await_end(job, JOB_S) == 78
     assert "heartbeats: unknown key" in (tmp_path / "job.log").read_text()

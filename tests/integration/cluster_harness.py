@@ -125,7 +125,7 @@ class Run:
         self._slave, self._master, self.security = (
             dict(slave or {}),
             dict(master or {}),
-            dict(security or {"insecure": True}),
+            dict(security or {"tls": False}),
         )
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
@@ -170,7 +170,7 @@ class Run:
             file,
             {
                 "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, **self.security, "heartbeat_s": 0.5, "retry_s": 1.0,
+                "directory": name, **self.security, "heartbeat_s": 0.5,
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip
@@ -209,7 +209,7 @@ class Run:
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         model = str(Path("master") / genesis.INITIAL_MODEL)
-        small = {"initial_model": model, "master": self.address, "threads": 1, **self._slave}
+        small = {"initial_model": model, "master": self.address, **self._slave}
         return {
             "shared": self.shared,
             "master": {"listen": self.address, "directory": "master", "timing": dict(timing), **self._master},

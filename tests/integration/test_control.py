@@ -85,7 +85,7 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
         "shared": {"run": "toy", **shared},
         "master": {"listen": "127.0.0.1:0", "directory": "m", "http": "127.0.0.1:0", "timing": timing},
         "slaves": slaves,
-        "insecure": True,
+        "tls": False,
     }
     path = tmp_path / "dips.yaml"
     path.write_text(yaml.safe_dump(raw))

@@ -63,7 +63,7 @@ def made_run(tmp_path: Path) -> Iterator[Any]:
 def cluster_file(run: Any, **changes: Any) -> Path:
     content = {
         "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "insecure": True, "heartbeat_s": 0.5, **changes,
+        "tls": False, "heartbeat_s": 0.5, **changes,
     }  # fmt: skip
     path: Path = run.directory / "slow.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -168,6 +168,6 @@ def test_a_preflight_that_fails_starts_nothing(run: Any, environment: dict[str, 
         env={**environment, "DIPS_CLUSTER": str(path)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 69, done.stdout + done.stderr
     assert "start the master" in done.stdout
     assert not (run.directory / "slow" / "agent.pid").exists()

@@ -73,8 +73,8 @@ class PlayedCluster:
 
 @asynccontextmanager
 async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[PlayedCluster]:
-    files = {key: Path(path.format(name=name, role="cluster")) for key, path in run.security["tls"].items()}
-    source = TlsSource(TlsFiles(**files), name, PeerRole.CLUSTER, RUN)
+    files = TlsFiles.of(Path(run.security["tls"]), name, PeerRole.CLUSTER)
+    source = TlsSource(files, name, PeerRole.CLUSTER, RUN)
     master = master_peer(run.address, source)
     described = await _describe_run(master)
     manifest, link = Manifest.from_json(described["manifest"]), MasterLink(master, described["shared"])
@@ -144,7 +144,7 @@ async def reach_for_all(run: harness.Run) -> None:
 
         # eve's own pull ends with her certificate, and her key with it
         await asyncio.to_thread(pull_pieces, hers, eve.identity(1), eve.pieces(0.0))
-        Authority.open(Path(run.security["tls"]["ca"]).parent).revoke("eve.cluster")
+        Authority.open(Path(run.security["tls"]).with_name("ca")).revoke("eve.cluster")
         with pytest.raises(Denied, match="revoked"):
             await asyncio.wait_for(eve.lease, WAIT_S)
         async with asyncio.timeout(WAIT_S):

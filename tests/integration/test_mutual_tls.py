@@ -28,6 +28,7 @@ from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 from tests.enrolled import Enrolled
 
 RUN = "july"
+NO_LIST = Path("no crl.pem")
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ class TestStrangers:
     async def test_plain_text_to_a_master_with_certificates(self, enrolled: Enrolled) -> None:
         ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
         async with master(ours) as (address, _):
-            with pytest.raises(UnavailableMaster, match="it expects certificates: give this process a section `tls`"):
+            with pytest.raises(UnavailableMaster, match="it expects certificates: give this process a certificate"):
                 await join(master_peer(address, None), "west")
 
     async def test_certificates_to_a_master_in_plain_text(self, enrolled: Enrolled) -> None:
@@ -142,7 +143,7 @@ class TestStrangers:
         (tmp_path / "other").mkdir()
         forged = source_of(Enrolled(tmp_path / "other", RUN).enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
         async with master(ours) as (address, _):
-            with pytest.raises(UnavailableMaster, match=r"its certificate is refused: .*tls\.ca"):
+            with pytest.raises(UnavailableMaster, match=r"its certificate is refused: .* \(by .*other/ca\.crt\)"):
                 await join(master_peer(address, forged), "west")
 
     async def test_a_forged_certificate_that_trusts_the_true_master(self, enrolled: Enrolled, tmp_path: Path) -> None:
@@ -192,10 +193,31 @@ class TestWithoutRestart:
         clock.now += LOOK_S
         assert ours.read_current() is first
         (problem,) = problems
-        assert f"tls.cert: {files.cert} cannot be read: No such file" in problem and "bring it here" in problem
+        assert f"tls: {files.cert} cannot be read: No such file" in problem and "bring it here" in problem
         files.cert.write_bytes(content)
         clock.now += LOOK_S
         assert ours.read_current().cert == first.cert and len(problems) == 1
+
+    def test_a_list_that_vanishes_lets_nobody_in_again(self, enrolled: Enrolled) -> None:
+        """Without crl.pem beside the certificate nothing is revoked; one that revoked something is missed."""
+        clock, problems = HandClock(), []
+        ours = source_of(
+            enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER, clock, report=problems.append
+        )
+        content = ours.files.crl.read_bytes()
+        ours.files.crl.unlink()
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == frozenset() and problems == []
+        ours.files.crl.write_bytes(content)
+        enrolled.enroll("east", PeerRole.CLUSTER)
+        (row,) = enrolled.authority.revoke("east.cluster")
+        ours.files.crl.write_bytes((enrolled.directory / "ca" / "crl.pem").read_bytes())
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == {row.serial}
+        ours.files.crl.unlink()
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == {row.serial}
+        assert "crl.pem is gone, and what it revoked stays revoked: bring it back" in problems[-1]
 
     async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
         clock = HandClock()
@@ -235,13 +257,13 @@ class TestWithoutRestart:
         """Both are trusted, then certificates of the new one arrive, then the old one is gone."""
         clock = HandClock()
         files = enrolled.enroll(MASTER_NAME, PeerRole.MASTER)
-        ours = source_of(replace(files, crl=None), MASTER_NAME, PeerRole.MASTER, clock)
+        ours = source_of(replace(files, crl=NO_LIST), MASTER_NAME, PeerRole.MASTER, clock)
         (tmp_path / "new").mkdir()
         later = Enrolled(tmp_path / "new", RUN).enroll("west", PeerRole.CLUSTER)
         async with master(ours) as (address, _):
             both = files.ca.read_bytes() + later.ca.read_bytes()
             later.ca.write_bytes(both)
-            west = source_of(replace(later, crl=None), "west", PeerRole.CLUSTER)
+            west = source_of(replace(later, crl=NO_LIST), "west", PeerRole.CLUSTER)
             with pytest.raises(UnavailableMaster):
                 await join(master_peer(address, west), "west")
             files.ca.write_bytes(both)
@@ -253,13 +275,13 @@ class TestWithoutRestart:
     ) -> None:
         clock = HandClock()
         files, old = enrolled.enroll(MASTER_NAME, PeerRole.MASTER), enrolled.enroll("west", PeerRole.CLUSTER)
-        ours = source_of(replace(files, crl=None), MASTER_NAME, PeerRole.MASTER, clock)
+        ours = source_of(replace(files, crl=NO_LIST), MASTER_NAME, PeerRole.MASTER, clock)
         (tmp_path / "new").mkdir()
         new = Enrolled(tmp_path / "new", RUN).enroll(MASTER_NAME, PeerRole.MASTER)
         old_ca = tmp_path / "old.crt"
         old_ca.write_bytes(files.ca.read_bytes())
         async with master(ours) as (address, guard):
-            peer = master_peer(address, source_of(replace(old, ca=old_ca, crl=None), "west", PeerRole.CLUSTER))
+            peer = master_peer(address, source_of(replace(old, ca=old_ca, crl=NO_LIST), "west", PeerRole.CLUSTER))
             channel = control.open_channel(peer)
             assert await join(peer, "west", channel) == "west"
             files.ca.write_bytes(new.ca.read_bytes())

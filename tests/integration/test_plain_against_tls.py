@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import tiny
 
 NOBODY = 69
-NEEDS_TLS = "it expects certificates: give this process a section `tls`"
-IS_PLAIN = "it speaks plain text: give it a section `tls`, or this process `insecure: true`"
+NEEDS_TLS = "it expects certificates: give this process a certificate (`tls`)"
+IS_PLAIN = "it speaks plain text: give it a certificate (`tls`), or this process `tls: off`"
 OPERATOR = ("operator", PeerRole.OPERATOR)
 NAMES = ((MASTER_NAME, PeerRole.MASTER), OPERATOR, ("ps0", PeerRole.SLAVE), ("west", PeerRole.CLUSTER))
 WORDS = [
@@ -39,10 +38,11 @@ class TwoRuns:
         self.enrolled = Enrolled(directory / "certs", "test")
         for name, role in NAMES:
             self.enrolled.enroll(name, role)
-        shutil.copy(directory / "certs" / "ca" / "ca.crt", directory / "certs")  # `--credentials` finds it there
         files = self.enrolled.files_of("{name}.{role}")
-        tls = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key), "crl": str(files.crl)}
-        self.runs = {True: self._make_run(directory / "tls", {"tls": tls}), False: self._make_run(directory / "plain")}
+        self.runs = {
+            True: self._make_run(directory / "tls", {"tls": str(files.cert)}),
+            False: self._make_run(directory / "plain"),
+        }
         self.addresses = {secured: run.address for secured, run in self.runs.items()}
 
     @staticmethod

@@ -51,7 +51,7 @@ def made_run(tmp_path: Path) -> Any:
 
 
 def cluster(run: Any, **changes: Any) -> dict[str, Any]:
-    content = {"shared": run.shared, "cluster": "oslo", "master": run.address, "directory": "oslo", "insecure": True}
+    content = {"shared": run.shared, "cluster": "oslo", "master": run.address, "directory": "oslo", "tls": False}
     return {**content, **changes}
 
 
@@ -63,7 +63,7 @@ def ready(run: Any) -> None:
 
 
 def test_all_is_well_and_what_is_not_is_named(run: Any, tmp_path: Path) -> None:
-    """A right cluster gets 0 and a rate for each slave; another model, other options and another run get 1."""
+    """A right cluster gets 0 and a rate for each slave; another model, other options and another run get 78."""
     ready(run)
     save_file(TENSORS, tmp_path / "right.safetensors")
     save_file({**TENSORS, "b.weight": np.ones((17,), np.float32)}, tmp_path / "wrong.safetensors")
@@ -79,30 +79,30 @@ def test_all_is_well_and_what_is_not_is_named(run: Any, tmp_path: Path) -> None:
         assert trip < 1000 and there > 50 and back > 50, seen
 
     code, rows, _ = check(tmp_path, cluster(run), "--model", str(tmp_path / "wrong.safetensors"))
-    assert (code, rows["model"]["verdict"]) == (1, "FAIL")
+    assert (code, rows["model"]["verdict"]) == (78, "FAIL")
     assert rows["model"]["seen"] == "b.weight: expected shape (16,), got (17,)"
 
     (tmp_path / "mymodel.py").write_text(FACTORY)
     code, rows, _ = check(tmp_path, cluster(run), "--factory", "mymodel:build")
     assert (code, rows["model"]["seen"]) == (0, "2 parameters, 0.00 M elements, as the run's")
     code, rows, _ = check(tmp_path, cluster(run), "--factory", "mymodel:other")
-    assert code == 1 and "a.weight: expected shape (64, 32), got (64, 33)" in rows["model"]["seen"]
+    assert code == 78 and "a.weight: expected shape (64, 32), got (64, 33)" in rows["model"]["seen"]
 
     shared = {**run.shared, "outer": {"lr": 0.5}}
     code, rows, _ = check(tmp_path, cluster(run, shared=shared))
-    assert (code, rows["shared options"]["seen"]) == (1, "shared.outer.lr: the run has 0.7, this file 0.5")
+    assert (code, rows["shared options"]["seen"]) == (78, "shared.outer.lr: the run has 0.7, this file 0.5")
 
     code, rows, _ = check(tmp_path, cluster(run, shared={"run": "another"}))
-    assert (code, rows["run"]["verdict"]) == (1, "FAIL")
+    assert (code, rows["run"]["verdict"]) == (78, "FAIL")
 
     log = (tmp_path / "master.log").read_text()
     assert "joined" not in log, "a preflight joins nobody"
 
 
 def test_what_does_not_answer(run: Any, tmp_path: Path) -> None:
-    """Without a master, and with a slave that never came or died, the exit code is 1 and the row says who."""
+    """Without a master, and with a slave that never came or died, the exit code is 69 and the row says who."""
     code, rows, _ = check(tmp_path, cluster(run))
-    assert (code, rows["master"]["verdict"]) == (1, "FAIL")
+    assert (code, rows["master"]["verdict"]) == (69, "FAIL")
 
     ready_slave = run.slaves[0]
     run.start_master()
@@ -111,29 +111,29 @@ def test_what_does_not_answer(run: Any, tmp_path: Path) -> None:
         lambda: '"ready"' in slave.log.read_text() or "register_waits" in slave.log.read_text(), 60, "it is known"
     )
     code, rows, _ = check(tmp_path, cluster(run))
-    assert code == 1
+    assert code == 69
     assert "not registered" in rows[f"slave {run.slaves[1]}"]["seen"]
 
     slave.kill()
     code, rows, _ = check(tmp_path, cluster(run))
-    assert (code, rows[f"slave {ready_slave}"]["verdict"]) == (1, "FAIL")
+    assert (code, rows[f"slave {ready_slave}"]["verdict"]) == (69, "FAIL")
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
-    """The cluster file itself: 1, and the key is named."""
-    wrong = {"shared": {"run": "r"}, "cluster": "a", "master": "10.0.0.1:1", "insecure": True}
+    """The cluster file itself: 78, and the key is named."""
+    wrong = {"shared": {"run": "r"}, "cluster": "a", "master": "10.0.0.1:1", "tls": False}
     code, _, errors = check(tmp_path, wrong)
-    assert code == 1 and "master: plain text" in errors
+    assert code == 78 and "master: plain text" in errors
 
 
 def test_where_ranks_of_other_hosts_find_the_agent(run: Any, tmp_path: Path) -> None:
-    """An address of this host is well; one of another host, or a token that is none, is named: 1."""
+    """An address of this host is well; one of another host, or a token that is none, is named: 78."""
     ready(run)
     code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0"))
     assert code == 0 and rows["agent's line"]["seen"].startswith("127.0.0.1:a free port (127.0.0.1), token: a new one")
     code, rows, _ = check(tmp_path, cluster(run, agent="192.0.2.1:29410"))
-    assert code == 1 and "192.0.2.1 is no address of this host" in rows["agent's line"]["seen"]
+    assert code == 78 and "192.0.2.1 is no address of this host" in rows["agent's line"]["seen"]
     (tmp_path / "token").write_text("short")
     (tmp_path / "token").chmod(0o600)
     code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0", token=str(tmp_path / "token")))
-    assert code == 1 and "at least 16 characters" in rows["agent's line"]["seen"]
+    assert code == 78 and "at least 16 characters" in rows["agent's line"]["seen"]

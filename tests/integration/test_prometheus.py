@@ -86,8 +86,9 @@ def write_keys(directory: Path, ports: dict[str, int]) -> None:
     content = yaml.safe_load(file.read_text())
     for section in (content["master"], *content["slaves"]):
         name = section.get("name", "master")
-        section.update(http=f"0.0.0.0:{ports[name]}", http_token="certs/http.token")
-    content["master"].update(mirror="ledger-mirror", journal={"segments": 4}, most_rollback=0)
+        section["http"] = f"0.0.0.0:{ports[name]}"
+    content["http_token"] = "certs/http.token"
+    content["master"].update(mirror="ledger-mirror", most_rollback=0)
     content["slaves"][0]["mirror"] = "ps0-mirror"
     file.write_text(yaml.safe_dump(content))
 
@@ -101,12 +102,10 @@ def incidents(directory: Path) -> Iterator[Incidents]:
     roles = [("master", "master"), ("ps0", "slave"), ("ps1", "slave"), ("west", "cluster"), ("east", "cluster")]
     for name, role in [*roles, ("operator", "operator"), ("prometheus", "viewer")]:
         enrolled.enroll(name, PeerRole(role))
-    shutil.copy(certs / "ca" / "ca.crt", certs / "ca.crt")
     (certs / "http.token").write_text(TOKEN)
     (certs / "http.token").chmod(0o600)
     for mirror in ("ledger-mirror", "ps0-mirror"):
         (directory / mirror).mkdir()
-    tls = {"ca": "certs/ca.crt", "cert": "certs/{name}.{role}.crt", "key": "certs/{name}.{role}.key"}
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "west", "east")}
     at = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     words = {
@@ -116,8 +115,8 @@ def incidents(directory: Path) -> Iterator[Incidents]:
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(disks.small_disk(directory / "ps1", kib=4096))
-        security = {"tls": {**tls, "crl": "certs/ca/crl.pem"}}
-        shared = {"penalty": {"warmup_rounds": 3, "gate_patience": 2}}
+        security = {"tls": "certs/{name}.{role}.crt"}
+        shared = {"penalty": {"warmup_rounds": 3}}
         run = stack.enter_context(harness.Run(directory, tensors(), shared=shared, security=security))
         write_keys(directory, ports)
         watch = Prometheus(directory / "prometheus", scrape_config(words), hurried_rules(NEAR))

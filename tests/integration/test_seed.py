@@ -129,7 +129,6 @@ def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> No
         def word(*words: str, who: str = "alice.operator") -> str:
             return dips_word(*words, "--master", run.address, "--credentials", str(tmp_path / "certs" / f"{who}.crt"))
 
-        (tmp_path / "certs" / "ca.crt").write_bytes((tmp_path / "certs" / "ca" / "ca.crt").read_bytes())
         seed = ("seed", "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
         with pytest.raises(Denied, match="is for operator; this certificate is of viewer 'eve'"):
             word(*seed, who="eve.viewer")

@@ -24,11 +24,8 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
         master="127.0.0.1:1",
         directory=tmp_path / "s0",
         initial_model=tmp_path / "model.safetensors",
-        threads=1,
     )
-    config = RunFile(
-        shared=Shared(run="test"), master=MasterSection(directory=tmp_path), slaves=(section,), insecure=True
-    )
+    config = RunFile(shared=Shared(run="test"), master=MasterSection(directory=tmp_path), slaves=(section,), tls=False)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     incarnation = asyncio.create_task(serve(config, section, logs.configure_log("slave", "s0"), ready.set_result))
     channel = control.open_channel(master_peer(await asyncio.wait_for(ready, 30), None))

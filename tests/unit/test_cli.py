@@ -43,7 +43,7 @@ def made_run_file(tmp_path: Path) -> Path:
         "shared": {"run": "r"},
         "master": {"listen": "127.0.0.1:1", "directory": "m"},
         "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-        "insecure": True,
+        "tls": False,
     }
     path = tmp_path / "dips.yaml"
     path.write_text(yaml.safe_dump(content))

@@ -19,6 +19,7 @@ from dips.config import (
 )
 from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
 from dips.protocol.enums import LayerUnit
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "shared"
@@ -27,9 +28,9 @@ RUN: dict[str, Any] = {
     "shared": {"run": "r"},
     "master": {"listen": "127.0.0.1:1", "directory": "m"},
     "slaves": [{"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": "m/i.safetensors"}],
-    "insecure": True,
+    "tls": False,
 }
-CLUSTER: dict[str, Any] = {"shared": {"run": "r"}, "cluster": "a", "master": "127.0.0.1:1", "insecure": True}
+CLUSTER: dict[str, Any] = {"shared": {"run": "r"}, "cluster": "a", "master": "127.0.0.1:1", "tls": False}
 
 
 def write(path: Path, content: object) -> Path:
@@ -129,7 +130,7 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
     ("key", "value", "message"),
     [
         ("mater", {}, "mater: unknown key"),
-        ("master.http_token", "token", "http_token: nothing is served without `http: HOST:PORT`"),
+        ("http_token", "token", "http_token: nothing is served without `http: HOST:PORT`"),
         ("slaves.0.http", "10.0.0.1:7821", "slaves.s0.http: plain text .* loopback only"),
         ("master.lissten", "x", "master.lissten: unknown key"),
         ("slaves.0.slot", 2, "slaves.0.slot: unknown key"),
@@ -143,7 +144,7 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
             "penalty.gates: expected dips or .*, got 'majority'",
         ),
         ("shared.penalty.gates", ["loss", "loss"], "penalty.gates: expected each gate once"),
-        ("shared.penalty.joiner_cap", 1.0, "penalty.joiner_cap: expected a number above 1"),
+        ("shared.penalty.warmup_rounds", 0, "penalty.warmup_rounds: expected a number from 1"),
         ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
@@ -154,8 +155,10 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
         ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
         ("slaves.0.lanes", 17, "slaves.0.lanes"),
-        ("insecure", False, "insecure: expected a section `tls`.* got neither"),
-        ("tls", {"ca": "a", "cert": "b", "key": "c"}, "insecure: expected a section `tls`.* got both"),
+        ("tls", None, "tls: .*expected the path of a certificate, .* or `tls: off` for plain text"),
+        ("tls", True, "tls: .*expected the path of a certificate"),
+        ("tls", "certs/", "tls: .*expected the path of a certificate, .* got .*certs'"),
+        ("tls", {"ca": "a", "cert": "b", "key": "c"}, "tls: .*expected the path of a certificate"),
         ("master.listen", "127.evil.example:7800", "loopback only, got '127.evil.example:7800'"),
     ],
 )
@@ -331,13 +334,12 @@ def test_a_wrong_pace_is_refused(tmp_path: Path, pace: dict[str, Any], said: str
         load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))
 
 
-TLS = {"ca": "ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key"}
+TLS = "{name}.{role}.crt"
 
 
 def secured(**changes: Any) -> dict[str, Any]:
     """A run file with certificates, its one slave changed."""
     content = changed(RUN, "tls", TLS)
-    del content["insecure"]
     content["slaves"][0].update(changes)
     return content
 
@@ -348,4 +350,5 @@ def test_with_certificates_all_leaves_the_machine(tmp_path: Path) -> None:
     content["master"]["listen"] = "10.0.0.1:7800"
     run = load_run(write(tmp_path / "dips.yaml", content))
     files = run.tls_files("s0", PeerRole.SLAVE)
-    assert files is not None and files.cert == tmp_path / "s0.slave.crt" and files.ca == tmp_path / "ca.crt"
+    own = tmp_path / "s0.slave.crt"
+    assert files == TlsFiles(tmp_path / "ca.crt", own, own.with_suffix(".key"), tmp_path / "crl.pem")

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import typer.main
+import yaml
 from pydantic import BaseModel
 
 from dips import cli
@@ -26,9 +27,11 @@ from dips.errors import TREATMENTS
 from dips.master import app as master_app
 from dips.protocol.moves import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
 from dips.protocol.options import OuterOptions
+from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
 from dips.wire import frame
+from tests.structure import config_keys
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -94,11 +97,34 @@ def test_keys_of_the_tables_exist(heading: str, keys: dict[str, Any]) -> None:
     assert not [key for key in named if key not in keys]
 
 
+MOST_KEYS = 83  # of both files, as tests/structure.py counts them
+
+
+def test_each_key_says_when_to_change_it() -> None:
+    """One row for each key, with a sentence in its last column; keys of `shared` stand in the run file's table."""
+    rows = [
+        re.findall(r"^\| `([^`]+)` \| (.+) \| (.+) \|$", section("configuration", heading), re.MULTILINE)
+        for heading in ("Run file", "Cluster file")
+    ]
+    run, cluster = (list(config_keys(file)) for file in (RunFile, ClusterFile))
+    own = [key for key in cluster if not key.startswith("shared.")]
+    assert sorted(key for key, _, _ in rows[0]) == sorted(run)
+    assert sorted(key for key, _, _ in rows[1]) == sorted([*own, "shared"])
+    silent = [key for key, _, when in (*rows[0], *rows[1]) if len(when.split()) < 4 or not when.endswith(".")]
+    assert not silent
+    assert len(run) + len(own) <= MOST_KEYS
+
+
 def test_keys_of_the_text_exist() -> None:
-    """`stall_s`, `min_push_bps`: what looks like a key with a unit is one."""
+    """`heartbeat_s`, `min_push_bps`: what looks like a key with a unit is one, of a file or of `dips set`."""
     named = {s for s in spans(ALL) if re.fullmatch(r"(?!dips_)[a-z]+(_[a-z]+)*_(s|bytes|bps)", s)}
     assert len(named) > 8
-    assert not named - set(BY_NAME) - {field.name for field in dataclasses.fields(FleetCluster)}
+    assert (
+        not named
+        - set(BY_NAME)
+        - {key.rpartition(".")[2] for key in TUNABLE}
+        - {field.name for field in dataclasses.fields(FleetCluster)}
+    )
 
 
 def test_values_of_keys_are_legal() -> None:
@@ -110,7 +136,7 @@ def test_values_of_keys_are_legal() -> None:
         listed = [
             v for hint in BY_NAME[key] for part in parts(hint) if get_origin(part) is Literal for v in get_args(part)
         ]
-        assert not listed or value in listed, f"{key}: {value}, legal: {listed}"
+        assert not listed or value in listed or yaml.safe_load(value) in listed, f"{key}: {value}, legal: {listed}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

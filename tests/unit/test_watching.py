@@ -23,7 +23,7 @@ class EditedRunFile:
             "shared": "shared.yaml",
             "master": {"listen": "127.0.0.1:1", "directory": "m"},
             "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-            "insecure": True,
+            "tls": False,
         }
         self.path, self.shared, self.said = directory / "dips.yaml", {"run": "r"}, list[str]()
         self.write()
@@ -165,7 +165,7 @@ def test_whoever_is_hurried_and_cancelled_at_once_ends(story: EditedRunFile, tur
 
 
 def test_every_key_has_a_reason() -> None:
-    assert "restart this process" in explain_key("master.journal.segments")
+    assert "restart this process" in explain_key("master.most_rollback")
     assert "dips set" in explain_key("shared.stop.tokens")
     assert "agreed" in explain_key("shared.codec")
     assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]

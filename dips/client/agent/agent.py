@@ -74,7 +74,7 @@ class Agent:
         self._tasks = set[asyncio.Task[None]]()
         self._asking: dict[Channel, asyncio.Task[None]] = {}
         self._deadline_moved = asyncio.Event()
-        self._command = CommandRunner(core, self.perform_actions, self._signals, log, config.end_grace_s)
+        self._command = CommandRunner(core, self.perform_actions, self._signals, log)
         self.ranks = RankServer(core, config.poll_s / 2, self.perform_actions, self._signals, rewrite, log)
 
     def terminate(self) -> None:

@@ -18,6 +18,11 @@ from dips.telemetry.logs import Log
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
 
 
+# Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Launchers may allow less:
+# Kubernetes and Slurm 30 s by default to the agent, torchrun 30 s to its ranks, or --shutdown-timeout.
+END_GRACE_S = 300.0
+
+
 class CommandRunner:
     """Runs one training command, or serves a trainer that others start."""
 
@@ -27,7 +32,7 @@ class CommandRunner:
         perform: Callable[[Actions], None],
         signals: AgentSignals,
         log: Log,
-        end_grace_s: float,
+        end_grace_s: float = END_GRACE_S,
     ) -> None:
         """Create a runner; `end_grace_s` is the time between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log

@@ -12,6 +12,7 @@ from dips.transport.backoff import Backoff
 
 ASK_AGAIN_S = 0.05  # pause after Pending; the master itself holds the question open
 FIRST_PAUSE_S = 0.2  # pause before the second try to reach the master
+MOST_PAUSE_S = 5.0  # longest such pause: a thousand agents then ask a master that comes back 200 times a second
 
 
 def ask_master(s: AgentState, channel: Channel, event: object, delay_s: float = 0.0) -> None:

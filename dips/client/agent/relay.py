@@ -76,7 +76,7 @@ class Relay:
         if plain and not is_loopback(self._host):
             raise ConfigError(
                 f"relay: the lanes of {', '.join(plain)} are plain, and plain text is allowed on loopback only, not at "
-                f"{self._host}: give the run a section `tls`"
+                f"{self._host}: give the run certificates (`tls`)"
             )
         wanted = {lane for slave in grant.slaves for lane in slave.lanes}
         if len(wanted) > MOST_LANES:

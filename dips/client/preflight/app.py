@@ -33,7 +33,7 @@ def ask_peers(
     """Return the findings on this host and at the peers; those that depend on the master are omitted if it does not
     answer, all of the peers if the certificates cannot be used.
     """
-    rows, files, tls = checks.check_host(config), config.tls_files, None
+    rows, files, tls = checks.check_host(config), config.tls_files(config.cluster, PeerRole.CLUSTER), None
     try:
         if files is None:
             rows.append(CheckFinding("certificates", NOTE, "none: plain text on loopback"))

@@ -22,7 +22,7 @@ AT_ONCE = 16  # slaves probed at the same time; rates are measured one after ano
 
 
 def failed_row(what: str, error: DipsError, remedy: str) -> CheckFinding:
-    return CheckFinding(what, FAIL, str(error), remedy)
+    return CheckFinding(what, FAIL, str(error), remedy, isinstance(error, Unavailable))
 
 
 def check_host(config: ClusterFile) -> list[CheckFinding]:
@@ -163,9 +163,8 @@ def _check_slave(
 ) -> CheckFinding:
     what, count = f"slave {name}", len(slave["lanes"])
     if not count:
-        return CheckFinding(
-            what, FAIL, f"{slave['state']}: {slave['reason']}", "start it; clusters wait for all slaves"
-        )
+        seen = f"{slave['state']}: {slave['reason']}"
+        return CheckFinding(what, FAIL, seen, "start it; clusters wait for all slaves", silent=True)
     open_way = "open the way from here to the addresses of its `lanes`, or use the relay of this host"
     if wrong:
         return failed_row(what, wrong, open_way)

@@ -60,7 +60,7 @@ def lone_config(config: ClusterFile | None) -> ClusterFile:
     """Return the script's cluster file, or a default one, without transfers."""
     if config is None:
         shared = Shared(run="alone")
-        config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), insecure=True)
+        config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), tls=False)
     return config.model_copy(update={"install": "whole", "overlap": "none", "fragments": 1})
 
 

@@ -130,7 +130,7 @@ class OuterLoop:
         )
         tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
         moving = self._shard_transfer
-        keys = moving.public_keys if self._config.tls is not None else ()  # plain lanes ask for none
+        keys = moving.public_keys if self._config.tls else ()  # plain lanes ask for none
         frozen = UNKNOWN if layout.adapter.staged else digest_frozen(parts, self._collectives)
         self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)

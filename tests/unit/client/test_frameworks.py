@@ -164,7 +164,7 @@ def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.
     np.save(tmp_path / "t.npy", np.arange(600, dtype=np.uint16))
     np.save(tmp_path / "t.documents.npy", np.arange(0, 600, 50))
     build_dataset(BuildPlan((parse_source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 2, 0))
-    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
 

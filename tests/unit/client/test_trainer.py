@@ -31,7 +31,7 @@ TARGET = 1000  # tokens of the run
 def cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("DIPS_AGENT", "DIPS_ALONE", "DIPS_CLUSTER_FILE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     return tmp_path / "cluster.yaml"
 

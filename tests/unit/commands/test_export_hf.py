@@ -64,7 +64,7 @@ class Exported:
             "shared": {"run": "r"},
             "master": {"directory": "m"},
             "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-            "insecure": True,
+            "tls": False,
         }
         self.file = directory / "dips.yaml"
         self.file.write_text(yaml.safe_dump(content))

@@ -26,7 +26,7 @@ ROWS = (
 @pytest.fixture(name="run_file")
 def made_run_file(tmp_path: Path) -> Path:
     slave = {"name": "s", "directory": "s", "master": "127.0.0.1:1", "initial_model": "m/model.safetensors"}
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": [slave], "insecure": True}
+    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": [slave], "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "m").mkdir()
     row = RunRow("r", "c0ff1e", '{"format": 1, "layers": []}', (("s", (0,)),), ("0" * 32,), (1.0,))

@@ -51,10 +51,10 @@ class FilesToCheck:
             "shared": {"run": RUN},
             "master": {"listen": "127.0.0.1:7800", "directory": "m"},
             "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-            "insecure": True,
+            "tls": False,
         }
         self.cluster: dict[str, Any] = {
-            "shared": {"run": RUN}, "cluster": "west", "master": "127.0.0.1:7800", "insecure": True,
+            "shared": {"run": RUN}, "cluster": "west", "master": "127.0.0.1:7800", "tls": False,
         }  # fmt: skip
 
     def check(self, *labels: str, now: Any = None) -> list[CheckFinding]:
@@ -64,10 +64,8 @@ class FilesToCheck:
 
     def secure(self) -> Enrolled:
         enrolled = Enrolled(self.directory, RUN)
-        tls = {"ca": "ca/ca.crt", "cert": "{name}.{role}.crt", "key": "{name}.{role}.key", "crl": "ca/crl.pem"}
         for file in (self.run, self.cluster):
-            del file["insecure"]
-            file["tls"] = tls
+            file["tls"] = "{name}.{role}.crt"
         return enrolled
 
 
@@ -91,7 +89,7 @@ def test_what_agrees_is_well(files: FilesToCheck) -> None:
     ("change", "said"),
     [
         (lambda f: f.run["master"].update(lisen="x"), "master.lisen: unknown key"),
-        (lambda f: f.cluster.update(insecure=False), "expected a section `tls`"),
+        (lambda f: f.cluster.pop("tls"), "expected the path of a certificate"),
         (lambda f: f.run["slaves"][1].update(directory="s0"), "s0 is s0's, too"),
         (lambda f: f.run["slaves"][1].update(listen="127.0.0.1:7800"), "127.0.0.1:7800 is master.listen's, too"),
         (lambda f: f.run["slaves"][0].update(mirror="m"), "is a directory of the run itself"),
@@ -308,7 +306,7 @@ def test_a_check_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     directory = tmp_path / "a-directory-whose-name-is-longer-than-a-column-of-a-table"
     content: dict[str, Any] = {"shared": {"run": RUN}, "cluster": "west", "master": NOBODY, "directory": str(directory)}
-    content |= {"insecure": True, "socket": "/tmp/short.sock"}  # never made
+    content |= {"tls": False, "socket": "/tmp/short.sock"}  # never made
     (file := tmp_path / "west.yaml").write_text(yaml.safe_dump(content))
     said = type_words("check", "--config", str(file), code=1)
     assert str(directory) in said

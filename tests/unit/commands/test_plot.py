@@ -52,7 +52,7 @@ def run_with_a_story(tmp_path: Path) -> Path:
         "shared": {"run": "r"},
         "master": {"directory": "m"},
         "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
-        "insecure": True,
+        "tls": False,
     }
     path = tmp_path / "dips.yaml"
     path.write_text(yaml.safe_dump(content))

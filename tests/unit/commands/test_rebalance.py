@@ -71,7 +71,7 @@ class StoppedRun:
             "shared": {"run": run},
             "master": {"listen": "127.0.0.1:1", "directory": "m"},
             "slaves": [{"name": f"s{i}", "directory": f"s{i}", **one} for i in range(slaves)],
-            "insecure": True,
+            "tls": False,
         }
         path = self.path / name
         path.write_text(yaml.safe_dump(content))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.commands.new import CLUSTER, RUN, SHARED, read_template
-from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, TlsSection, load_cluster, load_run
+from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.options import Options
 
@@ -68,17 +68,16 @@ def test_every_key_is_in_its_template(name: str) -> None:
 
 def test_keys_of_sections_that_are_null_by_default_are_told() -> None:
     """Their template shows them in a comment."""
-    assert not [key for key in TlsSection.model_fields if not re.search(rf"\b{key}: ", read_template(RUN))]
     assert not [key for key in OnVersionSection.model_fields if not re.search(rf"\b{key}: ", read_template(RUN))]
 
 
 def test_a_key_that_no_template_shows_is_found() -> None:
     """The walk goes down: into sections, lists of them, and the options of the Coordinator."""
     run, shared = with_all_keys(RUN), with_all_keys(SHARED)
-    del run["master"]["journal"]["segments"], run["master"]["timing"]["hang_s"], run["slaves"][0]["slots"]
+    del run["master"]["timing"]["hang_s"], run["slaves"][0]["slots"]
     del shared["outer"]["clip"]["relative"]
     assert set(missing_keys(RunFile, run, "")) == {
-        "master.timing.hang_s", "master.journal.segments", "slaves.slots",
+        "master.timing.hang_s", "slaves.slots",
     }  # fmt: skip
     assert missing_keys(Shared, shared, "") == ["outer.clip.relative"]
 

@@ -110,6 +110,7 @@ def test_the_files_of_a_secure_demo(tmp_path: Path) -> None:
     layout.write_configs(files, ranges=10, tokens=1000, wall_s=60, secure=True)
     run, fast = load_run(files.run_file), load_cluster(files.cluster_file("fast"))
     ours = run.tls_files("slave-0", PeerRole.SLAVE)
-    assert not run.insecure and ours is not None and ours.cert == files.directory / "certs" / "slave-0.slave.crt"
-    assert not fast.insecure and fast.tls is not None and fast.tls.crl == files.directory / "certs" / "crl.pem"
+    assert ours is not None and ours.cert == files.directory / "certs" / "slave-0.slave.crt"
+    theirs = fast.tls_files("fast", PeerRole.CLUSTER)
+    assert theirs is not None and theirs.crl == files.directory / "certs" / "crl.pem"
     files.sockets.rmdir()

@@ -128,7 +128,6 @@ BREAKS: dict[str, tuple[Break, str]] = {
         ].update(storage="20Gi"),
         "its volume is smaller than planned: 25178Mi",
     ),
-    "threads": (lambda o: container(o)["resources"]["requests"].update(cpu="2"), "has 4 threads and asks for 2 CPUs"),
     "one node": (lambda o: pod(o)["affinity"].clear(), "may share its node with another slave"),
     "shared claim": (
         lambda o: find(o, "StatefulSet", "dips-master")["spec"]["volumeClaimTemplates"][0]["spec"].update(
@@ -154,7 +153,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         lambda o: find(o, "StatefulSet", "dips-slave")["spec"].update(replicas=1),
         r"pods \['dips-slave-0'\], but slaves",
     ),
-    "renamed key": (lambda o: change_file(o, "dips.yaml", "threads: 4", "thread: 4"), r"thread: unknown key"),
+    "renamed key": (lambda o: change_file(o, "dips.yaml", "advertise:", "advertize:"), r"advertize: unknown key"),
     "other lane": (lambda o: change_file(o, "dips.yaml", ":7812", ":7813"), "its configuration listens on"),
     "other directory": (
         lambda o: change_file(o, "dips.yaml", "directory: /var/lib/dips", "directory: /data"),

@@ -27,10 +27,16 @@ def test_files_that_fit(enrolled: Enrolled) -> None:
     assert timedelta(days=89) < loaded.until - utc_now() < timedelta(days=91)
 
 
-def test_one_section_serves_all_daemons() -> None:
-    files = TlsFiles(Path("ca.crt"), Path("certs/{name}.{role}.crt"), Path("certs/{name}.{role}.key"))
-    assert files.of("s0", PeerRole.SLAVE).cert == Path("certs/s0.slave.crt")
-    assert files.of("s0", PeerRole.SLAVE).key == Path("certs/s0.slave.key")
+def test_one_key_serves_all_daemons() -> None:
+    files = TlsFiles.of(Path("certs/{name}.{role}.crt"), "s0", PeerRole.SLAVE)
+    names = ("ca.crt", "s0.slave.crt", "s0.slave.key", "crl.pem")
+    assert files == TlsFiles(*(Path("certs") / name for name in names))
+
+
+def test_a_secret_of_cert_manager_is_mounted_as_it_is() -> None:
+    """ca.crt, tls.crt and tls.key are the names of its keys, whoever the process is."""
+    files = TlsFiles.of(Path("/etc/dips-tls/tls.crt"), "s0", PeerRole.SLAVE)
+    assert [path.name for path in (files.ca, files.cert, files.key)] == ["ca.crt", "tls.crt", "tls.key"]
 
 
 def two_names(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
@@ -66,7 +72,7 @@ def another_key(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
 
 def another_authority(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
     Authority.create(enrolled.directory / "other", "july")
-    return replace(files, ca=enrolled.directory / "other" / "ca.crt", crl=None)
+    return replace(files, ca=enrolled.directory / "other" / "ca.crt")
 
 
 def another_list(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
@@ -86,7 +92,6 @@ def half_written(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
 
 def half_of_two_lists(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
     """During a rollover: without the end of the second list its revocations would be missed."""
-    assert files.crl is not None
     content = files.crl.read_bytes()
     files.crl.write_bytes(content + content[:-50])
     return files
@@ -113,19 +118,19 @@ def revoked(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
 
 
 BAD: list[tuple[Callable[[Enrolled, TlsFiles], TlsFiles], str]] = [
-    (two_names, r"tls\.cert: .*west\.cluster\.crt: expected one name .* found 2"),
-    (foreign_name, r"tls\.cert: .*expected a certificate for .*www\.example\.org"),
-    (no_name, r"tls\.cert: .*found none"),
-    (another_key, r"tls\.key: .*east\.cluster\.key is not the key of .*west\.cluster\.crt: one of them was renewed"),
-    (another_authority, r"tls\.cert: .*which is not in .*other/ca\.crt"),
-    (another_list, r"tls\.crl: .*is not signed by an authority"),
-    (missing, r"tls\.cert: .*cannot be read: No such file.*bring it here, `dips certs request`"),
-    (half_written, r"tls\.cert: .*is half-written; copy it once more"),
-    (half_of_two_lists, r"tls\.crl: .*is half-written; copy it once more"),
-    (no_block, r"tls\.cert: .*expected a certificate in PEM"),
-    (huge, r"tls\.cert: .*more than 65536 bytes"),
-    (open_to_all, r"tls\.key: .*can be read by everybody .*644.*chmod 600"),
-    (revoked, r"tls\.cert: .*is revoked by .*crl\.pem: ask for a new one"),
+    (two_names, r"tls: .*west\.cluster\.crt: expected one name .* found 2"),
+    (foreign_name, r"tls: .*expected a certificate for .*www\.example\.org"),
+    (no_name, r"tls: .*found none"),
+    (another_key, r"tls: .*east\.cluster\.key is not the key of .*west\.cluster\.crt: one of them was renewed"),
+    (another_authority, r"tls: .*which is not in .*other/ca\.crt"),
+    (another_list, r"tls: .*is not signed by an authority"),
+    (missing, r"tls: .*cannot be read: No such file.*bring it here, `dips certs request`"),
+    (half_written, r"tls: .*is half-written; copy it once more"),
+    (half_of_two_lists, r"tls: .*is half-written; copy it once more"),
+    (no_block, r"tls: .*expected a certificate in PEM"),
+    (huge, r"tls: .*more than 65536 bytes"),
+    (open_to_all, r"tls: .*can be read by everybody .*644.*chmod 600"),
+    (revoked, r"tls: .*is revoked by .*crl\.pem: ask for a new one"),
 ]
 
 

@@ -75,7 +75,7 @@ def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
 ) -> None:
     """And no WAL lies beside it that SQLite would play into it."""
     slaves = [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/initial/model.safetensors"}]
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "insecure": True}
+    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "ledger.sqlite-wal").write_bytes(b"of a ledger that somebody removed")

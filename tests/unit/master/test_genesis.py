@@ -25,7 +25,7 @@ def run_file(directory: Path, slaves: int = 2, share_buffers: tuple[str, ...] = 
         for i in range(slaves)
     )
     shared = Shared(run="toy", share_buffers=share_buffers)
-    return RunFile(shared=shared, master=MasterSection(directory=directory), slaves=sections, insecure=True)
+    return RunFile(shared=shared, master=MasterSection(directory=directory), slaves=sections, tls=False)
 
 
 def model() -> dict[str, Any]:

@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> RunFile:
         for n in ("s0", "s1")
     ]
     content = {
-        "shared": {"run": "r"}, "master": {"directory": "m", "mirror": "mirror"}, "slaves": slaves, "insecure": True,
+        "shared": {"run": "r"}, "master": {"directory": "m", "mirror": "mirror"}, "slaves": slaves, "tls": False,
     }  # fmt: skip
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     config = load_run(tmp_path / "dips.yaml")

@@ -23,6 +23,7 @@ from dips.commands.history import draw_rounds, round_as_data
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
+from dips.master import on_version
 from dips.master.genesis import ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.on_version import VersionProcesses, read_numbers
@@ -63,6 +64,12 @@ def hang(model, version):
 """
 
 
+def call(function: str) -> list[str]:
+    """A command that calls this function of MODULE, and prints the numbers that it returns."""
+    begin = "import json, os, pathlib, module_of_on_version as module; path = pathlib.Path(os.environ['DIPS_MODEL'])"
+    return [sys.executable, "-c", f"{begin}; print(json.dumps(module.{function}(path, os.environ['DIPS_VERSION'])))"]
+
+
 class Place:
     """A run in a directory, with versions that its one slave has written down."""
 
@@ -72,7 +79,7 @@ class Place:
             "shared": {"run": "r"},
             "master": {"directory": "m", "keep_every": 2, "on_version": {"every": 2, **on_version}},
             "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
-            "insecure": True,
+            "tls": False,
         }
         self.file, self.directory = directory / "dips.yaml", directory
         self.file.write_text(yaml.safe_dump(content))
@@ -145,7 +152,7 @@ def make_place(tmp_path: Path) -> Iterator[MakePlace]:
 
 async def test_numbers_of_a_version_are_in_the_ledger(make_place: MakePlace) -> None:
     """The function gets the exported model; finite numbers come back, and history and JSON show them."""
-    place = make_place(call="module_of_on_version:evaluate")
+    place = make_place(command=call("evaluate"))
     place.commit()
     second = place.commit()
     result = await place.run_one()
@@ -167,22 +174,19 @@ async def test_a_command_knows_its_version(make_place: MakePlace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_version", "reason"),
+    ("keys", "reason"),
     [
-        ({"call": "module_of_on_version:fail"}, r"exit code 1: RuntimeError: no such benchmark"),
-        ({"call": "module_of_on_version:missing"}, r"exit code 78: .*"),
+        ({"command": call("fail")}, r"exit code 1: RuntimeError: no such benchmark"),
+        ({"command": call("missing")}, r"exit code 1: AttributeError: .*missing"),
         (
             {"command": ["dips-there-is-no-such-command"]},
             r"exit code 127: cannot start 'dips-there-is-no-such-command'",
         ),
-        ({"call": "module_of_on_version:hang", "timeout_s": 0.05}, r"not done after 0\.05 s: killed"),
     ],
 )
-async def test_a_failure_is_a_row_with_its_reason(
-    make_place: MakePlace, on_version: dict[str, Any], reason: str
-) -> None:
-    """A crash, a missing function or command, one that takes too long: shown, and not tried again."""
-    place = make_place(**on_version)
+async def test_a_failure_is_a_row_with_its_reason(make_place: MakePlace, keys: dict[str, Any], reason: str) -> None:
+    """A crash, a missing function or command: shown, and not tried again."""
+    place = make_place(**keys)
     place.commit()
     place.commit()
     result = await place.run_one()
@@ -191,9 +195,19 @@ async def test_a_failure_is_a_row_with_its_reason(
     assert place.ledger.find_unprocessed(2) is None
 
 
+async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_version, "LONGEST_S", 0.05)
+    place = make_place(command=call("hang"))
+    place.commit()
+    place.commit()
+    result = await place.run_one()
+    assert (result.ok, result.numbers, result.reason) == (False, (), "not done after 0.05 s: killed")
+    assert place.ledger.find_unprocessed(2) is None
+
+
 async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Path) -> None:
     """A master that stops kills the whole process group; the version is due again for the next master."""
-    place = make_place(call="module_of_on_version:hang")
+    place = make_place(command=call("hang"))
     place.commit()
     second = place.commit()
     processes = place.begin()
@@ -218,8 +232,8 @@ time.sleep(600)
 
 def test_it_dies_with_a_master_that_is_killed(make_place: MakePlace, tmp_path: Path) -> None:
     """The kernel tells it, and it ends its process group: the next master finds nothing running."""
-    place = make_place(call="module_of_on_version:hang")
-    words = [str(place.file), str(place.commit()), str(tmp_path / "x"), "--call", "module_of_on_version:hang"]
+    place = make_place(command=call("hang"))
+    words = [str(place.file), str(place.commit()), str(tmp_path / "x"), "--", *call("hang")]
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
     environment = {**os.environ, "PYTHONPATH": path}
     master = subprocess.Popen([sys.executable, "-c", MASTER, *words], cwd=tmp_path, env=environment)
@@ -279,14 +293,13 @@ def test_only_finite_numbers_are_taken(line: str, numbers: tuple[tuple[str, floa
 @pytest.mark.parametrize(
     ("on_version", "key"),
     [
-        ({"every": 2}, "expected one of command and call"),
-        ({"every": 2, "command": ["x"], "call": "a:b"}, "expected one of command and call"),
-        ({"every": 2, "call": "nothing"}, "expected MODULE:FUNCTION"),
+        ({"every": 2}, "on_version.command: missing"),
+        ({"every": 2, "command": []}, "on_version.command: .*at least 1 item"),
         ({"every": 3, "command": ["x"]}, "keep_every: expected 3"),
     ],
 )
 def test_wrong_sections_are_refused(make_place: MakePlace, on_version: dict[str, Any], key: str) -> None:
-    """Neither or both ways, no function, versions that would be gone before their turn."""
+    """No command, an empty one, versions that would be gone before their turn."""
     place = make_place(command=["true"])
     content = yaml.safe_load(place.file.read_text())
     content["master"]["on_version"] = on_version

@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> RunFile:
         {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
         for n in ("s0", "s1")
     ]
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "insecure": True}
+    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     config = load_run(tmp_path / "dips.yaml")
     genesis.make_run(config, {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)})

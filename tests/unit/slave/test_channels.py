@@ -25,8 +25,8 @@ async def test_a_slave_that_ends_leaves_no_channel_open(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(control, "open_channel", recorded)
     model = tmp_path / "model.safetensors"
-    section = SlaveSection(name="s0", master="127.0.0.1:1", directory=tmp_path / "s0", initial_model=model, threads=1)
-    config = RunFile(shared=Shared(run="r"), master=MasterSection(directory=tmp_path), slaves=(section,), insecure=True)
+    section = SlaveSection(name="s0", master="127.0.0.1:1", directory=tmp_path / "s0", initial_model=model)
+    config = RunFile(shared=Shared(run="r"), master=MasterSection(directory=tmp_path), slaves=(section,), tls=False)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(app.serve(config, section, structlog.get_logger(), ready.set_result))
     await asyncio.wait_for(ready, 30)

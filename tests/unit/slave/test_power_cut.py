@@ -247,7 +247,7 @@ def test_what_dips_init_writes_and_a_master_brings_back(
     """The initial model and what lies beside it, here and from the mirror."""
     (tmp_path / "mirror").mkdir()
     (tmp_path / "dips.yaml").write_text(
-        "shared: {run: r}\ninsecure: true\nmaster: {directory: m, mirror: mirror}\n"
+        "shared: {run: r}\ntls: off\nmaster: {directory: m, mirror: mirror}\n"
         "slaves: [{name: s, master: '127.0.0.1:1', directory: s}]\n"
     )
     config = load_run(tmp_path / "dips.yaml")

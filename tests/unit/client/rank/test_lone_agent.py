@@ -48,7 +48,7 @@ def test_without_an_agent_it_trains_alone() -> None:
 
 def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DIPS_ALONE=1 beside a cluster file: its data ranges in order, and no warning."""
-    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    keys = {"shared": {"run": "r", "data": {"ranges": 3}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setenv("DIPS_ALONE", "1")
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
@@ -60,7 +60,7 @@ def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved with range 1 trained in part: another process begins there."""
-    keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setenv("DIPS_ALONE", "1")
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))

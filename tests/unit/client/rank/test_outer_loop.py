@@ -68,7 +68,7 @@ def pull_now(version: VersionId, seq: int) -> PullNow:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    keys = {"shared": {"run": "r"}, "cluster": "c", "master": "127.0.0.1:1", "insecure": True}
+    keys = {"shared": {"run": "r"}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({**keys, "directory": str(tmp_path)}))
     monkeypatch.setenv("DIPS_AGENT", f"unix:{tmp_path}/agent.sock")
     monkeypatch.delenv("DIPS_AGENT_HOME", raising=False)
